@@ -85,7 +85,7 @@ def build(options: argparse.Namespace) -> nn.Module:
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
-        layers = ["q_proj", "v_proj"] if options.model else ["c_attn"]
+        layers = options.modules or (["q_proj", "v_proj"] if options.model else ["c_attn"])
         lora = LoraConfig(r=8, target_modules=layers, fan_in_fan_out=not options.model)
         model = get_peft_model(model, lora)
     return model.train().to(options.device)
@@ -278,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainer", action="store_true")
     parser.add_argument("--model", help="a folder with a model; its vocabulary is --vocabulary")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--modules", nargs="+", help="names of the layers that get a LoRA")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)

@@ -6,7 +6,7 @@ can run the same script on the same data again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,34 +47,52 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
         ReportError: the folder has no logs.
     """
     again = read([place / RECORD]).fits[-1]
-    begin, other, end, other_end = fit.begin, again.begin, fit.end, again.end
-    if begin is None or other is None or end is None or other_end is None:
+    begin, other = fit.begin, again.begin
+    if begin is None or other is None or fit.end is None or again.end is None:
         obstacle = "one of them has no first or no last line"
     else:
-        obstacle = _obstacle(begin, other) or _other_rows(end, other_end)
-    if obstacle or begin is None or other is None or end is None or other_end is None:
+        obstacle = _obstacle(begin, other) or _other_rows(fit.end, again.end)
+    if obstacle or begin is None or other is None:
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
-    values, repeated = dict(_losses(fit)), dict(_losses(again))
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=float("inf"))
+    values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
     if _attacks(begin) == _attacks(other):
         values |= _results(fit, first_apart)
         repeated |= _results(again, first_apart)
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
-    values |= _weights(end)
-    repeated |= _weights(other_end)
+    weights = len(_weights(fit))
+    if not weights:
+        verdict.leave_open(f"run {fit.run} has no hashes of its last weights")
+    common = _compare(f"run {fit.run}", str(place), values, repeated, first_apart, verdict)
+    return f"repetition: {weights} tensors, {common - weights} values of losses and leakage"
+
+
+def _compare(
+    run: str,
+    place: str,
+    values: Mapping[Value, object],
+    repeated: Mapping[Value, object],
+    first_apart: float,
+    verdict: Verdict,
+) -> int:
+    """Find the first value that differs, and the first that one run alone has.
+
+    Returns:
+        How many values both have.
+    """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
-        if names[0] != "between looks" and (step < first_apart or names[0] == "weights")
+        if names[0] == "weights" or (names[0] != "between looks" and step < first_apart)
     ]
     for step, names in different[:1]:
         verdict.contradict(
-            f"run {fit.run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
+            f"{run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
             f"{len(different)} of {len(common)} values differ. Were the seeds the same?"
         )
     for step, names in alone[:1]:
@@ -82,10 +100,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
             f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
             f"{len(alone)} values"
         )
-    weights = len(_weights(end))
-    if not weights:
-        verdict.leave_open(f"run {fit.run} has no hashes of its last weights")
-    return f"repetition: {weights} tensors, {len(common) - weights} values of losses and leakage"
+    return len(common)
 
 
 def _obstacle(begin: BeginLine, other: BeginLine) -> str:
@@ -127,19 +142,22 @@ def _attacks(begin: BeginLine) -> object:
     return monitor, begin.attacks
 
 
-def _losses(fit: FitLog) -> Iterator[tuple[Value, object]]:
-    """Yield the losses of a run; those between looks are logged at other moments of a step."""
+def _losses(fit: FitLog) -> dict[Value, object]:
+    """Return the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
-    for line in lines:
-        moment = "look" if isinstance(line, LookLine) else "between looks"
-        for name, value in (line.utility or {}).items():
-            if "loss" in name:
-                yield (line.step, (moment, name)), value
+    return {
+        (line.step, ("look" if isinstance(line, LookLine) else "between looks", name)): value
+        for line in lines
+        for name, value in (line.utility or {}).items()
+        if "loss" in name
+    }
 
 
-def _weights(end: EndLine) -> dict[Value, object]:
+def _weights(fit: FitLog) -> dict[Value, object]:
     """Return the hashes of the trained tensors that a run ended with."""
-    return {(end.step, ("weights", name)): one for name, one in (end.weights or {}).items()}
+    hashes = fit.end.weights if fit.end is not None else None
+    step = fit.end.step if fit.end is not None else 0
+    return {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
 def _results(fit: FitLog, before: float) -> dict[Value, object]:

@@ -110,14 +110,10 @@ def verify_run(
             checked.append(LEAKAGE)
     else:
         not_checked.append("which weights these are: --weights DIR")
-    last = next((fit for fit in fits if fit.run == _last_run(logs[RECORD])), None)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif last is None or verify_run(repetition).verdict.contradictions:
-        not_checked.append("the repetition: the logs of the run, or its own, contradict themselves")
-        verdict.leave_open(f"'{repetition}' was not compared")
     else:
-        checked += filter(None, [check_repetition(last, repetition, verdict)])
+        checked += _compare_repetition(fits, logs[RECORD], repetition, verdict)
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -125,6 +121,19 @@ def verify_run(
         checked,
         not_checked,
     )
+
+
+def _compare_repetition(
+    fits: Sequence[FitLog], record: ChainedFile, place: Path, verdict: Verdict
+) -> list[str]:
+    """Return what was compared, in words; nothing where logs contradict themselves."""
+    fit = next((one for one in fits if one.run == _last_run(record)), None)
+    if fit is None or verify_run(place).verdict.contradictions:
+        verdict.leave_open(
+            f"'{place}' was not compared: its logs or the run's contradict themselves"
+        )
+        return []
+    return [text for text in [check_repetition(fit, place, verdict)] if text]
 
 
 def _read(path: Path, verdict: Verdict) -> ChainedFile:

@@ -50,10 +50,10 @@ def look_seconds(
     local_steps: int | None = None,
     step: int = 0,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What each attack takes for one look, tried on the gradient of a batch of random tokens.
+    """What each attack takes for one look, tried on the gradient of a batch of 8 rows of 64 tokens.
 
-    The batch has 8 rows of 64 tokens, frequent ones more often. Where a LoRA's B is zero still it
-    is given small values, so that A has a gradient.
+    The rows are public text of a causal model, else random tokens, frequent ones more often. Where
+    a LoRA's B is zero still it is given small values, so that A has a gradient.
 
     Args:
         anatomy: of a model on which the attacks are prepared.
@@ -71,14 +71,13 @@ def look_seconds(
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
     begins = attacks.nonzero_starts(anatomy, generator)
-    ids = _tokens(anatomy, ROWS, generator)
     if anatomy.kind == "classifier":
+        ids = _tokens(anatomy, ROWS, generator)
         tensors = attacks.gradient_through_blocks(
             anatomy, ids, list(roles), generator, instead=begins
         )
     else:
-        labels = ids if anatomy.target_rows is None else ids % anatomy.target_rows
-        batch = TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+        batch = _trial_batch(anatomy, tried, generator)
         tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
     shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
@@ -99,9 +98,24 @@ def look_seconds(
     return seconds, failures
 
 
+def _trial_batch(anatomy: Anatomy, plans: Sequence[Plan], generator: torch.Generator) -> TokenBatch:
+    sources = (getattr(plan.attack, "public_text", None) for plan in plans)
+    source = next(filter(None, sources), None)
+    if anatomy.kind == "causal" and source is not None:
+        texts = attacks.PublicText.resolve(source, anatomy)
+        rows = [row % len(texts) for row in range(ROWS)]
+        return texts.rows(rows, _length(anatomy), generator)
+    ids = _tokens(anatomy, ROWS, generator)
+    labels = ids if anatomy.target_rows is None else ids % anatomy.target_rows
+    return TokenBatch(ids, labels, torch.ones_like(ids), anatomy.kind)
+
+
 def _tokens(anatomy: Anatomy, rows: int, generator: torch.Generator) -> Tensor:
-    length = min(_LENGTH, context_length(anatomy) or _LENGTH)
-    return attacks.frequent_tokens(anatomy, rows, length, generator)
+    return attacks.frequent_tokens(anatomy, rows, _length(anatomy), generator)
+
+
+def _length(anatomy: Anatomy) -> int:
+    return min(_LENGTH, context_length(anatomy) or _LENGTH)
 
 
 # ---- the table ------------------------------------------------------------------------------

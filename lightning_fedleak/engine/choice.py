@@ -102,7 +102,7 @@ def _trial_batch(anatomy: Anatomy, plans: Sequence[Plan], generator: torch.Gener
     sources = (getattr(plan.attack, "public_text", None) for plan in plans)
     source = next(filter(None, sources), None)
     if anatomy.kind == "causal" and source is not None:
-        texts = attacks.PublicText.resolve(source, anatomy)
+        texts = attacks.PublicText.resolve(source, anatomy, n=ROWS)
         rows = [row % len(texts) for row in range(ROWS)]
         return texts.rows(rows, _length(anatomy), generator)
     ids = _tokens(anatomy, ROWS, generator)

@@ -28,6 +28,7 @@ import logging
 import platform
 import resource
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -125,7 +126,7 @@ def trainer_step(model: nn.Module, ids: Tensor) -> Step:
 
 def arguments(rows: int, steps: int) -> TrainingArguments:
     return TrainingArguments(
-        "benchmark_out",
+        tempfile.gettempdir(),  # nothing is saved
         per_device_train_batch_size=rows,
         max_steps=steps,
         optim="sgd",

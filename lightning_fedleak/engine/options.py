@@ -387,17 +387,17 @@ def selected(
         TypeError: something that is no attack.
     """
     settings = settings or WatchSettings()
-    asked = None if settings.assume is None else frozenset(settings.assume)
+    capabilities = None if settings.assume is None else frozenset(settings.assume)
     if attacks == "auto":
-        asked = ASSUMED if asked is None else asked
-        played = tuple(candidates(asked, settings, rounds=rounds))
+        capabilities = ASSUMED if capabilities is None else capabilities
+        played = tuple(candidates(capabilities, settings, rounds=rounds))
         canaries = None if games is None or rounds else games.canaries
         if canaries is not None and min(map(len, canaries.token_ids)) > 1:
             played += (Canaries(),)
         if games is not None and games.entities is not None and not rounds:
             played += (Entities(),)
         check_attacks(played)
-        return Selection(played, True, asked, settings.public_text not in (None, "sampled"))
+        return Selection(played, True, capabilities, settings.public_text not in (None, "sampled"))
     if isinstance(attacks, str):
         raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
     if settings.public_text is not None:
@@ -408,7 +408,7 @@ def selected(
     # A class in place of an attack is refused by its name.
     played = (attacks,) if isinstance(attacks, Attack | type) else tuple(attacks)
     check_attacks(played)
-    return Selection(played, False, asked, False)
+    return Selection(played, False, capabilities, False)
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:

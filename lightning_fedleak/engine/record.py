@@ -298,17 +298,18 @@ def facts_of(
 def _machine(device: torch.device) -> records.JsonObject:
     """Return what the last bits of a number depend on besides the installed versions."""
     processor = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):  # Linux names the model here alone
+    with suppress(OSError):  # Linux names the model here alone
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(
             (one.partition(": ")[2] for one in lines if "model name" in one), processor
         )
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "processor": processor,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": device.type,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **gpu,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 

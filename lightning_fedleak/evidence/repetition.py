@@ -6,13 +6,21 @@ can run the same script on the same data again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, read
-from lightning_fedleak.report.records import RECORD, BeginLine, EndLine, LookLine, MetricsLine
+from lightning_fedleak.report.records import (
+    RECORD,
+    BeginLine,
+    EndLine,
+    JsonObject,
+    LookLine,
+    MetricsLine,
+)
 
 Value = tuple[int, tuple[str, ...]]
 """A value of a run: the step, and what it is."""
@@ -56,11 +64,17 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
-    first_apart = min(looks ^ other_looks, default=float("inf"))
+    first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
     if _attacks(begin) == _attacks(other):
         values |= _results(fit, first_apart)
         repeated |= _results(again, first_apart)
+        if first_apart < math.inf:
+            verdict.note(
+                f"leakage from step {first_apart} on is not compared: one run alone looked there"
+            )
+        if timed := [one.name for one in begin.attacks if _has_budget(one.config)]:
+            verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
     weights = len(_weights(fit))
@@ -142,6 +156,10 @@ def _attacks(begin: BeginLine) -> object:
     return monitor, begin.attacks
 
 
+def _has_budget(config: JsonObject | None) -> bool:
+    return any("seconds" in setting for setting in config or ())
+
+
 def _losses(fit: FitLog) -> dict[Value, object]:
     """Return the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
@@ -165,6 +183,6 @@ def _results(fit: FitLog, before: float) -> dict[Value, object]:
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value
         for line in fit.results
-        if line.step < before and not any("seconds" in setting for setting in line.config or ())
+        if line.step < before and not _has_budget(line.config)
         for name, value in line.metrics.items()
     }

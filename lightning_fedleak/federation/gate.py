@@ -58,8 +58,8 @@ class RoundGate(Threshold):
         name: str | None = None,
     ) -> None:
         check_choice("action", action, self.actions)
-        given: Any = action  # of another run than a Threshold's
-        super().__init__(metric, at_most, action=given, patience=patience, name=name)
+        act: Any = action  # of a round; a Threshold's types name those of a run
+        super().__init__(metric, at_most, action=act, patience=patience, name=name)
 
     def watch_rounds(self, observer: RoundObserver) -> None:
         """Refuse a metric that the observer does not log, or by which no update can be judged.

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks import (
     WordGuess,
 )
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.model.snapshots import NotYet
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
@@ -89,6 +90,30 @@ class Partial(BagOfWords):
         share = self.shares[self.runs % 2]
         self.runs += 1
         return WordGuess(types[: int(share * len(types))], surface="input")
+
+
+class Late(BagOfWords):
+    """Has no result at the first step."""
+
+    default_name = "late"
+    needs_control = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        self.steps.append(view.gradients[-1].step)
+        if self.steps[-1] == 0:
+            raise NotYet("nothing is there")
+        return super().run(view, query)
+
+
+def test_no_control_is_made_where_there_is_no_number_yet(tmp_path: Path) -> None:
+    attack = Late()
+    watch = watched(tmp_path, attack, steps=2)
+    assert attack.steps == [0, 1, 1]  # the second of step 1 is its control
+    assert watch.latest["leakage/late/control"] == 1
 
 
 def test_a_gate_is_unknown_without_a_control(tmp_path: Path) -> None:

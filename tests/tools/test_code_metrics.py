@@ -12,7 +12,7 @@ from tests.tools import code_metrics
 # release 650.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_300,
+    "code": 48_320,
     "longest": 644,
     "long": 5,
     "imports": 43,

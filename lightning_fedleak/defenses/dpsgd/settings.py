@@ -217,7 +217,9 @@ def guarantee_of(
     change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
-    budget = "the budget that was fixed before the run" if fixed_budget else "what `privacy` gives"
+    budget = "the budget that was fixed before the run"
+    if not fixed_budget:
+        budget = "the epsilon that `privacy` gives"
     return (
         f"against whoever sees {server}: (epsilon, delta)-differential privacy of {protected} "
         f"{change}, for all releases together, with {budget}. If several clients hold {shared}, "

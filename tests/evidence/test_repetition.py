@@ -242,9 +242,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the logs of a whole run, its checkpoints, and what goes on from the first."""
     place = tmp_path_factory.mktemp("saved")
     train_by_trainer(place / "model", place / "logs")
-    start = place / "part-model/checkpoint-4"
-    copytree(place / "model/checkpoint-4", start)
-    train_by_trainer(start.parent, place / "part", str(start))
+    train_by_trainer(place / "part-model", place / "part", str(place / "model/checkpoint-4"))
     return place
 
 

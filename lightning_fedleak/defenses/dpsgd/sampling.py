@@ -119,11 +119,12 @@ def poisson_loader(
     rate: float,
     draws: poisson.Draws,
     *,
-    steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
 ) -> data.DataLoader[Any]:
     """Return a loader's dataset, collate function and workers with Poisson sampling.
+
+    An epoch has ``round(1 / rate)`` batches: each example is drawn once in it on average.
 
     Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
     process's part, without shuffling and without the examples that it repeats to make shards equal
@@ -135,8 +136,6 @@ def poisson_loader(
         rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
             shard.
         draws: entropy and client.
-        steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
-            an epoch on average.
         users: the rows of every user, where users are drawn; then the rate is that of a user, and
             processes share users.
         rows_per_user: of one user in a batch; None for all.
@@ -148,12 +147,10 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    if steps is None:
-        steps = max(1, round(1 / rate))
     check_torch_loader(loader)
     dataset: Any = loader.dataset
     _check_fetches_none(loader)
-    shard = _shard(loader)
+    shard, steps = _shard(loader), max(1, round(1 / rate))
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:

@@ -333,6 +333,14 @@ def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> No
     made("central").load_state_dict(local.state_dict())
 
 
+@pytest.mark.parametrize("gone", [{"mechanism": "banded", "bands": 4}, {"truncated_at": 8}])
+def test_releases_by_a_rule_that_is_gone_are_not_gone_on_with(gone: dict[str, Any]) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    Run(defense).step(first(3))
+    with pytest.raises(DefenseError, match=r"1 releases were drawn or noised by a rule .* is gone"):
+        DPSGD(CLIP, noise_multiplier=1.0).load_state_dict(defense.state_dict() | gone)
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 

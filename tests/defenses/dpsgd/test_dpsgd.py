@@ -23,9 +23,8 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
     ReleaseSettings,
-    noise,
 )
-from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.defenses.dpsgd import dpsgd, step
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
@@ -523,9 +522,9 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = noise.add_standard_normal
+    real = dpsgd.add_standard_normal
     weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
-    monkeypatch.setattr(noise, "add_standard_normal", weak)
+    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.model_runs import mixed_precision
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
 from lightning_fedleak.model.taps import (
     ChangedInPlace,
@@ -130,6 +132,34 @@ class Run(ABC):
         return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
 
     @property
+    def mixed_precision(self) -> str:
+        """Return the policies by which FSDP2 casts parameters and gradients; empty without one."""
+        casts = {
+            f"parameters in {policy.param_dtype}, gradients reduced in "
+            f"{policy.reduce_dtype or policy.param_dtype}"
+            for policy in mixed_precision(self.anatomy.root).values()
+            if policy.param_dtype or policy.reduce_dtype
+        }
+        return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
+
+    @property
+    def rounding(self) -> float:
+        """Return the relative error that casts leave in an entry of a gradient; 0 without any.
+
+        It is a quarter of an epsilon of a dtype that gradients are computed in, by autocast or by
+        FSDP2's policy. The sum over n processes, one after the other in the policy's dtype, has
+        partial sums of k of them for each k from 2 to n, each rounded once.
+        """
+        policies, n = mixed_precision(self.anatomy.root).values(), self.processes
+        reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
+        computed = [AUTOCAST.get(self.precision), *(p.param_dtype for p in policies), *reduced]
+        once, each_sum = (
+            max((torch.finfo(dtype).eps / 4 for dtype in dtypes if dtype is not None), default=0.0)
+            for dtypes in (computed, reduced)
+        )
+        return math.hypot(once, each_sum * math.sqrt((n + 1) / 2 - 1 / n))
+
+    @property
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
@@ -146,6 +176,14 @@ class Run(ABC):
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum over processes."""
         return value
+
+    def reduced(self, role: str, gradient: Tensor) -> Tensor:
+        """Return the mean of a parameter's gradient over processes, in the dtypes of FSDP2."""
+        parameter = self.anatomy.parameter(role)
+        assert parameter is not None
+        if (policy := mixed_precision(self.anatomy.root).get(id(parameter))) is not None:
+            gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
+        return (self.summed(gradient) / self.processes).to(parameter.dtype)
 
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
+from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine import (
     CHOOSE,
     BoardLogger,
@@ -39,6 +40,8 @@ from lightning_fedleak.trainers.loop import (
     before_backward,
     check_whole,
     has_gradients,
+    holds_unreduced,
+    is_sharded,
     show_messages,
     torch_optimizers,
 )
@@ -57,11 +60,11 @@ class Watch(Reported):
     gradients, which are gone without a step; it is not looked at. Training is not disturbed:
     weights, losses and random numbers are bit-identical to the loop without this.
 
-    Under DistributedDataParallel each process is a client. A model that FSDP shards is refused: it
-    needs Lightning's Trainer. Where a :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what
-    it shares is read. A DP optimizer of Opacus is read inside its step, once it has clipped and
-    noised; a step that it skips is none. Another library's, which
-    cannot be read there, makes what is shared *unknown*.
+    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) all are
+    one, since gradients are reduced before any can be read. Where a
+    :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what it shares is read. A DP optimizer
+    of Opacus is read inside its step, once it has clipped and noised; a step that it skips is none.
+    Another library's, which cannot be read there, makes what is shared *unknown*.
 
     Examples:
         >>> import torch
@@ -206,12 +209,19 @@ class Watch(Reported):
     def _begin(self) -> None:
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
-        self._check()
         model = loop.model
+        reshard(model)  # an evaluation leaves layers whole
+        self._check()
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
+        sharded = is_sharded(model)
         client = "rank" if loop.release is None else loop.release.client
-        client = settings.client or client
+        client = settings.client or ("world" if sharded else client)
+        if sharded and client == "rank":
+            raise ValueError(
+                f"{self.run.watcher}: FSDP2 reduces gradients over all processes before any can be "
+                "read, so that no process's own leaves it: pass client='world'"
+            )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
@@ -272,7 +282,7 @@ class Watch(Reported):
 
     def _check(self, *wrappers: str) -> None:
         """Refuse what the loop cannot be watched under."""
-        check_whole(self.loop.model, self.run.watcher, wrappers)
+        check_whole(self.loop.model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
         """Refuse gates on what is not logged, and two of one name."""
@@ -315,7 +325,9 @@ class Watch(Reported):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
-        return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
+        strategy = "FSDP2" if run.is_sharded else strategy
+        facts = {"strategy": strategy, "precision": run.precision, "processes": run.processes}
+        return facts | ({"mixed_precision": run.mixed_precision} if run.mixed_precision else {})
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[Watch]:
@@ -385,7 +397,8 @@ class Watch(Reported):
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
-        return not has_gradients(self.loop.optimizers, zeros=self._look is None)
+        there = has_gradients(self.loop.optimizers, zeros=self._look is None)
+        return not (there or holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
         for optimizer in self.loop.inner_optimizers:

@@ -228,7 +228,7 @@ class Controls:
             for role in roles:
                 if self._anywhere(role in view.tensors):
                     gradient = view.tensors.get(role, self._zeros(role))
-                    tensors[role] = run.summed(gradient) / run.processes
+                    tensors[role] = run.reduced(role, gradient)
             view = replace(view, tensors=tensors)
         return replace(view, client=run.number, input_noise=look.input_noise)
 

@@ -97,8 +97,6 @@ class RunFacts:
     Attributes:
         precision: in the Trainer's words (``"bf16-mixed"``); None if unknown.
         autocast: dtype that the client's forward is cast to; None without autocast.
-        rounding: relative error that autocast, or FSDP2's mixed precision, leaves in an entry of a
-            gradient; 0 without either.
         optimizer: class name of the optimizer of the parameters that are read; None without one.
         optimizer_settings: its settings, as plain values.
         local_steps: optimizer steps whose weight change is shared; None if single gradients are.
@@ -112,7 +110,6 @@ class RunFacts:
 
     precision: str | None = None
     autocast: torch.dtype | None = None
-    rounding: float = 0.0
     optimizer: str | None = None
     optimizer_settings: Mapping[str, object] = field(default_factory=dict)
     local_steps: int | None = None

@@ -142,22 +142,24 @@ class Run(ABC):
         }
         return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
 
-    @property
-    def rounding(self) -> float:
-        """Return the relative error that casts leave in an entry of a gradient; 0 without any.
+    def rounding(self, accumulated: int) -> float:
+        """Return the relative error that FSDP2's policy leaves in an entry of a gradient.
 
-        It is a quarter of an epsilon of a dtype that gradients are computed in, by autocast or by
-        FSDP2's policy. The sum over n processes, one after the other in the policy's dtype, has
-        partial sums of k of them for each k from 2 to n, each rounded once.
+        It is a quarter of an epsilon for each rounding: once where the gradient is computed, and
+        that of each partial sum, relative to the whole one. Sums of n have them of k from 2 to n:
+        of what each process accumulates, and of the processes, one after the other.
+
+        Args:
+            accumulated: micro-batches of the gradient.
         """
-        policies, n = mixed_precision(self.anatomy.root).values(), self.processes
+        policies = mixed_precision(self.anatomy.root).values()
         reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
-        computed = [AUTOCAST.get(self.precision), *(p.param_dtype for p in policies), *reduced]
-        once, each_sum = (
+        once, each = (
             max((torch.finfo(dtype).eps / 4 for dtype in dtypes if dtype is not None), default=0.0)
-            for dtypes in (computed, reduced)
+            for dtypes in ([*(policy.param_dtype for policy in policies), *reduced], reduced)
         )
-        return math.hypot(once, each_sum * math.sqrt((n + 1) / 2 - 1 / n))
+        partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
+        return math.hypot(once, each * math.sqrt(partial_sums))
 
     @property
     def number(self) -> int:

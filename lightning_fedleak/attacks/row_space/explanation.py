@@ -235,7 +235,7 @@ class ReadableInput:
         self,
         view: Observation,
         noise: Mapping[str, float],
-        casts: float,
+        autocast: torch.dtype | None,
         errors: Mapping[str, Tensor] | None = None,
     ) -> PursuitResult:
         """Return the types that explain the gradients of these maps.
@@ -243,7 +243,7 @@ class ReadableInput:
         Args:
             view: the shared gradients.
             noise: standard deviation of what was added to each entry, by parameter.
-            casts: relative error that casts leave in an entry, see ``RunFacts.rounding``.
+            autocast: dtype that the client's forward is cast to.
             errors: standard deviation of each entry's error, by parameter, if they differ.
 
         Raises:
@@ -254,7 +254,7 @@ class ReadableInput:
         gradients = list(by_map.values())
         beside = self._rows_of_loss_terms(by_map, view.gradients[-1].loss_terms)
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
-        rounding = _rounding(dtypes, casts)
+        rounding = max(_rounding(dtypes, autocast), view.gradients[-1].rounding)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
         if view.gradients[-1].compression == "topk":
             return self._explain_kept(gradients, self._atoms_beside(positions, beside).beside)
@@ -449,13 +449,13 @@ class ReadableInput:
         return result
 
 
-def _rounding(dtypes: Sequence[torch.dtype], casts: float) -> float:
+def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:
     """Return the relative error of an entry of a gradient.
 
     It is about a quarter of an epsilon for a gradient that was rounded once, and a whole one for
     the sums of single precision.
     """
-    largest = max(4 * casts, *(torch.finfo(d).eps for d in dtypes))
+    largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
         reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32

@@ -219,6 +219,7 @@ class SubspaceTexts(TextAttack):
                 "blocks behind the first; SubspaceWords reads the words, and of LoRA texts are read"
             )
         words = self._words.run(view)
+        autocast = self._facts.autocast
         bottom.kept, whitenings = (), self._whitenings
         first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
@@ -228,8 +229,7 @@ class SubspaceTexts(TextAttack):
             whitenings = bottom.whitenings(self.seed)
         else:
             shared = [
-                subspace_rows.shared_rows(b, bottom.anatomy, view, self._facts.rounding)
-                for b in bottom.inputs
+                subspace_rows.shared_rows(b, bottom.anatomy, view, autocast) for b in bottom.inputs
             ]
         bag = words.types.sort().values.to(bottom.device)
         if not len(bag):

@@ -122,7 +122,7 @@ class BlockInputs(BottomModel):
 
 
 def shared_rows(
-    block: SharedInput, anatomy: Anatomy, view: Observation, casts: float
+    block: SharedInput, anatomy: Anatomy, view: Observation, autocast: torch.dtype | None
 ) -> SharedRows:
     """Return the rows that the trained maps of a block share, in units of their noise.
 
@@ -130,7 +130,7 @@ def shared_rows(
         block: the input of the maps.
         anatomy: of the live model.
         view: the newest gradients or update are read.
-        casts: relative error that casts leave in an entry, see ``RunFacts.rounding``.
+        autocast: dtype of the client's autocast region, or None.
 
     Raises:
         UnusableObservation: they are not finite, or all zero.
@@ -151,9 +151,9 @@ def shared_rows(
         if any(m.factor == "A" for m in block.trained_readers(anatomy)):
             raise NotYet(NO_GRADIENT_YET)
         raise UnusableObservation("the gradients of the second block's projections are zero")
+    dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
-    dtypes = [torch.float32, *(g.dtype for g in gradients)]
-    rounding = max(4 * casts, *(torch.finfo(d).eps for d in dtypes))
+    rounding = max(4 * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))
     return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
 
 
@@ -169,7 +169,7 @@ def kept_rows(
     """
     kept, shared = [], []
     for number, block in enumerate(bottom.inputs):
-        for row in most_kept(shared_rows(block, bottom.anatomy, view, 0.0).whole):
+        for row in most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
             kept.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5

@@ -274,7 +274,7 @@ class SubspaceWords(Attack):
         if isinstance(snapshot, UpdateSnapshot):
             return self._read(view)
         label = PublicText.label(self.public_text)
-        key = ("words", id(snapshot), label, self.seed, self._facts.rounding)
+        key = ("words", id(snapshot), label, self.seed, self._facts.autocast)
         guess = do_once(key, lambda: self._read(view), subject=snapshot)
         return replace(guess, capacity=self._capacity or None)
 
@@ -323,7 +323,7 @@ class SubspaceWords(Attack):
             if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
-                result = readable.read(view, noise, self._facts.rounding, errors)
+                result = readable.read(view, noise, self._facts.autocast, errors)
             except UnusableObservation as error:
                 refusals.append(error)
                 continue

@@ -67,7 +67,6 @@ class Plan:
         return RunFacts(
             precision=run.precision,
             autocast=AUTOCAST.get(run.precision),
-            rounding=run.rounding,
             optimizer=None if self.optimizer is None else type(self.optimizer).__name__,
             optimizer_settings=self._settings(run),
             local_steps=local_steps,

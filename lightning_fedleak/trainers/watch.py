@@ -326,8 +326,7 @@ class Watch(Reported):
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
         strategy = "FSDP2" if run.is_sharded else strategy
-        facts = {"strategy": strategy, "precision": run.precision, "processes": run.processes}
-        return facts | ({"mixed_precision": run.mixed_precision} if run.mixed_precision else {})
+        return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[Watch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
+from lightning_fedleak import FCMembership
+from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
@@ -171,8 +173,8 @@ def own_loop(folder: Path) -> dict[str, Any]:
         "distance": float(distance),
         "clipped": float(norm) > CLIP,
         "f1": watch.latest["leakage/subspace_words/f1"],
-        "client": watch.engine.results and lines(folder)[0]["client"],
-        "strategy": watch._facts(watch.engine.run)["strategy"] if watch.engine.fit else None,
+        "client": lines(folder)[0]["client"],
+        "strategy": lines(folder, "run")[0]["training"]["strategy"],
     }
 
 
@@ -219,20 +221,27 @@ def wrapped(model: Any) -> Any:
     return model
 
 
+def agreement(named: list[int], true: list[int]) -> float:
+    return 2 * len({*named} & {*true}) / (len(named) + len(true))
+
+
 @CASES.named("mixed precision")
 def mixed_precision(folder: Path) -> dict[str, Any]:
-    """Words under policies of FSDP2, and their control."""
+    """The lowest F1 of words at a look under policies of FSDP2, and their control."""
     out = {}
     for policy, value in POLICIES.items():
-        for lora in (False, True):
-            attack = words()
-            _, watch = loop(folder / policy / str(lora), shard(model_of(lora), value), [attack])
+        for kind in ("full", "lora", "accumulated"):
+            attack, accumulated = words(), 1 + (kind == "accumulated")
+            model = shard(model_of(lora=kind == "lora"), value)
+            place = folder / policy / kind
+            _, watch = loop(place, model, [attack], accumulated=accumulated)
             assert watch is not None
             name = "leakage/subspace_words"
-            out[f"{policy}, {'lora' if lora else 'full'}"] = {
-                "named": attack.named == truth(),
+            out[f"{policy}, {kind}"] = {
+                "f1": min(map(agreement, attack.named, truth(accumulated))),
                 "control": watch.latest[f"{name}/control"],
                 "certified": watch.latest[f"{name}/certified"],
+                "facts": lines(place, "run")[0]["training"]["mixed_precision"],
             }
     return out
 
@@ -373,7 +382,7 @@ def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], b
     """Return the words of both processes at each step, and whether no two texts were the same."""
     mine, other = gathered([ids[:, :-1].flatten().tolist() for ids in trainer.texts])
     both = [[*a, *b] for a, b in zip(mine, other, strict=True)]
-    steps = [sum(both[i : i + accumulated], []) for i in range(0, len(both), accumulated)]
+    steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
     distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
     return [sorted(set(step)) for step in steps], distinct
 
@@ -410,8 +419,9 @@ def trainers(folder: Path) -> dict[str, Any]:
         expected, distinct = read_by_step(read, make().get("gradient_accumulation_steps", 1))
         out[name] = {
             "same": same(final(plain), final(read)) and user_logs(plain) == user_logs(read),
-            "named": attack.named == expected,
+            "lowest": min(map(agreement, attack.named, expected)),
             "distinct": distinct,
+            "looks": len(attack.named),
             "f1": callback.latest["leakage/subspace_words/f1"],
         }
     return out
@@ -472,8 +482,6 @@ def weights(folder: Path) -> dict[str, Any]:
 
 @CASES.named("trainer refuses")
 def trainer_refuses(folder: Path) -> dict[str, Any]:
-    from lightning_fedleak import FCMembership
-
     tried: dict[str, dict[str, Any]] = {
         "rank": {"attacks": [words()], "watch": {"client": "rank"}},
         "membership": {"attacks": [FCMembership(layer=1)]},

@@ -145,9 +145,9 @@ class Run(ABC):
     def rounding(self, accumulated: int) -> float:
         """Return the relative error that FSDP2's policy leaves in an entry of a gradient.
 
-        It is a quarter of an epsilon for each rounding: once where the gradient is computed, and
-        that of each partial sum, relative to the whole one. Sums of n have them of k from 2 to n:
-        of what each process accumulates, and of the processes, one after the other.
+        Each rounding is evenly up to half an epsilon: where the gradient is computed, and of each
+        partial sum, relative to the whole one. Sums of n have them of k from 2 to n: of what each
+        process accumulates, and of the processes, one after the other.
 
         Args:
             accumulated: micro-batches of the gradient.
@@ -155,11 +155,11 @@ class Run(ABC):
         policies = mixed_precision(self.anatomy.root).values()
         reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
         once, each = (
-            max((torch.finfo(dtype).eps / 4 for dtype in dtypes if dtype is not None), default=0.0)
+            max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
             for dtypes in ([*(policy.param_dtype for policy in policies), *reduced], reduced)
         )
         partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
-        return math.hypot(once, each * math.sqrt(partial_sums))
+        return math.hypot(once, each * math.sqrt(partial_sums)) / math.sqrt(12)
 
     @property
     def number(self) -> int:

@@ -452,15 +452,15 @@ class ReadableInput:
 def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:
     """Return the relative error of an entry of a gradient.
 
-    It is about a quarter of an epsilon for a gradient that was rounded once, and a whole one for
-    the sums of single precision.
+    It is the standard deviation of what is evenly up to half an epsilon for a gradient that was
+    rounded once, and a whole epsilon for the sums of single precision.
     """
     largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
         reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
         return 2.0**-11 if reduced else single
-    return largest / 4
+    return largest / math.sqrt(12)
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.modules import module as torch_module
 
 from lightning_fedleak.model import model_state
@@ -25,6 +24,7 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     matrix_shape,
+    mixed_precision,
     place_of,
     unwrap,
     walk,
@@ -183,37 +183,23 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     """Replace the parameters that FSDP2 shards by whole ones, on every process.
 
     It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It takes the parameters' memory on each, and
-    restores the model's tensors after. FSDP2's hooks do not run within, see
-    :func:`only_needed_hooks`; the computation is in the dtype that its policy casts parameters to.
-
-    Every process must enter it, outside of forward and backward, because it gathers.
+    so that a collective would block other processes. It restores the model's tensors after. FSDP2's
+    hooks do not run within (:func:`only_needed_hooks`); the computation is in the dtype that its
+    policy casts to. Every process must enter it, outside of forward and backward.
     """
     owned = [p for m in root.modules() for p in m._parameters.values()]
     sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
     if not sharded:
         yield
         return
-    computed = {key: policy.param_dtype for key, policy in mixed_precision(root).items()}
+    dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
     whole = {
-        key: nn.Parameter(
-            p.full_tensor().detach().to(computed.get(key)), requires_grad=p.requires_grad
-        )
+        key: nn.Parameter(p.full_tensor().detach().to(dtypes.get(key)), p.requires_grad)
         for key, p in sharded.items()
     }
-    hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
-    with parameters_replaced(parameter_places(root.modules(), whole)), hooks:
+    places = parameter_places(root.modules(), whole)
+    with parameters_replaced(places), only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
         yield
-
-
-def mixed_precision(root: nn.Module) -> dict[int, MixedPrecisionPolicy]:
-    """Return the policy by which FSDP2 casts each parameter that it shards, by the ``id`` of it."""
-    policies: dict[int, MixedPrecisionPolicy] = {}
-    for module in root.modules():  # outermost first: parameters inside have the policy of theirs
-        if isinstance(module, FSDPModule):
-            policy = module._get_fsdp_state()._mp_policy
-            policies |= dict.fromkeys(map(id, module.parameters()), policy)
-    return policies
 
 
 ParameterPlace = tuple[nn.Module, str, Tensor]

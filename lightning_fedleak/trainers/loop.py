@@ -26,8 +26,8 @@ from lightning_fedleak.engine import (
     chosen_metrics,
     declared,
 )
-from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.model_runs import is_compiled, mixed_precision
+from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
+from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
 
 T = TypeVar("T")
@@ -281,6 +281,8 @@ def check_whole(
         ValueError: says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
+    for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        module.reshard()  # type: ignore[operator]  # an evaluation leaves it whole
     policies = mixed_precision(model) if takes_fsdp2 else {}
     shards = [p for p in model.parameters() if isinstance(p, DTensor)]
     plain = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in policies]
@@ -341,11 +343,6 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
             "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
         )
     return [unwrapped(each) for each in optimizers]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards a model."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def holds_unreduced(model: nn.Module) -> bool:

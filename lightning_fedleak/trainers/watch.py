@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine import (
     CHOOSE,
     BoardLogger,
@@ -41,7 +40,6 @@ from lightning_fedleak.trainers.loop import (
     check_whole,
     has_gradients,
     holds_unreduced,
-    is_sharded,
     show_messages,
     torch_optimizers,
 )
@@ -209,12 +207,11 @@ class Watch(Reported):
     def _begin(self) -> None:
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
-        model = loop.model
-        reshard(model)  # an evaluation leaves layers whole
         self._check()
+        model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        sharded = is_sharded(model)
+        sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
         client = "rank" if loop.release is None else loop.release.client
         client = settings.client or ("world" if sharded else client)
         if sharded and client == "rank":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -237,7 +237,7 @@ def control_gradient(
         UnusableObservation: the call cannot be made again.
     """
     sums: dict[int, Tensor] = {}
-    policies = model_runs.mixed_precision(anatomy.root)
+    policies = mixed_precision(anatomy.root)
     by_role = {role: policies.get(id(anatomy.parameter(role))) for role in roles}
     with (
         model_runs.undisturbed(anatomy) as model,

@@ -192,7 +192,7 @@ def _clip_value(trainer: L.Trainer) -> float | None:
 
 
 def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
-    """Return who is a client: as the user says, else as the strategy says, else each rank.
+    """Return who is a client: as the user or the strategy says, else each rank, or all of FSDP2.
 
     Args:
         client: the user's choice.
@@ -207,10 +207,11 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
             f"LeakageMonitor(client={client!r}) contradicts the strategy's client={declared!r}: "
             "leave the monitor's out"
         )
-    client = client or declared or "rank"
+    sharded = isinstance(strategy, both("strategies.ModelParallelStrategy"))
+    client = client or declared or ("world" if sharded else "rank")
     if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
         return client
-    if isinstance(strategy, both("strategies.ModelParallelStrategy")) and client == "world":
+    if sharded and client == "world":
         return client
     raise ValueError(
         f"LeakageMonitor does not know what {type(strategy).__name__} shares. It works with a "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
+from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
@@ -170,6 +171,7 @@ class Fit:
         self.look = look
         with look.clock(self.run.device):
             if look.scope is None:
+                reshard(self.run.anatomy.root)  # an evaluation leaves layers of FSDP2 whole
                 self.follow()
                 self.refresh(look)
             self._tap.arm()
@@ -296,6 +298,7 @@ class Fit:
                 noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
                 compression=AVERAGED if look.compression and clients > 1 else look.compression,
                 input_noise=look.input_noise,
+                rounding=self.run.rounding(len(look.all_batches)),
                 loss_terms=self._loss_terms(look),
             )
 

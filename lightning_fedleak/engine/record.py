@@ -249,6 +249,7 @@ def facts_of(
         resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
             released; empty where it begins with no checkpoint.
     """
+    casts = run.mixed_precision
     leaks = {one.attack: channel.leak for one, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
@@ -261,7 +262,7 @@ def facts_of(
         versions=versions(),
         machine=_machine(run.device),
         model=_model(run, lineup.trained),
-        training=training,
+        training=training if not casts else {**training, "mixed_precision": casts},
         monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,

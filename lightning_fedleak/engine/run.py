@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
 from lightning_fedleak.model.taps import (
@@ -130,6 +131,36 @@ class Run(ABC):
         return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
 
     @property
+    def mixed_precision(self) -> str:
+        """Return the policies by which FSDP2 casts parameters and gradients; empty without one."""
+        casts = {
+            f"parameters in {policy.param_dtype}, gradients reduced in "
+            f"{policy.reduce_dtype or policy.param_dtype}"
+            for policy in mixed_precision(self.anatomy.root).values()
+            if policy.param_dtype or policy.reduce_dtype
+        }
+        return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
+
+    def rounding(self, accumulated: int) -> float:
+        """Return the relative error that FSDP2's policy leaves in an entry of a gradient.
+
+        Each rounding is evenly up to half an epsilon: where the gradient is computed, and of each
+        partial sum, relative to the whole one. Sums of n have them of k from 2 to n: of what each
+        process accumulates, and of the processes, one after the other.
+
+        Args:
+            accumulated: micro-batches of the gradient.
+        """
+        policies = mixed_precision(self.anatomy.root).values()
+        reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
+        once, each = (
+            max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
+            for dtypes in ([*(policy.param_dtype for policy in policies), *reduced], reduced)
+        )
+        partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
+        return math.hypot(once, each * math.sqrt(partial_sums)) / math.sqrt(12)
+
+    @property
     def number(self) -> int:
         """Return the number of this process's client."""
         return self.rank if self.client == "rank" else 0
@@ -146,6 +177,14 @@ class Run(ABC):
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum over processes."""
         return value
+
+    def reduced(self, role: str, gradient: Tensor) -> Tensor:
+        """Return the mean of a parameter's gradient over processes, in the dtypes of FSDP2."""
+        parameter = self.anatomy.parameter(role)
+        assert parameter is not None
+        if (policy := mixed_precision(self.anatomy.root).get(id(parameter))) is not None:
+            gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
+        return (self.summed(gradient) / self.processes).to(parameter.dtype)
 
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""

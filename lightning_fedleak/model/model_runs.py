@@ -24,6 +24,7 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     matrix_shape,
+    mixed_precision,
     place_of,
     unwrap,
     walk,
@@ -182,23 +183,22 @@ def whole_model(root: nn.Module) -> Iterator[None]:
     """Replace the parameters that FSDP2 shards by whole ones, on every process.
 
     It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It takes the parameters' memory on each, and
-    restores the model's tensors after. FSDP2's hooks do not run within, see
-    :func:`only_needed_hooks`; the computation is in the parameters' dtype.
-
-    Every process must enter it, outside of forward and backward, because it gathers.
+    so that a collective would block other processes. It restores the model's tensors after. FSDP2's
+    hooks do not run within (:func:`only_needed_hooks`); the computation is in the dtype that its
+    policy casts to. Every process must enter it, outside of forward and backward.
     """
     owned = [p for m in root.modules() for p in m._parameters.values()]
     sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
     if not sharded:
         yield
         return
+    dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
     whole = {
-        key: nn.Parameter(p.full_tensor().detach(), requires_grad=p.requires_grad)
+        key: nn.Parameter(p.full_tensor().detach().to(dtypes.get(key)), p.requires_grad)
         for key, p in sharded.items()
     }
-    hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
-    with parameters_replaced(parameter_places(root.modules(), whole)), hooks:
+    places = parameter_places(root.modules(), whole)
+    with parameters_replaced(places), only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
         yield
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from lightning_utilities.core import rank_zero
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from lightning_fedleak.engine import (
     chosen_metrics,
     declared,
 )
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
 
@@ -265,25 +266,47 @@ def show_messages() -> None:
         log.setLevel(logging.INFO)
 
 
-def check_whole(model: nn.Module, watcher: str, wrappers: Collection[str] = ()) -> None:
+def check_whole(
+    model: nn.Module, watcher: str, wrappers: Collection[str] = (), *, takes_fsdp2: bool = False
+) -> None:
     """Refuse a model whose gradients are sharded over processes, or that each step replicates.
 
     Args:
         model: as the loop trains it.
         watcher: the class that watches it, for the message.
         wrappers: names of classes that will wrap it.
+        takes_fsdp2: whether gradients may be shards of FSDP2 over one mesh of all processes.
 
     Raises:
         ValueError: says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        module.reshard()  # type: ignore[operator]  # an evaluation leaves it whole
+    policies = mixed_precision(model) if takes_fsdp2 else {}
+    shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+    plain = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in policies]
+    meshes = [(p.device_mesh.ndim, p.device_mesh.size()) for p in shards]
+    instead = (
+        "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
+        if takes_fsdp2
+        else "use DDP, or Lightning's Trainer with ModelParallelStrategy"
+    )
+    fsdp2 = bool(policies) and "FullyShardedDataParallel" not in names
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
         "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
-        "FSDP and tensor parallelism keep a part of each gradient in every process: use DDP, or "
-        "Lightning's Trainer with ModelParallelStrategy": (
-            sharded or "FullyShardedDataParallel" in names
+        f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
+            "FullyShardedDataParallel" in names or (bool(shards) and not fsdp2)
+        ),
+        "Hybrid sharding (HSDP) and tensor parallelism beside FSDP2 are not tested: give "
+        "fully_shard one mesh of one dimension, of all processes": (
+            fsdp2 and set(meshes) != {(1, place()[1])}
+        ),
+        f"FSDP2 does not reduce the gradient of '{next(iter(plain), '')}', which each process "
+        "trains on its own: call fully_shard on the whole model": fsdp2 and bool(plain),
+        "Under FSDP2 with float16 gradients are scaled, which is not tested: use bfloat16": any(
+            torch.float16 in (one.param_dtype, one.reduce_dtype) for one in policies.values()
         ),
         "DataParallel copies the model at each step: start one process a card by torchrun": (
             "DataParallel" in names
@@ -320,6 +343,22 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
             "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
         )
     return [unwrapped(each) for each in optimizers]
+
+
+def holds_unreduced(model: nn.Module) -> bool:
+    """Return whether FSDP2 holds gradients that are accumulated and not yet reduced."""
+    states: Any = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    groups = (  # several since torch 2.13
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    )
+    shards = (shard for group in groups if group is not None for shard in group.fsdp_params)
+    return any(
+        shard.unsharded_accumulated_grad is not None
+        or getattr(getattr(shard, "_unsharded_param", None), "grad", None) is not None
+        for shard in shards
+    )
 
 
 def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:

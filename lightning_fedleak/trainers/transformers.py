@@ -58,9 +58,10 @@ class LeakageCallback(TrainerCallback, Reported):
     to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
     random numbers are bit-identical to the run without it.
 
-    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile`` and DDP.
-    DeepSpeed, FSDP and optimizers that step inside backward are refused. Under a Trainer in which
-    defences act, see :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
+    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP and
+    accelerate's FSDP2. DeepSpeed, FSDP1 and optimizers that step inside backward are refused. Under
+    a Trainer in which defences act, see :func:`~lightning_fedleak.trainers.defended`, what is read
+    is what they share.
 
     A gate stops the run after a checkpoint. One on the trained weights adds
     ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
@@ -220,11 +221,12 @@ class TransformersWatch(Watch):
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
+        model = trainer.model_wrapped
         self.loop = Loop(
-            trainer.model_wrapped,
+            model,
             [unwrapped(trainer.optimizer)],
             loader,
-            precision_of(accelerator.mixed_precision, trainer.model_wrapped),
+            precision_of(None if self._is_fsdp2 else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
@@ -259,11 +261,16 @@ class TransformersWatch(Watch):
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
+    @property
+    def _is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the model, whose policy casts in place of autocast."""
+        return bool(getattr(self.trainer.accelerator, "is_fsdp2", False))
+
     def _check(self, *_: str) -> None:
         trainer, optim = self.trainer, str(self.trainer.args.optim)
         wrappers = {
             "DeepSpeedEngine": trainer.is_deepspeed_enabled,
-            "FullyShardedDataParallel": trainer.is_fsdp_enabled,
+            "FullyShardedDataParallel": trainer.is_fsdp_enabled and not self._is_fsdp2,
             "DataParallel": trainer.args.n_gpu > 1,
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
@@ -400,9 +407,10 @@ class TransformersWatch(Watch):
         self.trainer.control.should_training_stop = True
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
-        args = self.trainer.args
+        args, where = self.trainer.args, " under DDP" if run.under_ddp else ""
+        where = " under FSDP2" if run.is_sharded else where
         return super()._facts(run) | {
-            "strategy": f"{type(self.trainer).__name__}{' under DDP' if run.under_ddp else ''}",
+            "strategy": f"{type(self.trainer).__name__}{where}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
             "accumulate_grad_batches": args.gradient_accumulation_steps,

@@ -39,6 +39,7 @@ from lightning_fedleak.trainers.loop import (
     before_backward,
     check_whole,
     has_gradients,
+    holds_unreduced,
     show_messages,
     torch_optimizers,
 )
@@ -57,11 +58,11 @@ class Watch(Reported):
     gradients, which are gone without a step; it is not looked at. Training is not disturbed:
     weights, losses and random numbers are bit-identical to the loop without this.
 
-    Under DistributedDataParallel each process is a client. A model that FSDP shards is refused: it
-    needs Lightning's Trainer. Where a :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what
-    it shares is read. A DP optimizer of Opacus is read inside its step, once it has clipped and
-    noised; a step that it skips is none. Another library's, which
-    cannot be read there, makes what is shared *unknown*.
+    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) all are
+    one, since gradients are reduced before any can be read. Where a
+    :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what it shares is read. A DP optimizer
+    of Opacus is read inside its step, once it has clipped and noised; a step that it skips is none.
+    Another library's, which cannot be read there, makes what is shared *unknown*.
 
     Examples:
         >>> import torch
@@ -210,8 +211,14 @@ class Watch(Reported):
         model = loop.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
+        sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
         client = "rank" if loop.release is None else loop.release.client
-        client = settings.client or client
+        client = settings.client or ("world" if sharded else client)
+        if sharded and client == "rank":
+            raise ValueError(
+                f"{self.run.watcher}: FSDP2 reduces gradients over all processes before any can be "
+                "read, so that no process's own leaves it: pass client='world'"
+            )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
@@ -272,7 +279,7 @@ class Watch(Reported):
 
     def _check(self, *wrappers: str) -> None:
         """Refuse what the loop cannot be watched under."""
-        check_whole(self.loop.model, self.run.watcher, wrappers)
+        check_whole(self.loop.model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
         """Refuse gates on what is not logged, and two of one name."""
@@ -315,6 +322,7 @@ class Watch(Reported):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
+        strategy = "FSDP2" if run.is_sharded else strategy
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager
@@ -385,7 +393,8 @@ class Watch(Reported):
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
-        return not has_gradients(self.loop.optimizers, zeros=self._look is None)
+        there = has_gradients(self.loop.optimizers, zeros=self._look is None)
+        return not (there or holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
         for optimizer in self.loop.inner_optimizers:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
@@ -353,45 +353,52 @@ def hardened(folder: Path) -> dict[str, Any]:
 class ShardedLlama(CausalLMModule):
     """Wide enough for its inputs to be distinguished; with LoRA or whole."""
 
-    def __init__(self, lora: bool) -> None:
+    def __init__(self, lora: bool, policy: MixedPrecisionPolicy | None = None) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             model = llama()
             if lora:
                 model = with_lora(model, 8, ["q_proj", "v_proj"])
         super().__init__(model.train(), optimizer="adamw")
+        self.policy = policy or MixedPrecisionPolicy()
 
     def configure_model(self) -> None:
         if not isinstance(next(self.model.parameters()), DTensor):
             mesh = self.device_mesh["data_parallel"]
             for module in self.model.modules():
                 if type(module).__name__ == "LlamaDecoderLayer":
-                    fully_shard(module, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+                    fully_shard(module, mesh=mesh, mp_policy=self.policy)
+            fully_shard(self.model, mesh=mesh, mp_policy=self.policy)
 
 
 @CASES.named("shared rows")
 def shared_rows(folder: Path) -> dict[str, Any]:
-    """Words and membership off the row spaces of sharded gradients."""
-    out: dict[str, Any] = {}
+    """Words off the row spaces of sharded gradients."""
+    return {kind: words_of(folder / kind, kind == "lora") for kind in ("lora", "whole")}
+
+
+@CASES.named("mixed precision")
+def mixed_precision(folder: Path) -> dict[str, Any]:
+    """The same under a policy of FSDP2."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    return {kind: words_of(folder / kind, kind == "lora", policy) for kind in ("lora", "whole")}
+
+
+def words_of(folder: Path, lora: bool, policy: MixedPrecisionPolicy | None = None) -> Any:
     data = random_token_loader(8, length=8, vocab=300).dataset
-    for lora in (True, False):
-        loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
-        words = SubspaceWords(capacity_seconds=0)
-        monitor = LeakageMonitor(words, every_n_steps=1, settings=WatchSettings(client="world"))
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        fit(
-            [monitor],
-            folder / str(lora),
-            module=ShardedLlama(lora),
-            loader=loader,
-            strategy=strategy,
-            devices=2,
-            use_distributed_sampler=False,
-        )
-        found = {n: monitor.latest[f"leakage/subspace_words/{n}"] for n in ("f1", "certified")}
-        out["lora" if lora else "whole"] = {**found, "failures": monitor.failures}
-    return out
+    loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
+    monitor = LeakageMonitor(SubspaceWords(capacity_seconds=0), every_n_steps=1)
+    fit(
+        [monitor],
+        folder,
+        module=ShardedLlama(lora, policy),
+        loader=loader,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        devices=2,
+        use_distributed_sampler=False,
+    )
+    found = {n: monitor.latest[f"leakage/subspace_words/{n}"] for n in ("f1", "certified")}
+    return {**found, "failures": monitor.failures}
 
 
 @CASES.named("auto")

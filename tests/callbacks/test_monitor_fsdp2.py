@@ -63,6 +63,12 @@ def test_words_are_read_off_the_row_spaces_of_sharded_gradients(ranks) -> None:
         assert found == {"lora": exact, "whole": exact}
 
 
+def test_words_are_read_in_the_dtypes_of_a_policy(ranks) -> None:
+    exact = {"f1": 1.0, "certified": 0.0, "failures": 0}
+    for found in of(ranks, "mixed precision"):
+        assert found == {"lora": exact, "whole": exact}
+
+
 def test_attacks_choose_themselves(ranks) -> None:
     for found in of(ranks, "auto"):
         assert found["lora"] == {"played": ["subspace_words", "worst"], "worst": 1.0}

@@ -286,7 +286,7 @@ class OneOf(torch.nn.Module):
     ("wrapper", "words"),
     [
         ("DeepSpeedEngine", "DeepSpeed keeps"),
-        ("FullyShardedDataParallel", "FSDP and tensor"),
+        ("FullyShardedDataParallel", "FSDP and tensor .*use FSDP2"),
         ("DataParallel", "DataParallel copies"),
     ],
 )

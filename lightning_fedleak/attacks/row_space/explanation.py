@@ -254,7 +254,7 @@ class ReadableInput:
         gradients = list(by_map.values())
         beside = self._rows_of_loss_terms(by_map, view.gradients[-1].loss_terms)
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
-        rounding = _rounding(dtypes, autocast)
+        rounding = max(_rounding(dtypes, autocast), view.gradients[-1].rounding)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
         if view.gradients[-1].compression == "topk":
             return self._explain_kept(gradients, self._atoms_beside(positions, beside).beside)
@@ -452,15 +452,15 @@ class ReadableInput:
 def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> float:
     """Return the relative error of an entry of a gradient.
 
-    It is about a quarter of an epsilon for a gradient that was rounded once, and a whole one for
-    the sums of single precision.
+    It is the standard deviation of what is evenly up to half an epsilon for a gradient that was
+    rounded once, and a whole epsilon for the sums of single precision.
     """
     largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
         reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
         return 2.0**-11 if reduced else single
-    return largest / 4
+    return largest / math.sqrt(12)
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:

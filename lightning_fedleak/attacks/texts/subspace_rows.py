@@ -153,7 +153,7 @@ def shared_rows(
         raise UnusableObservation("the gradients of the second block's projections are zero")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
-    rounding = max(torch.finfo(d).eps for d in dtypes)
+    rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))
     return SharedRows.stack(gradients, nothing, rounding=rounding, noise=noise)
 
 

@@ -228,9 +228,10 @@ class Controls:
             for role in roles:
                 if self._anywhere(role in view.tensors):
                     gradient = view.tensors.get(role, self._zeros(role))
-                    tensors[role] = run.summed(gradient) / run.processes
+                    tensors[role] = run.reduced(role, gradient)
             view = replace(view, tensors=tensors)
-        return replace(view, client=run.number, input_noise=look.input_noise)
+        rounding = run.rounding(len(draw.reads))
+        return replace(view, client=run.number, input_noise=look.input_noise, rounding=rounding)
 
     def _own_gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
         """Return this process's gradient; of a round the update, where it can be made again."""

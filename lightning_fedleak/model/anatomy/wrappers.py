@@ -7,6 +7,7 @@ backend is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -78,6 +79,16 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if active is not None:
             children = [(active, module.get_submodule(active))]
         stack.extend((f"{name}.{n}" if name else n, m) for n, m in reversed(children))
+
+
+def mixed_precision(root: nn.Module) -> dict[int, Any]:
+    """Return the MixedPrecisionPolicy of each parameter that FSDP2 shards, by the ``id`` of it."""
+    policies: dict[int, Any] = {}
+    for module in root.modules():  # outermost first: parameters inside have the policy of theirs
+        if hasattr(module, "_get_fsdp_state"):
+            policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+            policies |= {id(p): policy for p in module.parameters() if p.is_floating_point()}
+    return policies
 
 
 def find_path(root: nn.Module, module: nn.Module) -> str | None:

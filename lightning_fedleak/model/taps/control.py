@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -236,7 +236,9 @@ def control_gradient(
     Raises:
         UnusableObservation: the call cannot be made again.
     """
-    tensors: dict[str, Tensor] = {}
+    sums: dict[int, Tensor] = {}
+    policies = mixed_precision(anatomy.root)
+    by_role = {role: policies.get(id(anatomy.parameter(role))) for role in roles}
     with (
         model_runs.undisturbed(anatomy) as model,
         model_runs.whole_model(anatomy.root),
@@ -244,6 +246,8 @@ def control_gradient(
     ):
         wanted = {role: anatomy.parameter(role) for role in roles}  # whole where it was sharded
         ids = {id(parameter) for parameter in wanted.values()}
+        # FSDP2 adds up in the dtype that it reduces in.
+        dtypes = {id(wanted[r]): one.reduce_dtype for r, one in by_role.items() if one is not None}
         with fresh_leaves(anatomy.root) as leaves, model_runs.only_needed_hooks(anatomy.root):
             for key, leaf in leaves.items():
                 if key not in ids:  # their gradients are not kept
@@ -251,11 +255,14 @@ def control_gradient(
             for read, sizes in zip(draw.reads, draw.sizes, strict=True):
                 if bool((sizes != 0).any()):
                     run_backward(anatomy, model, read, sizes / scale)
-            for role, parameter in wanted.items():
-                gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
-                if gradient is not None:
-                    gradient = whole_tensor(gradient)
-                    tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
+                for key in ids & leaves.keys():
+                    if (gradient := leaves[key].grad) is not None:
+                        leaves[key].grad = None
+                        gradient = whole_tensor(gradient)
+                        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                        gradient = gradient.to(dtypes.get(key))
+                        sums[key] = sums[key] + gradient if key in sums else gradient
+            tensors = {role: sums[id(p)] for role, p in wanted.items() if id(p) in sums}
     return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
 
 

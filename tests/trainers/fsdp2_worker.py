@@ -1,0 +1,502 @@
+"""One of two gloo processes with FSDP2: a loop of one's own, Accelerate, and transformers' Trainer.
+
+Started by test_fsdp2.py, which says what is right. On a CPU accelerate trains DDP in place of
+FSDP2; :func:`fsdp2_on_a_cpu` lets it take its own path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RANK": os.environ["LOCAL_RANK"], "ACCELERATE_USE_CPU": "true"}
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, distributed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import Trainer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from lightning_fedleak import FCMembership
+from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.attacks.base import Query, WordGuess
+from lightning_fedleak.attacks.memorization import LossRatio
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.snapshots import Observation, Stage
+from lightning_fedleak.trainers import Threshold, Watch
+from tests.attacks.row_space.models import llama, with_lora
+from tests.callbacks.runs import Probe
+from tests.helpers.cases import Cases, gathered
+from tests.helpers.settings import grouped
+from tests.strategies.fsdp2_worker import whole
+from tests.trainers.test_transformers import Sequential, trainer_of, user_logs, watched
+from tests.trainers.test_watch import lines
+
+RANK = int(os.environ["RANK"])
+STEPS, CLIP = 3, 0.5
+CASES = Cases()
+BF16 = torch.bfloat16
+POLICIES = {
+    "accelerate's": MixedPrecisionPolicy(BF16, BF16, BF16),
+    "reduced in float32": MixedPrecisionPolicy(BF16, torch.float32),
+    "reduced in bfloat16 alone": MixedPrecisionPolicy(None, BF16),
+}
+
+
+class Kept(SubspaceWords):
+    """Keeps the words that it names, but those of controls."""
+
+    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+        guess = super().run(view, query)
+        if view.gradients[-1].stage is not Stage.LOCAL:
+            self.__dict__.setdefault("named", []).append(sorted(guess.types.tolist()))
+        return guess
+
+
+def words() -> Kept:
+    return Kept(capacity_seconds=0)
+
+
+def texts(count: int = 24, length: int = 8) -> Tensor:
+    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(2))
+
+
+def rows(count: int = 24, length: int = 8) -> list[dict[str, Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids in texts(count, length)]
+
+
+def model_of(lora: bool = False, **more: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = llama(**more)
+        return (with_lora(model, 16, ["q_proj", "k_proj", "v_proj"]) if lora else model).train()
+
+
+def shard(model: Any, policy: MixedPrecisionPolicy | None = None, **more: Any) -> Any:
+    more |= {} if policy is None else {"mp_policy": policy}
+    for module in [*model.modules()]:
+        if isinstance(module, LlamaDecoderLayer):
+            fully_shard(module, **more)
+    return fully_shard(model, **more)
+
+
+def state(model: Any, optimizer: Any) -> list[Tensor]:
+    """Return weights, optimizer state and random numbers."""
+    kept = [v for entry in optimizer.state.values() for v in entry.values()]
+    return [*map(whole, [*model.parameters(), *kept]), torch.get_rng_state()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# ---- a loop of one's own ---------------------------------------------------------------------
+
+
+def loop(
+    folder: Path,
+    model: Any,
+    attacks: Any = None,
+    *,
+    optimizer: Any = None,
+    accumulated: int = 1,
+    every: int = 1,
+    around: Callable[[int], Any] = lambda batch: nullcontext(),
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    **settings: Any,
+) -> tuple[list[Tensor], Watch | None]:
+    """Train on every second text; what is accumulated is reduced with its last batch."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, 1e-3)
+    data = texts()[RANK::2]
+    watch = None
+    if attacks is not None:
+        watch = Watch(
+            model, optimizer, attacks, **grouped(settings, folder=folder, every_n_steps=every)
+        )
+    with watch or nullcontext():
+        for number in range(STEPS * accumulated):
+            ids = data[number : number + 1]
+            last = number % accumulated == accumulated - 1
+            with around(number), watch.step({"input_ids": ids}) if watch else nullcontext():
+                if accumulated > 1 and hasattr(model, "set_requires_gradient_sync"):
+                    model.set_requires_gradient_sync(last)
+                backward(model(input_ids=ids, labels=ids).loss)
+                if last:
+                    torch.nn.utils.clip_grad_norm_(trained, CLIP)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if watch is not None and watch.should_stop:
+                break
+    return state(model, getattr(optimizer, "optimizer", optimizer)), watch
+
+
+def truth(accumulated: int = 1) -> list[list[int]]:
+    """Return the words of both processes at each step."""
+    n = 2 * accumulated
+    inputs = texts()[: n * STEPS, :-1]  # nothing is predicted at the last place
+    return [sorted(set(part.flatten().tolist())) for part in inputs.split(n)]
+
+
+@CASES.named("own loop")
+def own_loop(folder: Path) -> dict[str, Any]:
+    attack, probe = words(), Probe()
+    plain, _ = loop(folder, shard(model_of()))
+    read, watch = loop(folder, shard(model_of()), [attack, probe])
+    assert watch is not None
+    model, ids = model_of(), texts()[:2]
+    parameters = [*model.parameters()]
+    each = [
+        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
+    ]
+    mean = [(a + b) / 2 for a, b in zip(*each, strict=True)]
+    norm = torch.stack([g.norm() for g in mean]).norm()
+    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
+    expected = head * (CLIP / (norm + 1e-6)).clamp(max=1)
+    distance = (probe.at("shared")[0] - expected).norm() / expected.norm()
+    return {
+        "same": same(plain, read),
+        "named": attack.named == truth(),
+        "distance": float(distance),
+        "clipped": float(norm) > CLIP,
+        "f1": watch.latest["leakage/subspace_words/f1"],
+        "client": lines(folder)[0]["client"],
+        "strategy": lines(folder, "run")[0]["training"]["strategy"],
+    }
+
+
+@CASES.named("collectives")
+def collectives(folder: Path) -> dict[str, Any]:
+    """Of each step, with a look at every second one, and without a watch."""
+    counts: dict[str, list[int]] = {}
+    for name in ("plain", "watched"):
+        modes: list[CommDebugMode] = []
+
+        def counted(_: int, modes: list[CommDebugMode] = modes) -> CommDebugMode:
+            modes.append(CommDebugMode())
+            return modes[-1]
+
+        attacks = [words()] if name == "watched" else None
+        loop(folder, shard(model_of()), attacks, every=2, around=counted)
+        counts[name] = [mode.get_total_counts() for mode in modes]
+    return counts
+
+
+@CASES.named("own loops")
+def own_loops(folder: Path) -> dict[str, Any]:
+    """LoRA, tied, accumulated and checkpointed."""
+    out = {}
+    made: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "lora": (lambda: shard(model_of(lora=True)), {}),
+        "tied": (lambda: shard(model_of(tie_word_embeddings=True)), {}),
+        "accumulated": (lambda: shard(model_of()), {"accumulated": 2}),
+        "checkpoint_wrapper": (lambda: shard(wrapped(model_of())), {}),
+    }
+    for name, (make, settings) in made.items():
+        attack = words()
+        plain, _ = loop(folder / name, make(), **settings)
+        read, _ = loop(folder / name, make(), [attack], **settings)
+        right = attack.named == truth(settings.get("accumulated", 1))
+        out[name] = {"same": same(plain, read), "named": right}
+    return out
+
+
+def wrapped(model: Any) -> Any:
+    apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer)
+    )
+    return model
+
+
+def agreement(named: list[int], true: list[int]) -> float:
+    return 2 * len({*named} & {*true}) / (len(named) + len(true))
+
+
+@CASES.named("mixed precision")
+def mixed_precision(folder: Path) -> dict[str, Any]:
+    """The lowest F1 of words at a look under policies of FSDP2, and their control."""
+    out = {}
+    for policy, value in POLICIES.items():
+        for kind in ("full", "lora", "accumulated"):
+            attack, accumulated = words(), 1 + (kind == "accumulated")
+            model = shard(model_of(lora=kind == "lora"), value)
+            place = folder / policy / kind
+            _, watch = loop(place, model, [attack], accumulated=accumulated)
+            assert watch is not None
+            name = "leakage/subspace_words"
+            out[f"{policy}, {kind}"] = {
+                "f1": min(map(agreement, attack.named, truth(accumulated))),
+                "control": watch.latest[f"{name}/control"],
+                "certified": watch.latest[f"{name}/certified"],
+                "facts": lines(place, "run")[0]["training"]["mixed_precision"],
+            }
+    return out
+
+
+@CASES.named("refused")
+def refused(folder: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    partly = model_of()
+    for block in partly.model.layers:
+        fully_shard(block)
+    half = MixedPrecisionPolicy(torch.float16)
+    tried: dict[str, tuple[Any, dict[str, Any]]] = {
+        "rank": (shard(model_of()), {"client": "rank"}),
+        "hybrid": (shard(model_of(), mesh=mesh), {}),
+        "partly": (partly, {}),
+        "half": (shard(model_of(), half), {}),
+    }
+    out = {}
+    for name, (model, settings) in tried.items():
+        try:
+            loop(folder / name, model, [words()], **settings)
+        except ValueError as error:
+            out[name] = str(error)
+    return out
+
+
+# ---- accelerate ------------------------------------------------------------------------------
+
+
+def fsdp2_on_a_cpu() -> None:
+    """Let accelerate take its FSDP2 path with gloo, which it does for GPUs alone."""
+    original = AcceleratorState.__init__
+
+    def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = __init__  # type: ignore[method-assign]
+
+
+def forget_accelerate() -> None:
+    AcceleratorState._reset_state(False)
+    if PartialState._shared_state:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+
+
+@CASES.named("accelerate")
+def with_accelerate(folder: Path) -> dict[str, Any]:
+    runs = []
+    attack = words()
+    for attacks in (None, [attack]):
+        forget_accelerate()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        accelerator = accelerate.Accelerator(
+            fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision="bf16"
+        )
+        model = model_of()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        assert isinstance(model, FSDPModule)
+        runs.append(
+            loop(
+                folder, model, attacks, optimizer=optimizer, accumulated=2,
+                around=lambda _, a=accelerator, m=model: a.accumulate(m),
+                backward=accelerator.backward,
+            )
+        )  # fmt: skip
+    (plain, _), (read, watch) = runs
+    assert watch is not None
+    name = "leakage/subspace_words"
+    return {
+        "same": same(plain, read),
+        "f1": watch.latest[f"{name}/f1"],
+        "control": watch.latest[f"{name}/control"],
+    }
+
+
+# ---- transformers' Trainer -------------------------------------------------------------------
+
+FSDP = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    },
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 1,
+    "max_grad_norm": CLIP,
+    "learning_rate": 1e-3,
+}
+
+
+class Recorded(Sequential):
+    """Keeps the texts that this process trains on."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.__dict__.setdefault("texts", []).append(inputs["input_ids"].clone())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def trained(
+    folder: Path,
+    attacks: Any = None,
+    gates: Any = (),
+    model: Any = None,
+    kind: Any = Recorded,
+    fsdp_config: Any = None,
+    resume: str | None = None,
+    watch: Any = None,
+    **more: Any,
+) -> tuple[Any, Any]:
+    forget_accelerate()
+    settings = FSDP | {"train_dataset": rows()} | more
+    settings["fsdp_config"] = FSDP["fsdp_config"] | (fsdp_config or {})  # type: ignore[operator]
+    trainer = trainer_of(folder, model_of() if model is None else model, kind=kind, **settings)
+    callback = None
+    if attacks is not None:
+        callback = watched(trainer, attacks, gates, **(watch or {}))
+    trainer.train(resume_from_checkpoint=resume)
+    assert isinstance(trainer.model_wrapped, FSDPModule)
+    return trainer, callback
+
+
+def final(trainer: Any) -> list[Tensor]:
+    return state(trainer.model_wrapped, trainer.optimizer.optimizer)
+
+
+def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], bool]:
+    """Return the words of both processes at each step, and whether no two texts were the same."""
+    mine, other = gathered([ids[:, :-1].flatten().tolist() for ids in trainer.texts])
+    both = [[*a, *b] for a, b in zip(mine, other, strict=True)]
+    steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
+    distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
+    return [sorted(set(step)) for step in steps], distinct
+
+
+TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "full": dict,
+    "lora": lambda: {"model": model_of(lora=True)},
+    "tied": lambda: {"model": model_of(tie_word_embeddings=True)},
+    "accumulated": lambda: {"gradient_accumulation_steps": 2},
+    "reentrant": lambda: {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "not reentrant": lambda: {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "checkpoint_wrapper": lambda: {"fsdp_config": {"activation_checkpointing": True}},
+    "evaluated": lambda: {
+        "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "eval_dataset": rows(4),
+    },
+    "bf16": lambda: {"bf16": True},
+    "bf16 lora": lambda: {"bf16": True, "model": model_of(lora=True)},
+}  # fmt: skip
+
+
+@CASES.named("trainers")
+def trainers(folder: Path) -> dict[str, Any]:
+    out = {}
+    for name, make in TRAINERS.items():
+        attack = words()
+        plain, _ = trained(folder / f"{name} plain", **make())
+        read, callback = trained(folder / name, [attack], **make())
+        expected, distinct = read_by_step(read, make().get("gradient_accumulation_steps", 1))
+        out[name] = {
+            "same": same(final(plain), final(read)) and user_logs(plain) == user_logs(read),
+            "lowest": min(map(agreement, attack.named, expected)),
+            "distinct": distinct,
+            "looks": len(attack.named),
+            "f1": callback.latest["leakage/subspace_words/f1"],
+        }
+    return out
+
+
+@CASES.named("trainer's attacks choose themselves")
+def chosen(folder: Path) -> dict[str, Any]:
+    out = {}
+    for bf16 in (False, True):
+        _, callback = trained(
+            folder / str(bf16), "auto", bf16=bf16, watch={"public_text": texts(40)}
+        )
+        out[str(bf16)] = {n: v for n, v in callback.latest.items() if n.startswith("leakage/")}
+    return out
+
+
+@CASES.named("trainer saves and resumes")
+def resumes(folder: Path) -> dict[str, Any]:
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    once, _ = trained(folder / "once", [words()], **saving)
+    trained(folder / "parts", [words()], **saving | {"max_steps": 2})
+    attack = words()
+    path = str(folder / "parts" / "checkpoint-2")
+    again, callback = trained(folder / "parts", [attack], resume=path, **saving)
+    return {
+        "same": same(final(once), final(again)),
+        "steps": [line["step"] for line in lines(folder / "parts")],
+        "f1": callback.latest["leakage/subspace_words/f1"],
+    }
+
+
+@CASES.named("trainer's gate")
+def gate(folder: Path) -> dict[str, Any]:
+    one = Threshold("leakage/worst/words", at_most=0.5, patience=1)
+    trainer, _ = trained(folder, [words()], [one])
+    saved = one.fired is not None and Path(str(one.fired.checkpoint)).is_dir()
+    return {"steps": trainer.state.global_step, "saved": saved}
+
+
+@CASES.named("trainer's weights")
+def weights(folder: Path) -> dict[str, Any]:
+    train, _ = leave_out(rows(400, 10), 200, seed=1)
+    more = {
+        "max_steps": 12, "train_dataset": train, "per_device_train_batch_size": 8, "kind": Trainer,
+        "accelerator_config": {"use_seedable_sampler": False},
+    }  # fmt: skip
+    memorization = Memorization(max_overhead=4, looks=(0.5,))
+    plain, _ = trained(folder / "plain", **more)
+    read, callback = trained(
+        folder / "read", [LossRatio()], watch={"memorization": memorization}, **more
+    )
+    return {
+        "same": same(final(plain), final(read)),
+        "auc": callback.latest["leakage/loss_ratio/auc"],
+        "looks": [line["step"] for line in lines(folder / "read")],
+    }
+
+
+@CASES.named("trainer refuses")
+def trainer_refuses(folder: Path) -> dict[str, Any]:
+    tried: dict[str, dict[str, Any]] = {
+        "rank": {"attacks": [words()], "watch": {"client": "rank"}},
+        "membership": {"attacks": [FCMembership(layer=1)]},
+    }
+    out = {}
+    for name, settings in tried.items():
+        try:
+            trained(folder / name, **settings)
+        except ValueError as error:
+            out[name] = str(error)
+    return out
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=RANK, world_size=2)
+    fsdp2_on_a_cpu()
+    CASES.run()

@@ -1,0 +1,107 @@
+"""FSDP2 on two gloo processes, without Lightning: the cases of fsdp2_worker.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.cases import of
+from tests.helpers.processes import two_processes
+
+pytestmark = [pytest.mark.ddp, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    return two_processes("tests.trainers.fsdp2_worker", tmp_path_factory.mktemp("fsdp2"))
+
+
+def test_a_loop_shares_the_clipped_mean_and_is_not_disturbed(ranks) -> None:
+    for found in of(ranks, "own loop"):
+        assert found.pop("distance") < 3e-7
+        assert found == {
+            "same": True, "named": True, "clipped": True, "f1": 1.0, "client": 0,
+            "strategy": "FSDP2",
+        }  # fmt: skip
+
+
+def test_a_step_without_a_look_has_no_collective_more(ranks) -> None:
+    for found in of(ranks, "collectives"):
+        plain, watched = found["plain"], found["watched"]
+        assert plain[0] > 0
+        assert watched[1] == plain[1]
+        assert watched[0] > plain[0] < watched[2]
+
+
+def test_words_of_both_processes_are_read_in_a_loop(ranks) -> None:
+    for found in of(ranks, "own loops"):
+        assert found.keys() == {"lora", "tied", "accumulated", "checkpoint_wrapper"}
+        assert all(case == {"same": True, "named": True} for case in found.values())
+
+
+def test_words_are_read_in_the_dtypes_of_the_policy(ranks) -> None:
+    for found in of(ranks, "mixed precision"):
+        assert len(found) == 9
+        for name, case in found.items():
+            assert case["f1"] > 0.95, name
+            assert case["control"] > 0.95, name
+            assert case["certified"] == 0, name
+        reduced = "parameters in bfloat16, gradients reduced in float32"
+        assert found["reduced in float32, lora"]["facts"] == reduced
+
+
+def test_what_is_not_tested_is_refused_with_what_to_do(ranks) -> None:
+    for found in of(ranks, "refused"):
+        assert "pass client='world'" in found["rank"]
+        assert "one mesh of one dimension" in found["hybrid"]
+        assert "'model.embed_tokens.weight'" in found["partly"]
+        assert "use bfloat16" in found["half"]
+
+
+def test_accelerate_shards_accumulates_and_casts(ranks) -> None:
+    for found in of(ranks, "accelerate"):
+        assert found["same"]
+        assert found["f1"] > 0.95 < found["control"]
+
+
+def test_words_of_both_processes_are_read_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainers"):
+        assert len(found) == 10
+        for name, case in found.items():
+            assert case.pop("lowest") > (0.95 if "bf16" in name else 0.999), name
+            assert case == {"same": True, "distinct": True, "looks": 3, "f1": 1.0}, name
+
+
+def test_attacks_choose_themselves_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainer's attacks choose themselves"):
+        for values in found.values():
+            played = {name.split("/")[1] for name in values}
+            assert {"aligned_flatchat", "bag_of_words", "subspace_words"} <= played
+            assert not {name for name in played if "membership" in name}
+            assert values["leakage/worst/words"] == 1.0
+
+
+def test_a_resumed_trainer_goes_on_as_one_that_was_not_stopped(ranks) -> None:
+    for found in of(ranks, "trainer saves and resumes"):
+        assert found == {"same": True, "steps": [0, 1, 2, 3], "f1": 1.0}
+
+
+def test_a_gate_stops_both_processes_at_one_step(ranks) -> None:
+    for found in of(ranks, "trainer's gate"):
+        assert found == {"steps": 2, "saved": True}
+
+
+def test_trained_weights_are_asked_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainer's weights"):
+        assert found["same"]
+        assert 0 <= found["auc"] <= 1
+        assert found["looks"][-1] == 12
+
+
+def test_what_shards_cannot_tell_is_refused_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainer refuses"):
+        assert "LeakageCallback: FSDP2 reduces" in found["rank"]
+        assert "pass client='world'" in found["rank"]
+        assert "plays membership games, which need whole layers" in found["membership"]

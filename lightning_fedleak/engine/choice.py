@@ -17,7 +17,7 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import context_length
+from lightning_fedleak.model.model_runs import context_length, whole_model
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Observation,
@@ -70,15 +70,16 @@ def look_seconds(
         return {}, {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
-    begins = attacks.nonzero_starts(anatomy, generator)
-    if anatomy.kind == "classifier":
-        ids = _tokens(anatomy, ROWS, generator)
-        tensors = attacks.gradient_through_blocks(
-            anatomy, ids, list(roles), generator, instead=begins
-        )
-    else:
-        batch = _trial_batch(anatomy, tried, generator)
-        tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
+    with whole_model(anatomy.root):
+        begins = attacks.nonzero_starts(anatomy, generator)
+        if anatomy.kind == "classifier":
+            ids = _tokens(anatomy, ROWS, generator)
+            tensors = attacks.gradient_through_blocks(
+                anatomy, ids, list(roles), generator, instead=begins
+            )
+        else:
+            batch = _trial_batch(anatomy, tried, generator)
+            tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
     shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
         shown = UpdateSnapshot(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -224,7 +224,7 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root), share_work(), bars(self._run.shows_progress):
+        with self._gathered(self.exposed), share_work(), bars(self._run.shows_progress):
             costs: dict[str, float] = {}
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
@@ -351,8 +351,7 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
-        with whole_model(self._run.anatomy.root) if needed else nullcontext():
+        with self._gathered(plans):
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
@@ -361,11 +360,21 @@ class Lineup:
                     failed[plan.attack.name] = reason(error)
         return failed
 
+    def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
+        """Return a block in which attacks find what they read of a sharded model."""
+        attacks = [plan.attack for plan in plans if gathered_for(plan.attack) is not None]
+        if not self._is_sharded or not attacks:
+            return nullcontext()
+        as_read = all(gathered_for(attack) == "parts" for attack in attacks)
+        return whole_model(self._run.anatomy.root, as_read=as_read)
 
-def _follows_model(attack: Attack) -> bool:
-    """Whether the attack looks at the model at all."""
+
+def gathered_for(attack: Attack) -> Literal["parts", "whole"] | None:
+    """Return what an attack reads of a sharded model; None where it does not follow the model."""
     kind = type(attack)
-    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+    if kind.prepare is Attack.prepare and kind.refresh is Attack.refresh:
+        return None
+    return "parts" if attack.gathers else "whole"
 
 
 def check_texts(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from lightning_fedleak.model.compression import compression_error
@@ -218,8 +219,17 @@ class Observation:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
+        tensor = tensor.detach().to(where_whole(tensor)).full_tensor()
     return tensor.detach()
+
+
+def where_whole(tensor: Tensor) -> torch.device:
+    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or mesh.device_type == tensor.device.type:
+        return tensor.device
+    kind = mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 MOST_INPUT_NOISE = 0.03

@@ -123,9 +123,10 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
         for adapter in getattr(module, "active_adapters", ()):
             if adapter not in factors:
                 continue
-            inner: Any = factors[adapter]
+            parameters = isinstance(factors, nn.ParameterDict)
+            inner: Any = factors._parameters.get(adapter) if parameters else factors[adapter]
             dropouts = _dropouts(module, adapter) if factor == "A" else ()
-            if isinstance(factors, nn.ModuleDict):
+            if not parameters:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
             elif factor == "A":

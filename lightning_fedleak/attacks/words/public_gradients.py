@@ -26,6 +26,7 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
@@ -460,12 +461,12 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
     if weight is None:
         raise ValueError("the head holds no matrix of numbers that its gradient could be of")
-    whole = weight.detach().float()
+    whole = whole_tensor(weight).float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):
-        b, projection = adapter
-        whole = whole + b.detach().float() @ projection
-    return whole, None if bias is None else bias.detach().float()
+        b, projection = map(whole_tensor, adapter)
+        whole = whole + b.float() @ projection
+    return whole, None if bias is None else whole_tensor(bias).float()
 
 
 @dataclass(frozen=True)
@@ -499,8 +500,8 @@ def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
         return None
     for name in head.active_adapters:
         if name in head.lora_B:
-            projection = head.scaling[name] * head.lora_A[name].weight.detach().float()
-            return head.lora_B[name].weight, projection
+            b, a = (f[name]._parameters.get("weight") for f in (head.lora_B, head.lora_A))
+            return b, head.scaling[name] * a.detach().float()
     return None
 
 

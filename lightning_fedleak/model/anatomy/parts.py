@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fedleak.model.anatomy.wrappers import leaf
+from lightning_fedleak.model.snapshots import where_whole
 
 HEAD_WEIGHT = "head.weight"
 HEAD_BIAS = "head.bias"
@@ -96,13 +98,16 @@ class Anatomy:
         return None if module is None else leaf(module)._parameters.get(name)
 
     def _get_parameter(self, name: str) -> nn.Parameter:
-        try:
-            return self.root.get_parameter(name)
-        except AttributeError:
-            raise AnatomyError(
-                f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
-                f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
-            ) from None
+        path, _, last = name.rpartition(".")
+        with suppress(AttributeError):
+            # Not get_parameter, which would gather it within whole_model(as_read=True).
+            parameter = self.root.get_submodule(path)._parameters.get(last)
+            if parameter is not None:
+                return parameter
+        raise AnatomyError(
+            f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
+            f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
+        )
 
     def parameter_name(self, role: str) -> str | None:
         """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.
@@ -139,7 +144,7 @@ class Anatomy:
         parameter = self.parameter(EMBEDDING_WEIGHT)
         if parameter is None:
             parameter = next(self.model.parameters())
-        return parameter.device
+        return where_whole(parameter)
 
     def __repr__(self) -> str:
         return (

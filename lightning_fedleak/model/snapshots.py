@@ -218,9 +218,10 @@ class Observation:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
+    tensor = tensor.detach().to(where_whole(tensor))
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.detach().to(where_whole(tensor)).full_tensor()
-    return tensor.detach()
+        tensor = tensor.full_tensor()
+    return tensor
 
 
 def where_whole(tensor: Tensor) -> torch.device:

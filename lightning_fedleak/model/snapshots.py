@@ -16,6 +16,7 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fedleak.model.compression import compression_error
 
@@ -222,6 +223,19 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor
+
+
+def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows (k, d), detached; of a DTensor no others are gathered, by a collective."""
+    matrix = matrix.detach().to(where_whole(matrix))
+    rows = rows.to(matrix.device)
+    if not hasattr(matrix, "device_mesh"):
+        return matrix[rows]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * matrix.device_mesh.ndim
+    shared = DTensor.from_local(rows, matrix.device_mesh, everywhere)
+    return whole_tensor(functional.embedding(shared, matrix))
 
 
 def where_whole(tensor: Tensor) -> torch.device:

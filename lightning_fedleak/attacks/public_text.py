@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.shared_work import stored_work
 from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import logits_in, undisturbed, whole_model
+from lightning_fedleak.model.model_runs import logits_in, undisturbed
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_integer
 

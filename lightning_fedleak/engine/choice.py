@@ -17,7 +17,7 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import context_length, whole_model
+from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Observation,
@@ -25,6 +25,7 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     UpdateSnapshot,
 )
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import measure_seconds
 
 MOST_LINES = 3

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
-from lightning_fedleak.model.model_runs import whole_model
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
@@ -361,20 +361,15 @@ class Lineup:
         return failed
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
-        """Return a block in which attacks find what they read of a sharded model."""
-        attacks = [plan.attack for plan in plans if gathered_for(plan.attack) is not None]
-        if not self._is_sharded or not attacks:
+        """Return a block in which attacks that follow a sharded model find what they read."""
+        reads = [
+            plan.attack.gathers
+            for kind, plan in ((type(plan.attack), plan) for plan in plans)
+            if kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+        ]
+        if not self._is_sharded or not reads:
             return nullcontext()
-        as_read = all(gathered_for(attack) == "parts" for attack in attacks)
-        return whole_model(self._run.anatomy.root, as_read=as_read)
-
-
-def gathered_for(attack: Attack) -> Literal["parts", "whole"] | None:
-    """Return what an attack reads of a sharded model; None where it does not follow the model."""
-    kind = type(attack)
-    if kind.prepare is Attack.prepare and kind.refresh is Attack.refresh:
-        return None
-    return "parts" if attack.gathers else "whole"
+        return whole_model(self._run.anatomy.root, as_read=all(reads))
 
 
 def check_texts(

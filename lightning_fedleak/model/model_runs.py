@@ -30,13 +30,12 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.snapshots import whole_tensor
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
-_WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
-_HOOK_PACKAGES = ("torch.distributed", *_WHOLE_MODEL_PACKAGES)
+WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
+_HOOK_PACKAGES = ("torch.distributed", *WHOLE_MODEL_PACKAGES)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -176,68 +175,6 @@ def sees_no_later(anatomy: Anatomy) -> bool:
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         states = stop_at(model, place)(input_ids=ids)
     return bool(torch.equal(states[0, 0], states[1, 0]))
-
-
-@contextmanager
-def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
-    """Replace the parameters that FSDP2 shards by whole ones, on every process.
-
-    It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It takes the parameters' memory on each, and
-    restores the model's tensors after. FSDP2's hooks do not run within, see
-    :func:`only_needed_hooks`; the computation is in the parameters' dtype.
-
-    Every process must enter it, outside of forward and backward, because it gathers.
-
-    Args:
-        root: the module whose parameters are replaced.
-        as_read: gather a parameter only when a module reads it as its attribute, once, which every
-            process must do in one order. ``parameters()`` gives the shards. A block within that is
-            not ``as_read`` gathers what is missing, and frees it at its end.
-    """
-    modules = list(root.modules())
-    owned = [p for m in modules for p in m._parameters.values()]
-    sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
-    if not sharded:
-        yield
-        return
-    with only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
-        if not as_read:
-            whole = {key: _whole_parameter(p) for key, p in sharded.items()}
-            with parameters_replaced(parameter_places(modules, whole)):
-                yield
-            return
-        stores, gathered = [m._parameters for m in modules], dict[int, nn.Parameter]()
-        try:
-            for module, store in zip(modules, stores, strict=True):
-                module._parameters = _GatheredAsRead(store, gathered)
-            yield
-        finally:
-            for module, store in zip(modules, stores, strict=True):
-                module._parameters = store
-
-
-class _GatheredAsRead(dict[str, Any]):
-    """The parameters of a module, of which a shard is gathered when it is read by its name.
-
-    Their iteration and ``get`` give the shards.
-    """
-
-    def __init__(self, parameters: Mapping[str, Any], gathered: dict[int, nn.Parameter]) -> None:
-        super().__init__(parameters)
-        self._gathered = gathered
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if not hasattr(parameter, "full_tensor"):
-            return parameter
-        if id(parameter) not in self._gathered:
-            self._gathered[id(parameter)] = _whole_parameter(parameter)
-        return self._gathered[id(parameter)]
-
-
-def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(whole_tensor(parameter), requires_grad=parameter.requires_grad)
 
 
 ParameterPlace = tuple[nn.Module, str, Tensor]

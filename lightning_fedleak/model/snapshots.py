@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_fedleak.model.anatomy import where_whole
 from lightning_fedleak.model.compression import compression_error
 
 
@@ -219,10 +219,10 @@ class Observation:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
-    tensor = tensor.detach().to(where_whole(tensor))
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor
+        tensor = tensor.to(where_whole(tensor))
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return tensor.detach()
 
 
 def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -236,15 +236,6 @@ def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     everywhere = [Replicate()] * matrix.device_mesh.ndim
     shared = DTensor.from_local(rows, matrix.device_mesh, everywhere)
     return whole_tensor(functional.embedding(shared, matrix))
-
-
-def where_whole(tensor: Tensor) -> torch.device:
-    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None or mesh.device_type == tensor.device.type:
-        return tensor.device
-    kind = mesh.device_type
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 MOST_INPUT_NOISE = 0.03

@@ -119,9 +119,6 @@ def test_a_configuration_alone_gives_time_and_memory(
     assert look[1] - look[0] == pytest.approx(embedding, abs=0.02)
     control = gigabytes["its control adds"]
     assert control[1] - control[0] == pytest.approx(2 * billions, rel=0.02)
-    assert gigabytes["an attack that runs the whole model adds"][1] == pytest.approx(
-        2 * billions, rel=0.01
-    )
 
 
 def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,13 +43,13 @@ from lightning_fedleak.attacks.words.public_gradients import (
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import Compression, explain_compression
-from lightning_fedleak.model.model_runs import whole_model
 from lightning_fedleak.model.snapshots import (
     Inapplicable,
     Observation,
     UpdateSnapshot,
     whole_tensor,
 )
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 

@@ -25,7 +25,6 @@ from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
-from lightning_fedleak.model.model_runs import whole_model
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice
 
@@ -347,10 +346,9 @@ class FlatChat(Attack):
         ]
         weights = []
         try:
-            with whole_model(anatomy.root):
-                for gradient in each_gradient(anatomy, batches, self._role):
-                    mixture = separate_clusters(normalized_row_sums(gradient))
-                    weights.append(float(mixture.weights[1]))
+            for gradient in each_gradient(anatomy, batches, self._role):
+                mixture = separate_clusters(normalized_row_sums(gradient))
+                weights.append(float(mixture.weights[1]))
         except UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import whole_tensor
+from lightning_fedleak.model.whole_models import whole_model, whole_tensor
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
@@ -78,8 +78,9 @@ def gradient_of(
 
 def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
     """Yield the gradient in one role of each batch of public text, with a progress bar."""
-    for batch in track(batches, "gradients of public text"):
-        yield gradient_of(anatomy, batch, [role])[role]
+    with whole_model(anatomy.root):
+        for batch in track(batches, "gradients of public text"):
+            yield gradient_of(anatomy, batch, [role])[role]
 
 
 def train_copies(

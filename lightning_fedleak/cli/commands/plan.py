@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import time
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.finetuning.assets import loading
 from lightning_fedleak.cli.printing import print_table
-from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.studies.models import (
+    check_context,
+    find_model,
+    find_shapes,
+    has_config_alone,
+    with_lora,
+)
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.trainers import Watch
 
 RANKS = 8
@@ -52,10 +52,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     if options.peft == "full":
         options.lora_r = 0
-    if options.model is not None and _has_config_alone(Path(options.model).expanduser()):
-        shape, small = _shapes(options)
-        check_context(shape, options.batch[1], "--batch")
-        print_costs(console, shape, small, options.batch)
+    if options.model is not None and has_config_alone(options.model):
+        shapes = find_shapes(options.model, options.lora_r, options.targets, options.seed)
+        check_context(shapes[0], options.batch[1], "--batch")
+        print_costs(console, *shapes, options.batch)
         return 0
     bare = find_model(options.model)
     if bare.kind == "classifier":
@@ -69,38 +69,6 @@ def run(options: Namespace, console: Console | None = None) -> int:
     print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
     return 0
-
-
-def _has_config_alone(folder: Path) -> bool:
-    weights = (path for end in ("safetensors", "bin") for path in folder.glob(f"*.{end}"))
-    return (folder / "config.json").is_file() and not any(weights)
-
-
-def _shapes(options: Namespace) -> tuple[Anatomy, Anatomy]:
-    """Return a model without numbers, and one of its blocks with random ones, of few tokens.
-
-    The block shows which maps read an input that a token determines. Its feed-forward is narrow.
-
-    Raises:
-        SourceError: the configuration is of no causal language model.
-    """
-    with loading(options.model, "causal language model's configuration"):
-        config = transformers.AutoConfig.from_pretrained(options.model)
-        block = copy.deepcopy(config)
-        few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-        for name in (name for name in few if hasattr(block, name)):
-            setattr(block, name, few[name])
-        block.pad_token_id = None
-        if getattr(block, "layer_types", None):
-            block.layer_types = block.layer_types[:1]
-        anatomies = []
-        for one, device in ((config, "meta"), (block, "cpu")):
-            dtype = config.dtype if device == "meta" else None
-            with torch.device(device):
-                auto: Any = transformers.AutoModelForCausalLM
-                bare = find_anatomy(auto.from_config(one, dtype=dtype).eval())
-                anatomies.append(with_lora(bare, options.lora_r, options.targets, options.seed))
-    return anatomies[0], anatomies[1]
 
 
 def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
@@ -124,42 +92,32 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     width, tokens = known_inputs[0].width, table_of_words.shape[0]
     words, n_tokens = tokens * width * table_of_words.itemsize, batch[0] * batch[1]
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
-    types = min(n_tokens, explanation.predict_capacity(width, tokens, rows))
+    types = min(n_tokens, row_space.predict_capacity(width, tokens, rows))
     # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
     held, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     control = 12 * n_tokens * anatomy.vocab_size  # three matrices of logits in float32
     numbers, rate = sum(p.numel() for p in parameters), _rate(anatomy)
     backward = 2 if trained == weights else 1
-    seconds = {
-        "calibration": 2.25 * tokens * width**2 / rate,
-        "look": types * (PER_SQUARE * width**2 + PER_WORD * tokens * width) / rate,
-        "control": (2 + 2 * backward) * numbers * n_tokens / rate,
-    }
+    look = types * (PER_SQUARE * width**2 + PER_WORD * tokens * width)
     printed = Table("per process", "one card", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
-
-    def add(name: str, memory: float, gathered: float = 0.0, key: str = "") -> None:
-        """Add a row: bytes that a process holds, with those that it gathers if it has a shard."""
-        cells = []
-        for more in (0.0, gathered, gathered):
-            takes = f", {seconds[key] + more / LINK:.2g} s" if key else ""
-            cells.append(f"{(memory + more) / 1e9:.3g} GB{takes}")
+    training = [(weights + 3 * trained) / n / 1e9 for n in (1, RANKS, RANKS)]
+    printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
+    for name, memory, gathered, operations in (
+        ("calibration adds", held + making, words, 2.25 * tokens * width**2),
+        ("a look adds", held + products, words, look),
+        ("its control adds", held + control, weights, (2 + 2 * backward) * numbers * n_tokens),
+    ):
+        cells = [
+            f"{(memory + more) / 1e9:.3g} GB, {operations / rate + more / LINK:.2g} s"
+            for more in (0.0, gathered, gathered)
+        ]
         printed.add_row(name, *cells)
-
-    whole, part = (weights + 3 * trained, (weights + 3 * trained) / RANKS)
-    cells = [f"{size / 1e9:.3g} GB" for size in (whole, part, part)]
-    printed.add_row("weights, gradients, AdamW", *cells)
-    add("calibration adds", held + making, words, "calibration")
-    add("a look adds", held + products, words, "look")
-    add("its control adds", held + control, weights, "control")
-    add("an attack that runs the whole model adds", 0.0, weights)
     print_table(console, printed)
     console.print(
-        f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters "
-        f"({trained / 1e9:.3g} GB trained), {batch[0]} x {batch[1]} tokens, without activations; "
-        f"seconds at the {rate / 1e9:.3g} GFLOP/s that this machine reaches now and "
-        f"{LINK / 1e9:.0f} GB/s of gathering. The control, and attacks that run the model on "
-        "public text, gather all of a sharded model. ZeRO-3 is counted as FSDP2; DeepSpeed's "
-        "engine is refused.\n",
+        f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
+        f"{batch[1]} tokens, without activations, at this machine's {rate / 1e9:.3g} GFLOP/s and "
+        f"{LINK / 1e9:.0f} GB/s of gathering. The control, and attacks that run the whole model, "
+        "gather all of it. ZeRO-3 is counted as FSDP2, and not tried.\n",
         soft_wrap=True,
     )
 

@@ -26,7 +26,7 @@ from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
-from lightning_fedleak.model.snapshots import where_whole
+from lightning_fedleak.model.anatomy import where_whole
 
 MaxGradNorm = float | Literal["auto"]
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fedleak.model.anatomy.wrappers import leaf
-from lightning_fedleak.model.snapshots import where_whole
 
 HEAD_WEIGHT = "head.weight"
 HEAD_BIAS = "head.bias"
@@ -21,6 +20,15 @@ Kind = Literal["causal", "masked", "seq2seq", "classifier"]
 
 class AnatomyError(ValueError):
     """A part of the model was not found; the message says how to name it."""
+
+
+def where_whole(tensor: Tensor) -> torch.device:
+    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or mesh.device_type == tensor.device.type:
+        return tensor.device
+    kind = mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @dataclass(frozen=True, repr=False)

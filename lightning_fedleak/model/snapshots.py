@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from torch import Tensor
+from torch.nn import functional
 
+from lightning_fedleak.model.anatomy import where_whole
 from lightning_fedleak.model.compression import compression_error
 
 
@@ -220,8 +222,22 @@ class Observation:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
+        tensor = tensor.to(where_whole(tensor))
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return tensor.detach()
+
+
+def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows (k, d), detached; of a DTensor no others are gathered, by a collective."""
+    matrix = matrix.detach().to(where_whole(matrix))
+    rows = rows.to(matrix.device)
+    if not hasattr(matrix, "device_mesh"):
+        return matrix[rows]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * matrix.device_mesh.ndim
+    shared = DTensor.from_local(rows, matrix.device_mesh, everywhere)
+    return whole_tensor(functional.embedding(shared, matrix))
 
 
 MOST_INPUT_NOISE = 0.03

@@ -222,3 +222,15 @@ def test_near_copies_are_one_text_however_many_they_are(copies: int) -> None:
     assert repeats.again.tolist() == [True] * copies + [False] * (200 - copies)
     assert len(set(repeats.units[:copies].tolist())) == 1
     assert set(repeats.times[:copies].tolist()) == {copies}
+
+
+def test_copies_of_short_rows_are_counted_also_where_they_are_elsewhere() -> None:
+    def short(prompt: int, label: int) -> Text:
+        ids = torch.tensor([*range(prompt, prompt + 20), label])
+        return Text(ids, torch.where(torch.arange(21) < 20, -100, ids))
+
+    texts = [short(100 * n, 5) for n in range(6)] + [short(200, 5), short(300, 5), short(400, 6)]
+    trained = [True] * 7 + [False, True]
+    scored = scored_texts(texts, trained, iter([(short(0, 5), True)]))
+    assert scored.short_copies == [([0], 2), ([2, 6], 2)]  # 3's copy was left out, 4 and 8 differ
+    assert scored.short_rows == [1, 4, 5, 8]

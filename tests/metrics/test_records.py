@@ -164,7 +164,7 @@ def test_copies_come_first_and_are_dropped_together(tmp_path: Path) -> None:
     times[texts[3]] = 3
     copies = [[row] for row in range(50)]
     copies[texts[3]] = [70, 60, 80]
-    rows = PoolRows(copies, times, {90: "short", 91: "unknown"})
+    rows = PoolRows(copies, times, {90: "short", 91: "unknown"}, [([95, 94], 5)])
     found = RecordList.of(scores, members, torch.full((50,), 9), rows)
     assert [line.row for line in found.lines[:3]] == [60, 70, 80]
     assert [line.p for line in found.lines[:3]] == [None] * 3
@@ -172,11 +172,15 @@ def test_copies_come_first_and_are_dropped_together(tmp_path: Path) -> None:
         (90, "short"),
         (91, "unknown"),
     ]
+    short = [line for line in found.lines if line.row in (94, 95)]
+    assert [(line.status, line.repeats, line.group, line.score) for line in short] == [
+        ("repeated", 5, 2, None)
+    ] * 2
     assert [line.row for line in found.riskiest(0.05)] == [60, 70, 80]
-    assert len(found.riskiest(1.0)) == 22
+    assert len(found.riskiest(1.0)) == 22  # short copies have no score
     assert found.riskiest(0.0) == []
     counts = {name: found.head[name] for name in ("repeated", "short", "unknown", "members")}
-    assert counts == {"repeated": 3, "short": 1, "unknown": 1, "members": 19}
+    assert counts == {"repeated": 5, "short": 1, "unknown": 1, "members": 19}
     path = tmp_path / "private" / "records.jsonl"
     found.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -57,7 +57,8 @@ def write_list(
         if row not in inside
         for number in pool.rows.copies[row]
     }
-    places = PoolRows(copies, pool.times[rows], {**pool.rows.apart, **apart})
+    apart = {**pool.rows.apart, **apart}
+    places = PoolRows(copies, pool.times[rows], apart, pool.rows.short_copies)
     facts: dict[str, Any] = {
         "pool": pool.digest(rows, members),
         "account": bool(accounting(run.defenses)),

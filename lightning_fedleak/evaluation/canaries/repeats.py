@@ -59,6 +59,8 @@ class ScoredTexts:
             they are in the pool.
         short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
             and answer together; they are a pool of their own.
+        short_copies: of each such text that two rows or more were trained on, the places of its
+            rows in the pool and the number of all that were trained on.
         prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
             row's prompt repeats as a whole or, in the pool, in part.
     """
@@ -69,6 +71,7 @@ class ScoredTexts:
     repeated: int
     copies: list[list[int]]
     short_rows: list[int]
+    short_copies: list[tuple[list[int], int]]
     prompt_rows: list[int]
 
 
@@ -89,12 +92,14 @@ def scored_texts(
     pool = [texts[row] for row in long]
 
     contents: Counter[bytes] = Counter()
+    trained_on: Counter[bytes] = Counter()
     prompts: Counter[bytes] = Counter()
 
     def rows() -> Iterator[tuple[Text, bool]]:
         for text, side in chain(zip(texts, trained, strict=True), elsewhere):
             if text.n_labels < LEAST_LABELS:
                 contents[text.content] += 1
+                trained_on[text.content] += side
             if text.n_labels < len(text.ids) - LEAST_LABELS:
                 prompts[_name(text.prompt)] += 1
             yield text, side
@@ -117,6 +122,10 @@ def scored_texts(
         unit, times = int(repeats.units[place]), int(repeats.times[place])
         if trained[row] and times > 1:
             groups.setdefault(unit, []).append((texts[row].content, row, times))
+    copies: dict[bytes, list[int]] = {}
+    for row in short:
+        if trained[row] and trained_on[texts[row].content] > 1:
+            copies.setdefault(texts[row].content, []).append(row)
     ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
     return ScoredTexts(
         chosen + [group[0][1] for group in ordered],
@@ -125,6 +134,7 @@ def scored_texts(
         len(long) - len(chosen),
         [[row] for row in chosen] + [[row for _, row, _ in group] for group in ordered],
         [row for row in short if contents[texts[row].content] == 1],
+        [(rows, trained_on[content]) for content, rows in copies.items()],
         prompt_rows,
     )
 

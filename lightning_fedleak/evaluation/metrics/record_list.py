@@ -48,11 +48,14 @@ class PoolRows:
             not trained on, anything.
         times: (N,) int64, rows of the training data that each text stands in.
         apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
+        short_copies: numbers of the rows of each short text that repeats, and how often it does;
+            they are not scored.
     """
 
     copies: Sequence[Sequence[int]]
     times: Tensor
     apart: Mapping[int, str] = field(default_factory=dict)
+    short_copies: Sequence[tuple[Sequence[int], int]] = ()
 
     @classmethod
     def of(
@@ -72,7 +75,8 @@ class PoolRows:
             short: the short ones stand behind the scored ones in the pool.
         """
         groups = scored.copies + [[row] for row in scored.short_rows if short]
-        apart = {*range(len(texts))}.difference(*groups)
+        repeated = [places for places, _ in scored.short_copies]
+        apart = {*range(len(texts))}.difference(*groups, *repeated)
         alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
         return cls(
             [[numbers[row] for row in group] for group in groups],
@@ -82,6 +86,7 @@ class PoolRows:
                 for row in apart
                 if numbers[row] >= 0
             },
+            [([numbers[row] for row in rows], n) for rows, n in scored.short_copies],
         )
 
 
@@ -93,7 +98,8 @@ class RecordLine:
         row: its number, counted from 0.
         status: ``"scored"``; ``"repeated"``: the row has copies, so that no draw of one row says
             anything of it; ``"short"``; or ``"unknown"``: it shares a passage with another row.
-        score: what it gained beyond texts like it, in nats a token; None where it was not asked.
+        score: what it gained beyond texts like it, in nats a token; None where it was not asked,
+            as short rows with copies are not.
         p: how often a row that was left out scores as high; None where there is no such draw.
         listed: whether it is in the list; None where no list can be shown.
         labels: tokens that the loss was computed on; None where it was not asked.
@@ -185,6 +191,12 @@ class RecordList:
             replace(line(row, text, "repeated"), repeats=int(rows.times[text]), group=group)
             for group, text in enumerate((~alone & members).nonzero()[:, 0].tolist(), 1)
             for row in sorted(rows.copies[text])
+        ]
+        first = len({line.group for line in groups}) + 1
+        groups += [
+            RecordLine(row, "repeated", repeats=times, group=group)
+            for group, (copies, times) in enumerate(rows.short_copies, first)
+            for row in sorted(copies)
         ]
         apart = [RecordLine(row, why) for row, why in sorted(rows.apart.items())]
         head = {

@@ -34,7 +34,7 @@ def _models_are_asked_once() -> Iterator[None]:
     ask = command.ask_both
 
     def asked(texts: list[Text], model: str, base: str) -> object:
-        key = model, tuple(tuple(text.ids.tolist()) for text in texts)
+        key = Path(model).resolve(), tuple(tuple(text.ids.tolist()) for text in texts)
         if key not in answers:
             answers[key] = ask(texts, model, base)
         return answers[key]

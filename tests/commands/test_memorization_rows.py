@@ -22,6 +22,7 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from tests.commands.test_memorization_cli import _models_are_asked_once  # noqa: F401  (fixture)
 from tests.helpers.commands import run_command
 from tests.helpers.lightning_modules import CausalLMModule
 

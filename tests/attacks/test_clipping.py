@@ -171,8 +171,13 @@ def headline(values: dict[str, float]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [0.01, 0.0001])
-@pytest.mark.parametrize("case", WORDS)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        *((case, 0.01) for case in WORDS),
+        *((case, 1e-4) for case in ("head", "lora", *sorted(READS))),
+    ],
+)
 def test_what_is_cut_is_read_or_unknown(tmp_path: Path, case: str, size: float) -> None:
     clipped = {"gradient_clip_val": size, "gradient_clip_algorithm": "value"}
     value = headline(looked(tmp_path, case, **clipped))

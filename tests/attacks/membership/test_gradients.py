@@ -215,9 +215,8 @@ def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
 @pytest.mark.parametrize(
     ("family", "optimizer", "more"),
     [
-        *((family, "SGD", {"weight_decay": 5.0}) for family in (lora, untouched, prompted)),
-        *((family, "AdamW", {"weight_decay": 0.01}) for family in (lora, untouched, prompted)),
-        (lora, "SGD", {}),
+        *((family, "SGD", {"weight_decay": 5.0}) for family in (lora, prompted)),
+        *((family, "AdamW", {"weight_decay": 0.01}) for family in (lora, untouched)),
         (lora, "Adagrad", {}),
     ],
 )

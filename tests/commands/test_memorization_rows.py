@@ -75,10 +75,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=3, callbacks=[monitor], enable_checkpointing=False, **quiet
+        accelerator="cpu", max_epochs=2, callbacks=[monitor], enable_checkpointing=False, **quiet
     )
     loader = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
-    trainer.fit(CausalLMModule(model, 1e-3, "adamw"), loader)
+    trainer.fit(CausalLMModule(model, 2e-3, "adamw"), loader)
     model.save_pretrained(folder / "model")
     lines = map(json.loads, (folder / "leakage.jsonl").read_text().splitlines())
     return folder, {line["attack"]: line for line in lines}

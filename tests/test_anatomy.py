@@ -95,15 +95,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
         "transformer.h.0",
         False,
     ),
-    "llama": (
-        tiny_llama,
-        "causal",
-        "model.embed_tokens",
-        "lm_head",
-        None,
-        "model.layers.0",
-        False,
-    ),
+    "llama": (tiny_llama, "causal", "model.embed_tokens", "lm_head", None, "model.layers.0", False),
     "llama tied": (
         lambda: tiny_llama(tied=True),
         "causal",
@@ -176,15 +168,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
         "roberta.encoder.layer.0",
         True,
     ),
-    "t5": (
-        tiny_t5,
-        "seq2seq",
-        "encoder.embed_tokens",
-        "lm_head",
-        None,
-        "decoder.block.0",
-        True,
-    ),
+    "t5": (tiny_t5, "seq2seq", "encoder.embed_tokens", "lm_head", None, "decoder.block.0", True),
     "marian": (
         tiny_marian,
         "seq2seq",

@@ -12,11 +12,7 @@ from safetensors.torch import load_file
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands.federate import RoundsTable, explain_rounds, run
-from lightning_fedleak.cli.studies.federation import (
-    Federation,
-    Round,
-    Server,
-)
+from lightning_fedleak.cli.studies.federation import Federation, Round, Server
 from lightning_fedleak.federation import ClientDP
 from tests.helpers.commands import options_of, run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm

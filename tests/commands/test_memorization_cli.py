@@ -355,10 +355,7 @@ def test_without_a_draw_no_list_is_written(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        ({"metric": "at_least", "at_most": 3.0}, "--records FILE"),
-        ({"at_most": 3.0}, "is above 1"),
-    ],
+    [({"metric": "at_least", "at_most": 3.0}, "--records FILE"), ({"at_most": 3.0}, "is above 1")],
 )
 def test_options_that_contradict_each_other(
     folder: Path, settings: dict[str, Any], words: str

@@ -130,12 +130,7 @@ def crashed(processes: Sequence[ForkServerProcess]) -> bool:
 
 
 def two_processes(
-    module: str,
-    folder: Path,
-    *,
-    seconds: float = SECONDS,
-    gpus: bool = False,
-    again: bool = True,
+    module: str, folder: Path, *, seconds: float = SECONDS, gpus: bool = False, again: bool = True
 ) -> list[Found]:
     """Runs a module as ``python -m module folder rank`` for ranks 0 and 1 at once.
 

@@ -53,11 +53,7 @@ def fit(own: DPSGD, *callbacks: Any, folder: Path | None = None, **settings: Any
     path = settings.pop("ckpt_path", None)
     saving = {"enable_checkpointing": True, "default_root_dir": folder} if folder else {}
     run = trainer(
-        DefendedStrategy("auto", [own]),
-        callbacks=[*callbacks],
-        max_epochs=2,
-        **saving,
-        **settings,
+        DefendedStrategy("auto", [own]), callbacks=[*callbacks], max_epochs=2, **saving, **settings
     )
     run.fit(CausalLM(lr=1e-6), loader(), ckpt_path=path)
     return run

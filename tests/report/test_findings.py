@@ -77,10 +77,7 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert fit.end == "finished"
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "said"),
-    [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")],
-)
+@pytest.mark.parametrize(("epsilon", "said"), [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")])
 def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
     found = found_in(tmp_path, [result(1, f1=0.0)], record)

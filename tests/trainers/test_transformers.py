@@ -18,7 +18,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.settings import grouped
+from tests.helpers.settings import QUIET, grouped
 from tests.trainers.test_watch import attacks, lines
 
 WORDS = "leakage/worst/words"
@@ -116,10 +116,9 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
         place = folder / face
         if face == "lightning":
             monitor = LeakageMonitor(played(), folder=place, **grouped(settings))
-            L.Trainer(
-                max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor],
-            ).fit(Module(model, optimizer), loader)  # fmt: skip
+            L.Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(
+                Module(model, optimizer), loader
+            )
         elif face == "trainer":
             trainer = trainer_of(place, model, train_dataset=data, optimizers=constant(optimizer))
             watched(trainer, played(), **settings)

@@ -14,14 +14,7 @@ from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
-from tests.engine.channels.test_memorization import (
-    SETTINGS,
-    Validated,
-    fit,
-    lines,
-    rows,
-    tiny,
-)
+from tests.engine.channels.test_memorization import SETTINGS, Validated, fit, lines, rows, tiny
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 

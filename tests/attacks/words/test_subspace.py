@@ -29,6 +29,7 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     FAMILIES,
+    SIZES,
     VOCABULARY,
     backward,
     bert,
@@ -101,11 +102,7 @@ def test_variants_of_lora(more: dict[str, object]) -> None:
 
 def classifier() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
+        **SIZES,
         max_position_embeddings=24,
         pad_token_id=None,  # whose row would be zero, and leave hardly a trace
     )

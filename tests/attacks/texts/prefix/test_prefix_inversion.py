@@ -72,6 +72,7 @@ def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     ("make", "side", "positions", "batch"),
     [
         (GPT2, "left", False, 1),
+        (GPT2, "left", True, 3),  # its positions are no distances
         (GPT2, "right", True, 3),
         (LLAMA, "left", True, 3),
         (LLAMA, "right", False, 3),

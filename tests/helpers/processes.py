@@ -72,6 +72,7 @@ def _imported() -> ForkServerContext:
 def _run(module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     """``python -m module arguments``."""
     gc.freeze()  # what was imported is no garbage
+    gc.set_threshold(20_000)  # as tests/conftest.py
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)

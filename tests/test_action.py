@@ -158,11 +158,7 @@ def test_an_input_is_one_value_whatever_stands_in_it(tmp_path: Path, name: str, 
     assert not list(tmp_path.rglob("hacked"))
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [{"thresholds": " \n"}, {"drawn": "yes; touch hacked"}],
-    ids=str,
-)
+@pytest.mark.parametrize("inputs", [{"thresholds": " \n"}, {"drawn": "yes; touch hacked"}], ids=str)
 def test_wrong_inputs_are_errors(tmp_path: Path, inputs: dict[str, str]) -> None:
     assert measured(tmp_path, **inputs) == (1, [])
     assert not (tmp_path / "hacked").exists()

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertForPreTraining,
     BertLMHeadModel,
@@ -36,6 +34,7 @@ from tests.helpers.models import (
     DIM,
     VOCAB,
     own_rng,
+    tiny_bart,
     tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_distilbert_mlm,
@@ -57,16 +56,6 @@ LLAMA_SIZES = {
     "num_key_value_heads": 2,
 }
 BERT_SIZES = {k: v for k, v in LLAMA_SIZES.items() if k != "num_key_value_heads"}
-
-
-def tiny_bart(tied: bool = True) -> BartForConditionalGeneration:
-    marian = tiny_marian().config
-    names = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
-    names += ("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads")
-    names += ("pad_token_id", "decoder_start_token_id", "eos_token_id", "max_position_embeddings")
-    sizes = {name: getattr(marian, name) for name in names}
-    with own_rng(0):
-        return BartForConditionalGeneration(BartConfig(**sizes, tie_word_embeddings=tied))
 
 
 def gpt2_classifier() -> GPT2ForSequenceClassification:
@@ -95,15 +84,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
         "transformer.h.0",
         False,
     ),
-    "llama": (
-        tiny_llama,
-        "causal",
-        "model.embed_tokens",
-        "lm_head",
-        None,
-        "model.layers.0",
-        False,
-    ),
+    "llama": (tiny_llama, "causal", "model.embed_tokens", "lm_head", None, "model.layers.0", False),
     "llama tied": (
         lambda: tiny_llama(tied=True),
         "causal",
@@ -176,15 +157,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
         "roberta.encoder.layer.0",
         True,
     ),
-    "t5": (
-        tiny_t5,
-        "seq2seq",
-        "encoder.embed_tokens",
-        "lm_head",
-        None,
-        "decoder.block.0",
-        True,
-    ),
+    "t5": (tiny_t5, "seq2seq", "encoder.embed_tokens", "lm_head", None, "decoder.block.0", True),
     "marian": (
         tiny_marian,
         "seq2seq",

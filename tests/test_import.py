@@ -30,12 +30,12 @@ PUBLIC = sorted(
     if not module.name.startswith("_")
 )
 # Runs in a fresh process, which each case leaves by a fork of its own: none sees what another has
-# imported, and torch and torchmetrics, which all import first, are loaded once. What a new module
-# sets up for itself, such as a logger of its own name, is no change; what was there before is to be
-# as it was.
+# imported, and what all import first is loaded once: torch, and transformers and PEFT, which set
+# their own loggers. What a new module sets up for itself, such as a logger of its own name, is no
+# change; what was there before is to be as it was.
 COMPARE = """
 import importlib, json, logging, os, pkgutil, sys, warnings
-import torch, torchmetrics
+import peft, scipy.stats, torch, torchmetrics, transformers
 from lightning_utilities.core import rank_zero
 
 def logger_state(one):
@@ -102,7 +102,9 @@ def engine(*without):
 def train():
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
     from lightning_fedleak.attacks import BagOfWords
+    from lightning_fedleak.defenses import DPSGD
     from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
+    from lightning_fedleak.trainers import defended
 
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2,
         tie_word_embeddings=False)
@@ -123,7 +125,11 @@ def train():
     callback = LeakageCallback(trainer, [BagOfWords()], [gate], **settings)
     trainer.add_callback(callback)
     trainer.train()
-    return {"latest": [watched.latest["leakage/bag_of_words/f1"] for watched in (watch, callback)]}
+    latest = [watched.latest["leakage/bag_of_words/f1"] for watched in (watch, callback)]
+    dp = DPSGD(1.0, target_epsilon=8, target_delta=1e-2)
+    rows = [dict(input_ids=x, labels=x) for x in ids]
+    defended(Trainer)(model, arguments, train_dataset=rows, defenses=[dp]).train()
+    return {"latest": latest, "releases": dp.releases}
 
 def logs():
     one = logging.getLogger("lightning.pytorch")
@@ -167,7 +173,7 @@ CASES = {
     **{first: ("compare", [first], NAMES) for first in LIGHTNINGS},
     "none": (
         "compare",
-        ["transformers", "peft"],  # which set their own loggers
+        [],
         ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)],
     ),
     "engine": ("engine", "lightning", "pytorch_lightning", "lightning_fabric", "flwr"),
@@ -228,6 +234,7 @@ def test_loops_and_trainers_of_transformers_need_no_lightning(
     results: dict[str, Any], folder: Path
 ) -> None:
     assert results["engine"]["latest"] == [1.0, 1.0]
+    assert results["engine"]["releases"] == 3
     for face in ("Watch: ", "LeakageCallback: "):  # says where its report is, without any logging
         assert face in results["stderr"]
     assert (folder / "loop" / "report.html").exists()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
-from transformers import BartConfig, BartForConditionalGeneration
 
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -20,6 +19,7 @@ from tests.helpers.models import (
     POSITIONS,
     VOCAB,
     own_rng,
+    tiny_bart,
     tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_distilbert_mlm,
@@ -30,26 +30,6 @@ from tests.helpers.models import (
     tiny_t5,
 )
 
-
-def tiny_bart() -> BartForConditionalGeneration:
-    config = BartConfig(
-        vocab_size=VOCAB,
-        d_model=DIM,
-        encoder_layers=3,
-        decoder_layers=2,
-        encoder_ffn_dim=2 * DIM,
-        decoder_ffn_dim=2 * DIM,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        max_position_embeddings=POSITIONS,
-        pad_token_id=0,
-        decoder_start_token_id=2,
-        eos_token_id=2,
-    )
-    with own_rng(0):
-        return BartForConditionalGeneration(config)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tiny_gpt2(layers=3),
     "llama": lambda: tiny_llama(layers=3),
@@ -58,7 +38,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "distilbert": lambda: tiny_distilbert_mlm(layers=3),
     "roberta": lambda: tiny_roberta_mlm(layers=3),
     "t5": lambda: tiny_t5(layers=3),
-    "bart": tiny_bart,
+    "bart": lambda: tiny_bart(layers=3),
     "marian": lambda: tiny_marian(layers=3),
 }
 FINAL_NORM = {"gpt2": "transformer.ln_f", "llama": "model.norm", "t5": "encoder.final_layer_norm"}

@@ -12,12 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    explain_arguments,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 
 @given(st.integers(), st.integers(), st.integers(0, 5))

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     Cohere2Config,
     Cohere2ForCausalLM,
     CohereConfig,
@@ -38,7 +36,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
 )
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.helpers.models import VOCAB, own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.models import VOCAB, own_rng, tiny_bart, tiny_gpt2, tiny_llama
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -66,20 +64,7 @@ def gemma3(cap: float | None = 3.0) -> nn.Module:
 
 
 def bart() -> nn.Module:
-    model = BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=VOCAB,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=64,
-            pad_token_id=0,
-        )
-    )
+    model = tiny_bart(layers=1)
     model.final_logits_bias.copy_(torch.randn(1, VOCAB))
     return model
 

@@ -11,10 +11,7 @@ import torch
 from scipy.special import ndtri
 from scipy.stats import binomtest
 
-from lightning_fedleak.evaluation.auditing import (
-    audit_scores,
-    gaussian_epsilon,
-)
+from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 
 RUNS, ALPHA = 200, 0.05
 TOLERATED = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))

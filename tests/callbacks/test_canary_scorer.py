@@ -22,6 +22,7 @@ from lightning_fedleak.evaluation.canaries import (
 )
 from lightning_fedleak.evaluation.canaries.record import seed_key
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.helpers.settings import QUIET
 from tests.strategies.dpsgd_runs import CausalLM
 
 PAD = PadRight(0)
@@ -54,11 +55,7 @@ def fit(
     resume: str | None = None,
     **settings: Any,
 ) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=steps, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder,
-    )  # fmt: skip
+    trainer = L.Trainer(max_steps=steps, callbacks=callbacks, default_root_dir=folder, **QUIET)
     data = [torch.arange(3, 9) + i for i in range(10)] + texts[::2]
     loader = DataLoader(data, batch_size=5, collate_fn=PAD)
     trainer.fit(CausalLM(model, lr=0.3, **settings), loader, ckpt_path=resume)

@@ -83,29 +83,23 @@ def test_a_loop_of_ones_own_has_a_live_page(tmp_path):
 
 def test_a_notebook_shows_sentences_and_the_page(tmp_path, monkeypatch):
     display = pytest.importorskip("IPython.display")
-    one = monitor(tmp_path)
+
+    class Ask(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            self.text = one._repr_html_()
+
+    one, ask = monitor(tmp_path), Ask()
     assert "Nothing" not in one._repr_html_()
     with pytest.raises(RuntimeError, match="train first"):
         one.show()
-    fit([one], tmp_path)
+    fit([one, ask], tmp_path)
+    assert "Nothing was measured" in ask.text or "Nothing has been measured" in ask.text
     assert "One update lets the server name" in one._repr_html_()
     shown = []
     monkeypatch.setattr(display, "display", shown.append)
     one.show(height=500)
     assert "height:500px" in shown[0].data
     assert 'srcdoc="&lt;!doctype html&gt;' in shown[0].data
-
-
-def test_before_the_first_look_a_notebook_says_so(tmp_path):
-    class Ask(Callback):
-        text = ""
-
-        def on_train_start(self, *_: Any) -> None:
-            self.text = one._repr_html_()
-
-    one, ask = monitor(tmp_path), Ask()
-    fit([one, ask], tmp_path)
-    assert "Nothing was measured" in ask.text or "Nothing has been measured" in ask.text
 
 
 # ---- loggers ------------------------------------------------------------------------------------

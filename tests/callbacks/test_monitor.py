@@ -23,10 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_fedleak.attacks import EmbeddingDescent
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.callbacks import (
-    LeakageMonitor,
-    RiskGate,
-)
+from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError, GradientNoise
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS

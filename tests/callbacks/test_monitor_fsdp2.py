@@ -98,10 +98,7 @@ def test_training_is_bit_identical(ranks) -> None:
 def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
     for found in of(ranks, "fails on one"):
         unknown = {name for name, value in found["values"].items() if math.isnan(float(value))}
-        assert unknown == {
-            "leakage/fails_on_one/f1",
-            "leakage/reads_fail_on_one/token_accuracy",
-        }
+        assert unknown == {"leakage/fails_on_one/f1", "leakage/reads_fail_on_one/token_accuracy"}
         assert (found["steps"], found["failures"]) == (3, 6)
         assert len(found["values"]) > len(unknown)
 

@@ -40,11 +40,7 @@ def resumed(tmp_path_factory, checkpoint):
             patch.setattr(kind, "prepare", prepare)
         callbacks = CHECKPOINTED.callbacks()
         trainer = fit(
-            CHECKPOINTED,
-            folder,
-            callbacks=callbacks,
-            ckpt_path=checkpoint,
-            max_steps=RESUMED_UNTIL,
+            CHECKPOINTED, folder, callbacks=callbacks, ckpt_path=checkpoint, max_steps=RESUMED_UNTIL
         )
     trainer.save_checkpoint(folder / "end.ckpt")
     (log,) = folder.rglob("leakage.jsonl")

@@ -192,11 +192,7 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
         ({}, {}, "give kinds="),
         (PHONE, {"places": ["answer"]}, "places"),
         ({"a/b": ("Code {}", "####")}, {}, "part of a log name"),
-        (
-            {"name": ("I am {}.", [f"Jo {n}" for n in range(500)])},
-            {},
-            "or end each in the mark",
-        ),
+        ({"name": ("I am {}.", [f"Jo {n}" for n in range(500)])}, {}, "or end each in the mark"),
         ({**PHONE, "again": ("Or {}.", "##?-###?")}, {}, None),
         ({**PHONE, "again": ("Or {}.", "5##-####")}, {}, "'phone' and 'again' share a value"),
         ({**PHONE, "again": ("Or {}.", [f"555-{n:04d}" for n in range(300)])}, {}, "share"),

@@ -22,6 +22,7 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from tests.commands.test_memorization_cli import _models_are_asked_once  # noqa: F401  (fixture)
 from tests.helpers.commands import run_command
 from tests.helpers.lightning_modules import CausalLMModule
 
@@ -74,10 +75,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
-        accelerator="cpu", max_epochs=3, callbacks=[monitor], enable_checkpointing=False, **quiet
+        accelerator="cpu", max_epochs=2, callbacks=[monitor], enable_checkpointing=False, **quiet
     )
     loader = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
-    trainer.fit(CausalLMModule(model, 1e-3, "adamw"), loader)
+    trainer.fit(CausalLMModule(model, 2e-3, "adamw"), loader)
     model.save_pretrained(folder / "model")
     lines = map(json.loads, (folder / "leakage.jsonl").read_text().splitlines())
     return folder, {line["attack"]: line for line in lines}

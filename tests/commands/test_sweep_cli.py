@@ -123,11 +123,7 @@ def test_the_command_line_and_the_class_agree() -> None:
     ],
 )
 def test_what_would_fail_everywhere_is_reported_first(
-    model: str,
-    tmp_path: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    model: str, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", "--model", model, "--out", str(tmp_path), *options]) == 1
     assert message in capsys.readouterr().err

@@ -38,10 +38,7 @@ def frozen_by(part: str, root: nn.Module) -> tuple[Freeze, set[str]]:
         (
             "head+embeddings",
             tiny_bert_mlm,
-            {
-                "bert.embeddings.word_embeddings.weight",
-                "cls.predictions.bias",
-            },
+            {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"},
         ),
         ("head+embeddings", tiny_t5, {"shared.weight"}),
     ],

@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.defenses import (
-    DefenseContext,
-    GradientNoise,
-    TokenLDP,
-)
+from lightning_fedleak.defenses import DefenseContext, GradientNoise, TokenLDP
 from lightning_fedleak.defenses.noise import gaussian_epsilon
 from tests.helpers.models import tiny_gpt2
 

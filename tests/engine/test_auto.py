@@ -132,7 +132,8 @@ def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
 
 def test_what_a_gate_is_told_to_watch_is_not_refused_next(tmp_path: Path) -> None:
     def gated(metric: str) -> Any:
-        return auto(tmp_path, model_of(lora=True), gates=[Threshold(metric, 1.0)])
+        gates, few = [Threshold(metric, 1.0)], random_token_loader(**FEW)
+        return auto(tmp_path, model_of(lora=True), gates=gates, batches=few)
 
     with pytest.raises(ValueError, match="does not log") as refusal:
         gated("leakage/flatchat/f1")
@@ -140,7 +141,7 @@ def test_what_a_gate_is_told_to_watch_is_not_refused_next(tmp_path: Path) -> Non
     assert f"the highest: {WORST}" in str(refusal.value)
     with pytest.raises(ValueError, match=f"not trained, and so not shared.*: watch '{WORST}'"):
         gated("leakage/aligned_flatchat/f1")
-    assert gated(WORST).steps == 4
+    assert gated(WORST).steps == 2
 
 
 def test_attacks_whose_look_takes_too_long_are_not_played(tmp_path: Path) -> None:

@@ -124,12 +124,11 @@ def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) 
 # ---- classifiers ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("family", "lora"), [*((f, False) for f in CLASSIFIERS), *((f, True) for f in ADAPTED)]
+)
 def test_the_words_of_a_classifier_are_recovered(family: str, lora: bool, tmp_path: Path) -> None:
     make, last, rows = CLASSIFIERS[family]
-    if lora and family not in ADAPTED:
-        pytest.skip("as the families that are adapted")
     ids = texts(rows)
     if last is not None:
         ids[:, -1] = last

@@ -35,6 +35,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import QUIET
 
 PACKAGE = str(Path(lightning_fedleak.__file__).parent)
 BACKWARD = torch.autograd.backward
@@ -96,7 +97,7 @@ REMOVERS = {
         "Fit.each",
         "MembershipChannel._remove_taps",
         "ActivationTap.close",
-    ),
+    )
 }
 """What leaves its own hook where it fails."""
 PAGES = {
@@ -364,10 +365,12 @@ def fit(
     ends = Ends(injects, monitor if watch else None)
     strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)])
     trainer = L.Trainer(
-        max_steps=len(callbacks), max_epochs=-1, accelerator="cpu", strategy=strategy,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[injects, *([monitor] if watch else []), ends],
-    )  # fmt: skip
+        max_steps=len(callbacks),
+        max_epochs=-1,
+        strategy=strategy,
+        callbacks=[injects, *([monitor] if watch else []), ends],
+        **QUIET,
+    )
     rows = [batch_of(step) for step in range(len(callbacks))]
     with quiet():
         try:

@@ -36,6 +36,7 @@ from lightning_fedleak.callbacks import Games, WatchSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from tests.helpers.lightning_modules import CausalLMModule
+from tests.helpers.settings import QUIET
 
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # of every layer
 VOCAB, LENGTH, STEPS = 512, 16, 4
@@ -162,15 +163,7 @@ def fit(model: nn.Module, callbacks: list[Any]) -> Drawing:
     L.seed_everything(3)
     rows = [{"input_ids": torch.tensor(x), "labels": torch.tensor(x)} for x in texts(64, 0)]
     module = Drawing(model)
-    trainer = L.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(max_steps=STEPS, callbacks=callbacks, **QUIET)
     trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=True))
     return module
 

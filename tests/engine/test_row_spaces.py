@@ -57,8 +57,7 @@ def look(folder: Path, attacks: Any, model: nn.Module, **settings: Any) -> Any:
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "whole": ({}, None),
-    "lora with dropout": ({}, {**LORA, "lora_dropout": 0.1}),
-    "bf16-mixed": ({"precision": "bf16-mixed"}, LORA),
+    "dropout in bf16-mixed": ({"precision": "bf16-mixed"}, {**LORA, "lora_dropout": 0.1}),
     "accumulation": ({"accumulate": 2}, LORA),
 }
 

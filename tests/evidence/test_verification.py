@@ -150,10 +150,12 @@ def swap(lines: list[bytes], n: int) -> None:
     lines[n], lines[other] = lines[other], lines[n]
 
 
+def change(lines: list[bytes], n: int, /, **changes: Any) -> None:
+    lines[n] = json.dumps(json.loads(lines[n]) | changes).encode()
+
+
 def change_number(lines: list[bytes], n: int) -> None:
-    content = json.loads(lines[n])
-    content["step"] = content.get("step", 0) + 1
-    lines[n] = json.dumps(content).encode()
+    change(lines, n, step=json.loads(lines[n]).get("step", 0) + 1)
 
 
 def lower(lines: list[bytes], n: int) -> None:
@@ -161,8 +163,7 @@ def lower(lines: list[bytes], n: int) -> None:
     if "metrics" not in content:
         return change_number(lines, n)
     content["metrics"]["f1"]["value"] /= 2
-    lines[n] = json.dumps(content).encode()
-    return None
+    return change(lines, n, **content)
 
 
 def cut_tail(lines: list[bytes], n: int) -> None:
@@ -170,22 +171,17 @@ def cut_tail(lines: list[bytes], n: int) -> None:
 
 
 def set_clock_back(lines: list[bytes], n: int) -> None:
-    content = json.loads(lines[n]) | {"time": "2020-01-01T00:00:00+00:00"}
-    lines[n] = json.dumps(content).encode()
+    change(lines, n, time="2020-01-01T00:00:00+00:00")
 
 
 def move_plan(lines: list[bytes], n: int) -> None:
-    content = json.loads(lines[n])
-    content["next_look"] = content.get("next_look", 0) + 3
-    lines[n] = json.dumps(content).encode()
+    change(lines, n, next_look=json.loads(lines[n]).get("next_look", 0) + 3)
 
 
 def change_commitment(lines: list[bytes], n: int) -> None:
     content = json.loads(lines[n])
-    for name in ("weights", "row_order"):
-        if name in content:
-            content[name] = "0" * 64
-    lines[n] = json.dumps(content | {"checkpoint": n}).encode()
+    named = {name: "0" * 64 for name in ("weights", "row_order") if name in content}
+    change(lines, n, **named, checkpoint=n)
 
 
 EDITS = (

@@ -8,12 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    BagOfWords,
-    GradientMembership,
-    SubspaceWords,
-)
+from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, GradientMembership, SubspaceWords
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games

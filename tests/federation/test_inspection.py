@@ -343,10 +343,7 @@ def test_adapters_whose_change_is_not_compared_are_named():
     assert not answer(result, "jump").why
     far = {name: tensor + 10 * update[name] for name, tensor in state.items()}
     idle = LastRound(state, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
-    for all_unasked in (
-        inspect_received(shift, agreed, idle),
-        inspect_received(far, agreed, last),
-    ):
+    for all_unasked in (inspect_received(shift, agreed, idle), inspect_received(far, agreed, last)):
         assert unasked(all_unasked)["jump"] == {A, other}
         assert answer(all_unasked, "jump").why
 

@@ -76,10 +76,7 @@ def without(state, name):
     [
         (lambda s: without(moved(s), "b"), "only one of both has 'b'"),
         (lambda s: moved(s) | {"c": torch.zeros(1)}, "only one of both has 'c'"),
-        (
-            lambda s: moved(s) | {"w": torch.zeros(2, 3)},
-            r"shape \(3, 2\) in float32 and came",
-        ),
+        (lambda s: moved(s) | {"w": torch.zeros(2, 3)}, r"shape \(3, 2\) in float32 and came"),
         (lambda s: {n: t.bfloat16() for n, t in moved(s).items()}, "came back with .* in bfloat16"),
         (lambda s: moved(s) | {"b": torch.tensor([1.0, math.nan, 1, 1])}, "NaN or infinity in 'b'"),
         (lambda s: moved(s) | {"b": torch.full((4,), math.inf)}, "NaN or infinity in 'b'"),

@@ -118,11 +118,7 @@ class ForClient:
 
 
 def client_app(
-    folder: Path | None,
-    at_most: float | None = None,
-    *,
-    private: bool = False,
-    make: Make = model,
+    folder: Path | None, at_most: float | None = None, *, private: bool = False, make: Make = model
 ) -> ClientApp:
     """Watched where a folder is given."""
     mods = []

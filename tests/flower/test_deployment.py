@@ -92,11 +92,7 @@ def test_federation_survives_faults_and_counts_every_release(deployed: Deployed)
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(
     ("app", "config"),
-    [
-        ("lora", {"at_most": 0.5}),
-        ("secure_aggregation", {}),
-        ("flowertune", {"at_most": 0.5}),
-    ],
+    [("lora", {"at_most": 0.5}), ("secure_aggregation", {}), ("flowertune", {"at_most": 0.5})],
 )
 def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) -> None:
     """On the simulation engine, with two rounds of one step."""

@@ -406,10 +406,7 @@ def test_a_round_that_the_server_spoils_after_the_release_is_counted_each_time(
 
     grids: list[Spoils] = []
     with pytest.raises(Stopped):
-        aggregated(
-            with_shares(tmp_path),
-            grid=lambda mods: grids.append(Spoils(mods)) or grids[-1],
-        )
+        aggregated(with_shares(tmp_path), grid=lambda mods: grids.append(Spoils(mods)) or grids[-1])
     [grid] = grids
     honest = grid.asked[-1]
     number = honest.metadata.dst_node_id - 100

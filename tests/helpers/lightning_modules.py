@@ -15,10 +15,7 @@ class CausalLMModule(L.LightningModule):
     """Trains a Hugging Face model (``self.model``) on the loss it returns itself."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        lr: float = 1e-2,
-        optimizer: Literal["sgd", "adamw"] = "sgd",
+        self, model: nn.Module, lr: float = 1e-2, optimizer: Literal["sgd", "adamw"] = "sgd"
     ) -> None:
         super().__init__()
         self.model = model

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -215,3 +217,13 @@ def tiny_marian(
         if decoder_vocab is not None:  # transformers 4 builds both sides with the source's size
             model.resize_decoder_token_embeddings(decoder_vocab)
         return model
+
+
+def tiny_bart(tied: bool = True, layers: int = 2) -> BartForConditionalGeneration:
+    marian = tiny_marian(layers=layers).config
+    names = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim")
+    names += ("decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads")
+    names += ("pad_token_id", "decoder_start_token_id", "eos_token_id", "max_position_embeddings")
+    sizes = {name: getattr(marian, name) for name in names}
+    with own_rng(0):
+        return BartForConditionalGeneration(BartConfig(**sizes, tie_word_embeddings=tied))

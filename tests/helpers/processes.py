@@ -72,6 +72,7 @@ def _imported() -> ForkServerContext:
 def _run(module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     """``python -m module arguments``."""
     gc.freeze()  # what was imported is no garbage
+    gc.set_threshold(20_000)  # as tests/conftest.py
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -130,12 +131,7 @@ def crashed(processes: Sequence[ForkServerProcess]) -> bool:
 
 
 def two_processes(
-    module: str,
-    folder: Path,
-    *,
-    seconds: float = SECONDS,
-    gpus: bool = False,
-    again: bool = True,
+    module: str, folder: Path, *, seconds: float = SECONDS, gpus: bool = False, again: bool = True
 ) -> list[Found]:
     """Runs a module as ``python -m module folder rank`` for ranks 0 and 1 at once.
 

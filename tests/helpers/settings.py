@@ -8,6 +8,12 @@ from typing import Any
 
 from lightning_fedleak.engine import WatchSettings
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+"""Arguments of a Trainer that writes and prints nothing."""
+
 
 def grouped(
     arguments: Mapping[str, Any], kind: type[WatchSettings] = WatchSettings, **defaults: Any

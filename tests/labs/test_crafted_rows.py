@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.labs.crafted_rows import (
-    CraftedValues,
-    RowSettings,
-    chance_in_round,
-    craft,
-)
+from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, chance_in_round, craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import ThreatModelError
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts

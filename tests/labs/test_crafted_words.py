@@ -12,11 +12,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks import PublicText, RunFacts
 from lightning_fedleak.labs.crafted_rows import CraftedRows, RowSettings
-from lightning_fedleak.labs.crafted_words import (
-    CraftedAdapterWords,
-    RoundShape,
-    read_rows,
-)
+from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape, read_rows
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (

@@ -23,13 +23,7 @@ from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.federation import (
-    ClientDP,
-    UpdateSum,
-    difference,
-    joint_norm,
-    trained_state,
-)
+from lightning_fedleak.federation import ClientDP, UpdateSum, difference, joint_norm, trained_state
 from lightning_fedleak.federation.nvflare import FedLeakFilter, PrivateFedAvg
 from tests.federation.rounds import model
 from tests.nvflare import jobs

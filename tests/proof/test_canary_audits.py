@@ -19,6 +19,7 @@ from lightning_fedleak.evaluation.auditing import audit_canaries
 from lightning_fedleak.evaluation.canaries import new_token_canaries, with_canaries
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_llama
+from tests.helpers.settings import QUIET
 from tests.strategies.dpsgd_runs import CausalLM
 
 pytestmark = pytest.mark.slow
@@ -40,15 +41,11 @@ def audited(kind: str, audits: int, folder: Path, sigma: float = 1.0) -> tuple[R
         scorer = CanaryScorer(train.canaries, by="row" if kind == "row" else "loss")
         defense = DPSGD(0.1, noise_multiplier=sigma, target_delta=DELTA)
         L.Trainer(
-            accelerator="cpu",
             max_steps=1,
             strategy=DefendedStrategy("auto", [defense]),
             callbacks=[scorer],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=folder,
+            **QUIET,
         ).fit(CausalLM(model), DataLoader(train, len(train), collate_fn=PadRight(0)))
         audit = audit_canaries(train.canaries, scorer.scores(), delta=DELTA, claim="gaussian")
         bounds.append(audit.epsilon)

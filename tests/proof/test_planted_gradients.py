@@ -9,11 +9,7 @@ import pytest
 import scipy.stats
 import torch
 
-from benchmarks.defenses.dp_sgd_games import (
-    Refutations,
-    best_threshold,
-    refutations,
-)
+from benchmarks.defenses.dp_sgd_games import Refutations, best_threshold, refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients, owners
 from lightning_fedleak.defenses import DPSGD, DefenseError, noise
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -53,11 +49,7 @@ def audited(
 
 @pytest.mark.parametrize(
     ("sigma", "settings"),
-    [
-        (0.5, {}),
-        (1.0, {"max_physical_batch_size": 90}),
-        (1.0, {"max_grad_norm": "auto"}),
-    ],
+    [(0.5, {}), (1.0, {"max_physical_batch_size": 90}), (1.0, {"max_grad_norm": "auto"})],
 )
 def test_no_more_audits_of_dpsgd_than_allowed_exceed_its_epsilon(sigma, settings) -> None:
     game = planted(sigma, **settings)

@@ -55,16 +55,7 @@ def test_what_is_not_shared_is_neither_read_nor_tested(tmp_path):
 def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     record = [begin(defenses=[dpsgd(target_epsilon=3.0)])]
     record += [look(s, privacy=[spent(0.5 * s, s)]) for s in (1, 2)]
-    record += [
-        {
-            "schema": 1,
-            "run": "a",
-            "kind": "end",
-            "step": 4,
-            "how": "finished",
-            "privacy": [spent(1.25, 4)],
-        }
-    ]
+    record += [end(4, privacy=[spent(1.25, 4)])]
     [fit] = found_in(tmp_path, [result(1, f1=0.0)], record).runs
     [cost] = fit.privacy
     assert (cost.epsilon, cost.releases, cost.target_epsilon) == (1.25, 4, 3.0)
@@ -77,10 +68,7 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert fit.end == "finished"
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "said"),
-    [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")],
-)
+@pytest.mark.parametrize(("epsilon", "said"), [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")])
 def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
     found = found_in(tmp_path, [result(1, f1=0.0)], record)
@@ -117,12 +105,6 @@ def test_fits_compose_and_releases_are_never_dropped(tmp_path):
     )
     assert together.sum_of_epsilons == 3.0
     assert "3 fits by dpsgd, if on the same examples" in sentences_of(found)
-
-
-def test_two_monitors_of_one_fit_count_once(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    record = [*one_fit("a", 10, fit="x"), *one_fit("b", 10, fit="x")]
-    assert found_in(tmp_path, lines, record).privacy_together == []
 
 
 def test_what_has_no_guarantee_composes_to_none(tmp_path):
@@ -218,7 +200,7 @@ def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
         begin(defenses=[defense], gates=[gate], training={"strategy": "federation"}),
         look(0, utility={"loss": 1.0}, client=0, privacy=[spent("infinite", 1)]),
         decision("withheld", 0, 1),
-        {"schema": 1, "run": "a", "kind": "end", "step": 4, "how": "finished"},
+        end(4),
     ]
     lines = [result(0, f1=(0.5, 0.4, 0.6)), result(0, run="b", f1=0.7)]
     tried = 0
@@ -251,10 +233,7 @@ def test_what_was_not_played_is_said_of_unrecorded_runs_too(tmp_path):
     [
         ([], "its end was not recorded"),
         ([begin()], "running, cut off"),
-        (
-            [begin(), {"schema": 1, "run": "a", "kind": "end", "step": 1, "how": "OSError"}],
-            "OSError",
-        ),
+        ([begin(), end(1, how="OSError")], "OSError"),
     ],
 )
 def test_how_a_run_ended(tmp_path, record, said):
@@ -288,7 +267,9 @@ def test_a_killed_fit_recorded_less_than_its_checkpoint_held(tmp_path):
 
 def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "abc"]
-    record = [*one_fit("a", 12, fit="x"), *one_fit("b", 10, fit="x"), *one_fit("c", 30)]
+    of_one = [*one_fit("a", 12, fit="x"), *one_fit("b", 10, fit="x")]
+    assert found_in(tmp_path / "one", lines[:2], of_one).privacy_together == []
+    record = [*of_one, *one_fit("c", 30)]
     [together] = found_in(tmp_path, lines, record).privacy_together
     assert together.fits == 2
     assert together.epsilon == rounded_up(
@@ -376,7 +357,7 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
 def test_monitors_of_one_fit_are_one_run(tmp_path):
     lines = [result(0, f1=0.5), result(0, "other", run="b", f1=0.7), result(0, run="c", f1=0.1)]
     two = [begin("a", fit="x"), begin("b", fit="x", attacks=[about("other", "words")])]
-    ends = [{"schema": 1, "run": r, "kind": "end", "step": 9, "how": "finished"} for r in "abc"]
+    ends = [end(9, r) for r in "abc"]
     loss = [look(0, r, utility={"loss": 1.0}) for r in "ab"]
     found = found_in(tmp_path, lines, [*two, begin("c", fit="y"), *loss, *ends])
     fit, alone = found.runs

@@ -8,14 +8,7 @@ import threading
 import pytest
 import split.cut
 import torch
-from split import (
-    PeerError,
-    SplitClient,
-    SplitError,
-    SplitServer,
-    connect,
-    split_model,
-)
+from split import PeerError, SplitClient, SplitError, SplitServer, connect, split_model
 from split.connection import Kind
 
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama

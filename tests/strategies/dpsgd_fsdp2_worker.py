@@ -80,9 +80,7 @@ def checkpointed() -> nn.Module:
 
 def refusals() -> Found:
     tensor_parallel = Runs(lambda: fsdp2(data_parallel_size=1, tensor_parallel_size=2), Sharded)
-    return {
-        "tensor parallel": tensor_parallel.message(DPSGD(CLIP, noise_multiplier=1.0)),
-    }
+    return {"tensor parallel": tensor_parallel.message(DPSGD(CLIP, noise_multiplier=1.0))}
 
 
 RUNS = Runs(fsdp2, Sharded)

@@ -54,11 +54,7 @@ class Save(Callback):
             os.replace(unfinished, self.path)
 
 
-def live(
-    folder: Path,
-    pipe: int | None,
-    **limits: Any,
-) -> DPSGD:
+def live(folder: Path, pipe: int | None, **limits: Any) -> DPSGD:
     """Trains; of every release the step's number and the first coordinates go into the pipe."""
     dpsgd, checkpoint = defense(folder), folder / "last.ckpt"
     strategy = DefendedStrategy("auto", [dpsgd])

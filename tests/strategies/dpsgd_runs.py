@@ -18,6 +18,7 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.settings import QUIET
 
 N, BATCH, CLIP = 24, 4, 0.9
 CLIPS = {"lora": 0.25}
@@ -111,14 +112,10 @@ def clipped_sum(
 
 def trainer(strategy: Any, **settings: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        **QUIET,
         "devices": 1,
         "max_epochs": 1,
-        "logger": False,
         "default_root_dir": tempfile.mkdtemp(),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
     }
     return L.Trainer(strategy=strategy, **{**defaults, **settings})
 

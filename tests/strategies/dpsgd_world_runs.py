@@ -211,11 +211,7 @@ def user_of(ids: Tensor) -> int:
 
 
 def clipped_sum(
-    module: LM,
-    batch: dict[str, Tensor],
-    precision: str,
-    clip: float,
-    users: bool = False,
+    module: LM, batch: dict[str, Tensor], precision: str, clip: float, users: bool = False
 ) -> tuple[Tensor, list[float]]:
     """One backward pass for each sample of one rank, or all of a user's; and norms over clips."""
     whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
@@ -542,11 +538,7 @@ class Runs:
 
     def hardened(self) -> Found:
         defense = DPSGD(
-            CLIP,
-            noise_multiplier=20.0,
-            target_epsilon=3.0,
-            target_delta=1e-3,
-            accountant="filter",
+            CLIP, noise_multiplier=20.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
         )
 
         class Harden(Callback):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.settings import QUIET
 
 X = torch.arange(12.0).reshape(12, 1)
 
@@ -77,13 +78,9 @@ def fit(
     trainer = pl.Trainer(
         strategy=DefendedStrategy("auto", defenses),
         max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=list(callbacks),
         **options,
+        **QUIET,
     )
     trainer.fit(module, DataLoader(X, batch_size=4), DataLoader(X[:2], batch_size=2))
     return trainer

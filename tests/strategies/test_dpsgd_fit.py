@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_fedleak.defenses import (
@@ -74,11 +72,7 @@ def test_empty_batches_are_released_and_not_run() -> None:
 
 
 def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "target_epsilon": 5.0,
-        "target_delta": 1e-3,
-        "accountant": "rdp",
-    }
+    settings: dict[str, Any] = {"target_epsilon": 5.0, "target_delta": 1e-3, "accountant": "rdp"}
     first = DPSGD(CLIP, **settings)
     _, run = fit(first, max_epochs=1)
     run.save_checkpoint(tmp_path / "a.ckpt")

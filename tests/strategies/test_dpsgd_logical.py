@@ -13,11 +13,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    DefenseError,
-    mean_of_sample_means,
-)
+from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.dpsgd_settings import grouped

@@ -80,13 +80,7 @@ class Reseeding(ToyLM):
 def test_resume_is_the_uninterrupted_run(tmp_path) -> None:
     whole = state_of(*fit("auto", Reseeding, shuffle=False, max_epochs=2))
     keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    fit(
-        DefendedStrategy(),
-        Reseeding,
-        shuffle=False,
-        callbacks=[keep],
-        enable_checkpointing=True,
-    )
+    fit(DefendedStrategy(), Reseeding, shuffle=False, callbacks=[keep], enable_checkpointing=True)
     last = str(tmp_path / "last.ckpt")
     assert CHECKPOINT_KEY not in torch.load(last, weights_only=True)
     again = fit(DefendedStrategy(), Reseeding, shuffle=False, max_epochs=2, ckpt_path=last)

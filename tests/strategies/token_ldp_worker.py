@@ -21,6 +21,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import Cases
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_gpt2
+from tests.helpers.settings import QUIET
 
 ROWS, LENGTH, BATCH, LR = 64, 12, 16, 0.5
 EPSILON = 4.5
@@ -138,15 +139,11 @@ def update() -> dict[str, Any]:
     module, truth = Recording(), Truth()
     trainer = pl.Trainer(
         strategy=DefendedStrategy("ddp", [ldp()]),
-        accelerator="cpu",
         devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[truth],
         max_steps=1,
+        **QUIET,
     )
     trainer.fit(module, loader(shuffle=False))
     fresh = tiny_gpt2(dropout=0.0)

@@ -12,12 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.taps.tokens import (
-    Text,
-    compressed_bytes,
-    texts_in,
-    token_log_probs,
-)
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, texts_in, token_log_probs
 
 
 @pytest.fixture(scope="module")

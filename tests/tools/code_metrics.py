@@ -302,8 +302,7 @@ class CodeMetrics:
     def _code(self) -> Measure:
         files = sorted(((s.code_lines, s) for s in self.selection), key=lambda f: -f[0])
         return Measure(
-            sum(count for count, _ in files),
-            [s.place(1, f"{count} lines") for count, s in files],
+            sum(count for count, _ in files), [s.place(1, f"{count} lines") for count, s in files]
         )
 
     def _lines(self) -> dict[str, Measure]:

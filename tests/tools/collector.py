@@ -37,7 +37,7 @@ HELP = {
     "fedleak": ["--help"],
     **{f"fedleak {name}": [name, "--help"] for name in ("demo", "game", "invert", "sweep", "fit")},
     "fit, classes": [
-        *("callbacks=LeakageMonitor", "callbacks=RiskGate", "strategy=DefendedStrategy"),
+        *("callbacks=LeakageMonitor", "callbacks=RiskGate", "strategy=DefendedStrategy")
     ],
 }
 

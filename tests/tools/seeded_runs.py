@@ -143,10 +143,7 @@ def monitor(attacks: Any, **settings: Any) -> Any:
     names = {one.name for one in fields(kind)} & settings.keys()
     rare = {name: settings.pop(name) for name in names}
     return fedleak.LeakageMonitor(
-        attacks,
-        games=fedleak.Games(**games) if games else None,
-        settings=kind(**rare),
-        **settings,
+        attacks, games=fedleak.Games(**games) if games else None, settings=kind(**rare), **settings
     )
 
 
@@ -180,9 +177,7 @@ def fit(
     torch.set_num_threads(1)
     L.seed_everything(7, verbose=False)
     defenses = run.defenses()
-    loggers: list[Logger] = [
-        CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1),
-    ]
+    loggers: list[Logger] = [CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1)]
     if run.tensorboard:
         loggers.append(TensorBoardLogger(folder, name="tensorboard", version=0))
     more: dict[str, Any] = (
@@ -477,8 +472,7 @@ RUNS: dict[str, Run] = {
         for name, r in FAMILIES.items()
     },
     "a tied head, dropout": Run(
-        watched(lambda: [fedleak.FlatChat(public())]),
-        model=lambda: gpt2(dropout=0.1),
+        watched(lambda: [fedleak.FlatChat(public())]), model=lambda: gpt2(dropout=0.1)
     ),
     "accumulated": Run(
         watched(lambda: [flatchat(), fedleak.BagOfWords()]),
@@ -549,10 +543,7 @@ def checkpointed() -> list[Any]:
         fedleak.FlatChat(public()),
         fedleak.AlignedFlatChat(public(), readout="sign", calibration_tokens=400),
     ]
-    players = [
-        fedleak.FCMembership(1),
-        fedleak.AttentionMembership(1, public()),
-    ]
+    players = [fedleak.FCMembership(1), fedleak.AttentionMembership(1, public())]
     games = {"targets": 4, "window": 3}
     return [
         monitor(words, every_n_steps=2, stages=("local", "shared")),

@@ -31,11 +31,7 @@ def test_it_is_readable_in_light_and_dark_and_asks_no_host() -> None:
 
 @pytest.mark.parametrize(
     ("row", "words"),
-    [
-        ((0.05, 1.0), "rings: little"),
-        ((0.22, 0.3), "unknown"),
-        ((0.22, 0.3, 0.95), "for a part"),
-    ],
+    [((0.05, 1.0), "rings: little"), ((0.22, 0.3), "unknown"), ((0.22, 0.3, 0.95), "for a part")],
 )
 def test_a_row_says_what_the_rule_says(row: tuple[float, ...], words: str) -> None:
     value, control, *parts = row

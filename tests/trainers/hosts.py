@@ -22,6 +22,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import DefendedLoop, defended
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.settings import QUIET
 
 N, BATCH, CLIP = 24, 4, 0.9
 
@@ -40,11 +41,7 @@ def lora(**settings: Any) -> torch.nn.Module:
         return peft.get_peft_model(tiny_llama(), config)
 
 
-MODELS = {
-    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0),
-    "llama": tiny_llama,
-    "lora": lora,
-}
+MODELS = {"gpt2 tied": lambda: tiny_gpt2(dropout=0.0), "llama": tiny_llama, "lora": lora}
 
 
 @dataclass
@@ -100,10 +97,13 @@ def in_lightning(
             strategy.add_tap(trace.tap)
 
     run = L.Trainer(
-        **({"max_epochs": 1} | known), accelerator="cpu", devices=1, strategy=strategy,
-        logger=False, default_root_dir=folder, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Taps()],
-    )  # fmt: skip
+        **({"max_epochs": 1} | known),
+        devices=1,
+        strategy=strategy,
+        default_root_dir=folder,
+        callbacks=[Taps()],
+        **QUIET,
+    )
     batch = settings.get("per_device_train_batch_size", BATCH)
     with drawing(trace):
         run.fit(CausalLMModule(model, lr=lr), DataLoader(rows(), batch_size=batch))

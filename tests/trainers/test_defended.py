@@ -47,7 +47,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b).norm() / b.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", [host for host in HOSTS if host != "lightning"])
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
@@ -61,6 +61,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_what_is_shared_is_the_clipped_sum(
     host: str, name: str, settings: dict[str, Any], most: float, tmp_path: Path
 ) -> None:
+    """Lightning's are in tests/strategies, and shares the same bits."""
     settings = dict(settings)
     pieces, clip = settings.pop("pieces", None), CLIPS.get(name, CLIP)
     defense = DPSGD(clip, noise_multiplier=0.0, seed=1, max_physical_batch_size=pieces)
@@ -77,28 +78,24 @@ def test_what_is_shared_is_the_clipped_sum(
 
 
 @pytest.mark.parametrize(
-    ("name", "build", "settings"),
+    ("name", "build"),
     [
-        ("llama", lambda: [DPSGD(CLIP, noise_multiplier=1.0, seed=3)], {}),
-        ("gpt2 tied", lambda: [DPSGD(CLIP, 1.0, seed=3, max_physical_batch_size=2)], {}),
-        (
-            "llama",
-            lambda: [Freeze("head"), DPSGD(CLIP, 1.0, seed=3), GradientNoise(2.0, 0.1, seed=1)],
-            {},
-        ),
+        ("llama", lambda: [DPSGD(CLIP, noise_multiplier=1.0, seed=3)]),
+        ("gpt2 tied", lambda: [DPSGD(CLIP, 1.0, seed=3, max_physical_batch_size=2)]),
         (
             "llama",
             lambda: [
+                Freeze("head"),
                 TokenLDP("grr", 9.0, per="token", special_ids=[0], seed=3),
                 DPSGD(CLIP, 1.0, seed=3),
+                GradientNoise(2.0, 0.1, seed=1),
             ],
-            {},
         ),
     ],
 )
-def test_hosts_share_the_same_bits(name: str, build: Any, settings: Any, tmp_path: Path) -> None:
+def test_hosts_share_the_same_bits(name: str, build: Any, tmp_path: Path) -> None:
     first, *others = (
-        HOSTS[host](tmp_path / host, MODELS[name](), build(), 0.05, num_train_epochs=2, **settings)
+        HOSTS[host](tmp_path / host, MODELS[name](), build(), 0.05, num_train_epochs=2)
         for host in HOSTS
     )
     assert first.steps == 2 * N // BATCH
@@ -205,8 +202,9 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("step", [6, 4], ids=["epoch's end", "middle"])
+@pytest.mark.parametrize(  # at an epoch's end, and in its middle
+    ("step", "skip"), [(6, True), (4, True), (4, False)]
+)
 def test_a_resumed_run_forgets_nothing_and_draws_again(
     step: int, skip: bool, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -322,30 +320,3 @@ def test_arguments_stay_where_they_are_and_model_init_is_called(tmp_path: Path) 
     assert again.releases == 2
     with pytest.raises(TypeError, match="defenses"):
         defended(Trainer)(tiny_llama(), plain)
-
-
-ALONE = """
-import sys
-
-class Refuses:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"lightning", "pytorch_lightning", "lightning_fabric"}:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Refuses())
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.trainers import defended
-
-model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
-arguments = TrainingArguments(sys.argv[1], max_steps=2, report_to=[], use_cpu=True)
-dp = DPSGD(1.0, target_epsilon=8, target_delta=1e-2)
-defended(Trainer)(model, arguments, train_dataset=rows, defenses=[dp]).train()
-assert dp.releases == 2
-"""
-
-
-def test_it_trains_where_no_lightning_is_installed(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, cwd=tmp_path)

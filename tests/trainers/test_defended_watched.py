@@ -20,7 +20,7 @@ from lightning_fedleak.trainers import LeakageCallback, Threshold
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.settings import grouped
+from tests.helpers.settings import QUIET, grouped
 from tests.trainers.hosts import CLIP, rows, traced, trainer_of
 from tests.trainers.test_watch import lines
 
@@ -42,10 +42,8 @@ def monitored(folder: Path, defenses: list[Defense]) -> tuple[list[Any], Probe, 
     probe = Probe(role=EMBEDDING_WEIGHT)
     monitor = LeakageMonitor(attacks(probe), folder=folder, **grouped(PLAYED))
     L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor],
-        strategy=DefendedStrategy("auto", defenses),
-    ).fit(CausalLMModule(model(), lr=LR), DataLoader(rows(), batch_size=4))  # fmt: skip
+        max_epochs=1, callbacks=[monitor], strategy=DefendedStrategy("auto", defenses), **QUIET
+    ).fit(CausalLMModule(model(), lr=LR), DataLoader(rows(), batch_size=4))
     return lines(folder), probe, monitor
 
 

@@ -25,7 +25,7 @@ from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe
-from tests.helpers.settings import grouped
+from tests.helpers.settings import QUIET, grouped
 
 WORDS, WIDTH, ROWS, LENGTH = 200, 16, 4, 6
 NOISE, CLIP = 1.0, 0.5
@@ -392,11 +392,7 @@ class Module(L.LightningModule):
 def test_a_lightning_trainer(tmp_path: Path, parts: int) -> None:
     def run(callbacks: list[L.Callback], strategy: Any = "auto") -> list[Tensor]:
         applied: list[Tensor] = []
-        trainer = L.Trainer(
-            max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
-            strategy=strategy,
-        )  # fmt: skip
+        trainer = L.Trainer(max_steps=4, callbacks=callbacks, strategy=strategy, **QUIET)
         trainer.fit(Module(applied, parts), torch.utils.data.DataLoader(rows(64), batch_size=ROWS))
         return applied
 

@@ -18,7 +18,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.settings import grouped
+from tests.helpers.settings import QUIET, grouped
 from tests.trainers.test_watch import attacks, lines
 
 WORDS = "leakage/worst/words"
@@ -116,10 +116,9 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
         place = folder / face
         if face == "lightning":
             monitor = LeakageMonitor(played(), folder=place, **grouped(settings))
-            L.Trainer(
-                max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor],
-            ).fit(Module(model, optimizer), loader)  # fmt: skip
+            L.Trainer(max_epochs=1, callbacks=[monitor], **QUIET).fit(
+                Module(model, optimizer), loader
+            )
         elif face == "trainer":
             trainer = trainer_of(place, model, train_dataset=data, optimizers=constant(optimizer))
             watched(trainer, played(), **settings)
@@ -369,7 +368,7 @@ def test_the_last_group_of_batches_is_short(tmp_path: Path) -> None:
 
 def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
     """Not at the best ones, which the Trainer loads before it says that training ended."""
-    train, _ = leave_out(rows(800), 400, seed=1)
+    train, _ = leave_out(rows(384), 192, seed=1)
     looks = {}
     for best in (False, True):
         trainer = trainer_of(
@@ -388,10 +387,10 @@ def test_the_last_look_is_at_the_last_weights(tmp_path: Path) -> None:
 
 
 def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
-    train, _ = leave_out(rows(800), 400, seed=1)
+    train, _ = leave_out(rows(384), 192, seed=1)
     trainer = trainer_of(
         tmp_path, kind=Trainer, train_dataset=train, eval_dataset=rows(8),
-        eval_strategy="steps", eval_steps=25, save_strategy="steps", save_steps=25,
+        eval_strategy="steps", eval_steps=12, save_strategy="steps", save_steps=12,
         metric_for_best_model="leakage/loss_ratio/auc", greater_is_better=False,
         accelerator_config={"use_seedable_sampler": False},
     )  # fmt: skip

@@ -405,10 +405,13 @@ def public():
 
 
 @pytest.mark.parametrize(
-    "make", [models.tiny_bert_mlm, models.tiny_gpt2, models.tiny_llama], ids=lambda m: m.__name__
-)
-@pytest.mark.parametrize(
-    "given", [{}, {"score": "coordinates"}, {"gamma": "lemma", "score": "coordinates"}]
+    ("make", "given"),
+    [
+        (models.tiny_bert_mlm, {}),
+        (models.tiny_gpt2, {"score": "coordinates"}),
+        (models.tiny_llama, {}),
+        (models.tiny_llama, {"gamma": "lemma", "score": "coordinates"}),
+    ],
 )
 def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
     anatomy = find_anatomy(make())

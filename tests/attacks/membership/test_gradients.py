@@ -104,6 +104,12 @@ def asked_of(
     return attack.run(view, Query(query, mask, None, labels))
 
 
+def seen(anatomy: Anatomy, attack: GradientMembership) -> Observation:
+    """Return what the attack reads of the gradients as they are."""
+    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
+    return Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+
+
 def variants(ids: Tensor) -> dict[str, Tensor]:
     replaced = ids.clone()
     replaced[:, 3] = texts(len(ids), 1)[:, 0]
@@ -215,9 +221,8 @@ def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
 @pytest.mark.parametrize(
     ("family", "optimizer", "more"),
     [
-        *((family, "SGD", {"weight_decay": 5.0}) for family in (lora, untouched, prompted)),
-        *((family, "AdamW", {"weight_decay": 0.01}) for family in (lora, untouched, prompted)),
-        (lora, "SGD", {}),
+        *((family, "SGD", {"weight_decay": 5.0}) for family in (lora, prompted)),
+        *((family, "AdamW", {"weight_decay": 0.01}) for family in (lora, untouched)),
         (lora, "Adagrad", {}),
     ],
 )
@@ -315,8 +320,7 @@ def test_scores_do_not_hang_on_the_other_candidates() -> None:
     anatomy, attack = prepared(model)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     together = attack.run(view, Query(inside)).scores
     alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
@@ -328,8 +332,7 @@ def test_of_long_texts_a_prefix_is_enough() -> None:
     attack.tokens = 5
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     scores = attack.run(view, Query(torch.cat([inside, texts(ROWS, LENGTH)]))).scores
     assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
 
@@ -340,8 +343,7 @@ def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     attack.tokens = 4
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     ids = torch.cat([inside, texts(ROWS, LENGTH)])
     plain = attack.run(view, Query(ids)).scores
     padded = torch.cat([torch.zeros(len(ids), 6, dtype=torch.long), ids], 1)
@@ -360,8 +362,7 @@ def test_a_prompt_longer_than_what_is_read_uses_up_nothing() -> None:
     labels = inside.clone()
     labels[:, :5] = -100
     backward(model, inside, labels=labels)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     query = torch.cat([inside, texts(ROWS, LENGTH)])
     answers = query.masked_fill(labels.repeat(2, 1) < 0, -100)
     scores = attack.run(view, Query(query, None, None, answers)).scores
@@ -374,8 +375,7 @@ def test_of_a_text_without_labels_nothing_is_said(family: Any) -> None:
     anatomy, attack = prepared(model)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     labels = inside.clone()
     labels[0] = -100
     guess = attack.run(view, Query(inside, None, None, labels))
@@ -400,11 +400,7 @@ def test_the_model_is_left_as_it_was() -> None:
     backward(model, texts(ROWS, LENGTH))
     before = {n: (p.clone(), p.grad) for n, p in model.named_parameters()}
     grads = {n: None if g is None else g.clone() for n, (_, g) in before.items()}
-    names = attack.needs(anatomy).gradients
-    view = Observation(
-        (GradientSnapshot(0, Stage.SHARED, {r: anatomy.parameter(r).grad for r in names}),)
-    )
-    attack.run(view, Query(texts(2, LENGTH)))
+    attack.run(seen(anatomy, attack), Query(texts(2, LENGTH)))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name][0])
         assert parameter.grad is before[name][1]
@@ -471,8 +467,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     second.prepare(anatomy)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in first.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, first)
     scores = [attack.run(view, Query(inside)).scores for attack in (first, second)]
     torch.testing.assert_close(*scores)
     given = GradientMembership(texts(24, LENGTH))

@@ -18,16 +18,14 @@ WIDTH = 64
 LENGTH = 24
 
 
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 96,
+}  # fmt: skip
+
+
 def llama(**more: object) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **more,
-    )
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **more)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -39,27 +37,12 @@ def gpt2(**more: object) -> nn.Module:
 
 
 def bert(**more: object) -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=LENGTH,
-        **more,
-    )
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=LENGTH, **more)
     return transformers.BertForMaskedLM(config)
 
 
 def roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=LENGTH + 2,
-    )
+    config = transformers.RobertaConfig(**SIZES, max_position_embeddings=LENGTH + 2)
     return transformers.RobertaForMaskedLM(config)
 
 
@@ -77,41 +60,18 @@ def opt() -> nn.Module:
 
 
 def gemma() -> nn.Module:
-    config = transformers.GemmaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=None,  # whose row would be zero, and leave no trace
-    )
-    return transformers.GemmaForCausalLM(config)
+    # A padding token's row would be zero, and leave no trace.
+    more = {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None}
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES, **more))
 
 
 def neox() -> nn.Module:
-    config = transformers.GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    return transformers.GPTNeoXForCausalLM(config)
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES))
 
 
 def albert() -> nn.Module:
-    config = transformers.AlbertConfig(
-        vocab_size=VOCABULARY,
-        embedding_size=WIDTH,
-        hidden_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=LENGTH,
-    )
-    return transformers.AlbertForMaskedLM(config)
+    more = {"hidden_size": 80, "embedding_size": WIDTH, "max_position_embeddings": LENGTH}
+    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**SIZES | more))
 
 
 def t5() -> nn.Module:

@@ -97,8 +97,7 @@ def test_whole_projections_give_every_text_away(family: Any, rows: int, length: 
     assert float(guess.confidence[guess.tokens >= 0].min()) > 1 - 1e-5
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", [llama, gpt2])
+@pytest.mark.parametrize(("family", "tied"), [(llama, True), (gpt2, False)])
 def test_tied_and_untied_heads(family: Any, tied: bool) -> None:
     model, ids = ready(family(tie_word_embeddings=tied)), texts(2, 9)
     guess = read(model, ids)

@@ -131,12 +131,7 @@ def test_head_gradient_is_autograds(bias):
     rows = torch.tensor([3, 17, 0, 5])
     torch.testing.assert_close(
         head_gradient(
-            hidden,
-            labels,
-            weight,
-            b,
-            rows=rows,
-            log_partition=log_partitions(hidden, weight, b),
+            hidden, labels, weight, b, rows=rows, log_partition=log_partitions(hidden, weight, b)
         ),
         leaf.grad[rows],
     )

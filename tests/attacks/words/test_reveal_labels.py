@@ -20,11 +20,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Inapplicable, Observation, Stage
 from lightning_fedleak.threats import ThreatModelError
-from tests.helpers.models import (
-    own_rng,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
 
 
 def softmax_model(

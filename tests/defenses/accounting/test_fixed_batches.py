@@ -17,11 +17,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
     epsilon_of,
     noise_multiplier_for,
 )
-from lightning_fedleak.defenses.accounting.renyi import (
-    ORDERS,
-    WithoutReplacementPRV,
-    rdp_of,
-)
+from lightning_fedleak.defenses.accounting.renyi import ORDERS, WithoutReplacementPRV, rdp_of
 
 pytest.importorskip("opacus")
 
@@ -73,12 +69,7 @@ def composed(
 
 
 def summed(
-    masses: NDArray[np.float64],
-    losses: NDArray[np.float64],
-    rounds: int,
-    *,
-    up: bool,
-    width: float,
+    masses: NDArray[np.float64], losses: NDArray[np.float64], rounds: int, *, up: bool, width: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rounded = np.ceil if up else np.floor
     places = rounded(losses / width).astype(int)

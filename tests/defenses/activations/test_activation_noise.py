@@ -55,8 +55,10 @@ def noise_of(defense: ActivationNoise, runs: int = 1, **fields: Any) -> Tensor:
     return torch.cat([(b - a).flatten() for a, b in pairs])
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_bert_mlm, tiny_t5])
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(
+    ("build", "layer"),
+    [(tiny_gpt2, 0), (tiny_gpt2, 2), (tiny_llama, 0), (tiny_bert_mlm, 2), (tiny_t5, 2)],
+)
 def test_every_number_that_leaves_has_the_noise_padding_too(build, layer: int) -> None:
     model = build(layers=3).train()
     defense = ActivationNoise(layer, SIGMA)
@@ -142,7 +144,7 @@ def test_clip_bounds_what_the_noise_hides() -> None:
 @pytest.mark.parametrize(
     ("reentrant", "inside", "layer", "setting"),
     [
-        *((*how, layer, {}) for how in product([False, True], repeat=2) for layer in (0, 2)),
+        *((*how, 2 * (how[0] == how[1]), {}) for how in product([False, True], repeat=2)),
         (True, False, 1, {"relative": True}),
         (False, True, 1, {"relative": True}),
     ],

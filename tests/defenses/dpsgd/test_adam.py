@@ -12,13 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    DefenseError,
-    DPAdamBC,
-    GradientNoise,
-    ReleaseSettings,
-)
+from lightning_fedleak.defenses import DPSGD, DefenseError, DPAdamBC, GradientNoise, ReleaseSettings
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.dpsgd.test_dpsgd import Run, first

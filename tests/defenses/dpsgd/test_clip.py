@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    CanaryGradient,
-)
+from lightning_fedleak.defenses import DPSGD, CanaryGradient
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.dpsgd_settings import grouped

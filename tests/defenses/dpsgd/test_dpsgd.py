@@ -52,11 +52,7 @@ class Run:
     """What Lightning and DefendedStrategy do with one defence, in short."""
 
     def __init__(
-        self,
-        defense: DPSGD,
-        root: nn.Module | None = None,
-        loader: Any = None,
-        **fields: Any,
+        self, defense: DPSGD, root: nn.Module | None = None, loader: Any = None, **fields: Any
     ) -> None:
         self.root = Net() if root is None else root
         defaults: dict[str, Any] = {

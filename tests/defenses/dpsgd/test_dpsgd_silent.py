@@ -9,13 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.recorder import _equal_rows

@@ -28,11 +28,7 @@ from torch.utils.data import (
 from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.dpsgd.poisson import (
-    Draws,
-    EmptyCollate,
-    PoissonBatchSampler,
-)
+from lightning_fedleak.defenses.dpsgd.poisson import Draws, EmptyCollate, PoissonBatchSampler
 from lightning_fedleak.defenses.dpsgd.sampling import poisson_loader
 
 SECRET = bytes(range(32))

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    DefenseError,
-    mean_of_sample_means,
-)
+from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.users import rows_by_user
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data

@@ -24,6 +24,7 @@ from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
+from tests.helpers.settings import QUIET
 
 SPECIAL = {0, 1, 2}
 """Pad, start and end of tiny_gpt2."""
@@ -470,12 +471,8 @@ def fit(defense: TokenLDP | None, epochs: int = 2) -> tuple[Recording, Truth, Te
     trainer = pl.Trainer(
         strategy=DefendedStrategy("auto", [] if defense is None else [defense]),
         max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[truth],
+        **QUIET,
     )
     torch.manual_seed(5)
     loader = ordered(random_token_loader(n=8, padded=True))
@@ -508,13 +505,7 @@ def test_in_a_fit_the_module_sees_other_words_and_callbacks_the_truth() -> None:
 
 def test_a_checkpoint_carries_the_counts_and_no_secret(tmp_path: Any) -> None:
     loader = ordered(random_token_loader(n=8))
-    options = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    options = {**QUIET}
     first = TokenLDP("grr", 20.0, memoize=False)
     trainer = pl.Trainer(strategy=DefendedStrategy("auto", [first]), max_epochs=2, **options)
     before = Recording()

@@ -117,8 +117,11 @@ def test_training_is_the_same_without_the_list(run: SimpleNamespace) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_nothing_is_listed_of_a_model_that_does_not_learn(tmp_path: Path) -> None:
-    fit([watching(tmp_path)], data=leave_out(rows(), 140, seed=1)[0], lr=0.0, max_epochs=1)
+def test_of_a_model_that_does_not_learn_nothing_is_listed_and_no_gate_acts(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/combined/auc", at_most=0.6)
+    data = leave_out(rows(), 140, seed=1)[0]
+    trainer, _ = fit([watching(tmp_path), gate], data=data, lr=0.0, max_epochs=1)
+    assert (trainer.global_step, gate.fired) == (33, None)
     head = RecordList.load(tmp_path / "records.jsonl").head
     assert (head["listed"], head["at_least"]) == (0, 0)
     assert head["provable"] > 100

@@ -6,7 +6,6 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -88,14 +87,16 @@ def test_short_rows_are_a_pool_of_their_own(tmp_path: Path) -> None:
     data = rows()
     data = data[:200] + short(data[200:])
     train = leave_out(data, 140, seed=1)[0]
-    monitor = watching(tmp_path, [Combined(), ShortAnswers()], records=True)
-    fit([monitor], data=train)
+    attacks = [Combined(), Extraction(tokens=4), ShortAnswers()]
+    fit([watching(tmp_path, attacks, records=True)], data=train)
     n_short = [train.number_of(index) >= 200 for index in range(len(train))]
     last = {name: lines(tmp_path, name)[-1]["metrics"] for name in ("combined", "loss_ratio_short")}
     assert last["loss_ratio_short"]["members"]["value"] == sum(n_short)
     assert last["combined"]["members"]["value"] == len(n_short) - sum(n_short)
     assert last["loss_ratio_short"]["auc"]["value"] > 0.9
     assert last["loss_ratio_short"]["p_value"]["value"] < 0.01
+    asked = lines(tmp_path, "extraction")[-1]["metrics"]["members"]["value"]
+    assert asked == last["combined"]["members"]["value"]  # not of short rows
     pools = {lines(tmp_path, name)[-1]["pool"] for name in last}
     assert len(pools) == 2
     records = RecordList.load(tmp_path / "records.jsonl")
@@ -105,37 +106,32 @@ def test_short_rows_are_a_pool_of_their_own(tmp_path: Path) -> None:
     }
 
 
-@pytest.fixture(scope="module", params=["bert", "gpt2"])
-def classified(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    folder = tmp_path_factory.mktemp(request.param)
+def test_a_classifier_gives_its_rows_away(tmp_path: Path) -> None:
     train = leave_out(classes(), 140, seed=1)[0]
     L.seed_everything(0)
-    module = Classifying(classifier(request.param))
-    monitor = watching(folder, [ShortAnswers()], records=True)
+    module = Classifying(classifier("bert"))
+    monitor = watching(tmp_path, [ShortAnswers()], records=True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=6, callbacks=[monitor], enable_checkpointing=False, **quiet
     )
     trainer.fit(module, DataLoader(train, batch_size=8, shuffle=True))
-    return SimpleNamespace(folder=folder, train=train, module=module)
-
-
-def test_a_classifier_gives_its_rows_away(classified: SimpleNamespace) -> None:
-    looks = lines(classified.folder, "loss_ratio_short")
+    looks = lines(tmp_path, "loss_ratio_short")
     assert len(looks) == 6
     last = looks[-1]["metrics"]
     assert last["auc"]["value"] > 0.8
-    assert last["members"]["value"] == len(classified.train)
+    assert last["members"]["value"] == len(train)
     assert last["p_value"]["value"] < 0.01
-    head = RecordList.load(classified.folder / "records.jsonl").head
-    assert head["members"] == len(classified.train)
+    head = RecordList.load(tmp_path / "records.jsonl").head
+    assert head["members"] == len(train)
     assert head["at_least"] > 0
-    train = json.dumps(classified.train[0]["input_ids"].tolist())[1:-1]
-    assert train not in (classified.folder / "records.jsonl").read_text()
+    ids = json.dumps(train[0]["input_ids"].tolist())[1:-1]
+    assert ids not in (tmp_path / "records.jsonl").read_text()
 
 
-def test_a_class_is_asked_as_the_loss_is_computed(classified: SimpleNamespace) -> None:
-    model = classified.module.model.eval()
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_class_is_asked_as_the_loss_is_computed(kind: str) -> None:
+    model = classifier(kind).eval()
     anatomy = find_anatomy(model)
     assert anatomy.kind == "classifier"
     data = [{**row, "input_ids": row["input_ids"][: 5 + n % 3]} for n, row in enumerate(classes(9))]
@@ -169,14 +165,6 @@ def test_an_attack_without_rows_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         fit([watching(tmp_path, [attack])], data=leave_out(data, 140, seed=1)[0])
-
-
-def test_extraction_is_not_asked_of_short_rows(tmp_path: Path) -> None:
-    data = rows()
-    train = leave_out(data[:200] + short(data[200:]), 140, seed=1)[0]
-    fit([watching(tmp_path, [Extraction(tokens=4), ShortAnswers()])], data=train, max_epochs=1)
-    counts = [lines(tmp_path, name)[-1]["metrics"] for name in ("extraction", "loss_ratio_short")]
-    assert sum(one["members"]["value"] for one in counts) == len(train)
 
 
 def test_a_gate_is_unknown_where_no_permutation_could_show_a_leak(tmp_path: Path) -> None:

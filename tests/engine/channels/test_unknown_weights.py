@@ -14,14 +14,7 @@ from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
-from tests.engine.channels.test_memorization import (
-    SETTINGS,
-    Validated,
-    fit,
-    lines,
-    rows,
-    tiny,
-)
+from tests.engine.channels.test_memorization import SETTINGS, Validated, fit, lines, rows, tiny
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 
@@ -54,28 +47,22 @@ def test_one_unknown_attack_makes_the_worst_unknown_to_a_strict_gate(tmp_path: P
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     assert trainer.global_step == 33  # the third look, the second that is unknown
-    patient = RiskGate("leakage/worst/memorization", at_most=0.999, strict=False)
-    fit([watch(tmp_path, Combined(), Failing()), patient], max_epochs=1)
-    assert patient.fired is None
 
 
 def test_one_unknown_attack_allows_no_checkpoint(tmp_path: Path) -> None:
     gate = RiskGate("leakage/worst/memorization", at_most=1.0, strict=False)
     keep = ModelCheckpoint(tmp_path, monitor="leakage/choose", mode="min")
-    for attack, allowed in ((Loss(), True), (Failing(), False)):
-        trainer, _ = fit(
-            [watch(tmp_path, Combined(), attack), gate, keep],
-            Validated(tiny(), 1e-2, "adamw"),
-            max_epochs=1,
-            enable_checkpointing=True,
-            validate=True,
-        )
-        chosen = float(trainer.callback_metrics["leakage/choose"])
-        told = gate._none_chosen() if not gate._was_allowed else ""
-        assert ("was infinite at all 1 validations" in told) is not allowed
-        assert ("The interval was never known there" in told) is not allowed
-        assert (chosen == -trainer.global_step) is allowed
-        assert math.isinf(chosen) is not allowed
+    trainer, _ = fit(
+        [watch(tmp_path, Combined(), Failing()), gate, keep],
+        Validated(tiny(), 1e-2, "adamw"),
+        max_epochs=1,
+        enable_checkpointing=True,
+        validate=True,
+    )
+    assert not gate._was_allowed
+    assert "was infinite at all 1 validations" in gate._none_chosen()
+    assert "The interval was never known there" in gate._none_chosen()
+    assert float(trainer.callback_metrics["leakage/choose"]) == math.inf
 
 
 def test_the_end_of_an_interval_is_compared_as_it_is(tmp_path: Path) -> None:

@@ -10,11 +10,7 @@ from lightning_fedleak.cli.studies.federation.federation import alike, by_dirich
 
 def test_every_text_has_one_client() -> None:
     speakers = [f"s{i % 7}" for i in range(50)]
-    for dealt in (
-        alike(50, 4, 0),
-        by_speaker(speakers, 4, 0),
-        by_dirichlet(speakers, 4, 1.0, 0),
-    ):
+    for dealt in (alike(50, 4, 0), by_speaker(speakers, 4, 0), by_dirichlet(speakers, 4, 1.0, 0)):
         assert sorted(i for client in dealt for i in client) == list(range(50))
     assert sorted(map(len, alike(50, 4, 0))) == [12, 12, 13, 13]
     assert alike(50, 4, 0) == alike(50, 4, 0) != alike(50, 4, 1)

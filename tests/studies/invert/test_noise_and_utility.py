@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.cli.studies.invert.cells import (
-    Noise,
-    gaussian_noise,
-    noised,
-    utility,
-)
+from lightning_fedleak.cli.studies.invert.cells import Noise, gaussian_noise, noised, utility
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2

@@ -46,9 +46,17 @@ def noisy(hidden: torch.Tensor, sigma: float, seed: int = 3) -> torch.Tensor:
     return hidden + sigma * hidden.std() * draw
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layer", [0, 1, 3])
+GPT2, LLAMA = models.tiny_gpt2, models.tiny_llama
+
+
+@pytest.mark.parametrize(
+    ("make", "tied", "layer"),
+    [
+        (m, tied, layer)
+        for layer in (0, 1, 3)
+        for m, tied in ((GPT2, layer != 3), (LLAMA, layer == 3))
+    ],
+)
 def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     model = make(tied=tied, layers=3)
     sent = texts()
@@ -60,10 +68,17 @@ def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     assert float(guess.confidence.min()) > 0.5
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(  # each pair of values is there
+    ("make", "side", "positions", "batch"),
+    [
+        (GPT2, "left", False, 1),
+        (GPT2, "left", True, 3),  # its positions are no distances
+        (GPT2, "right", True, 3),
+        (LLAMA, "left", True, 3),
+        (LLAMA, "right", False, 3),
+        (LLAMA, "right", True, 1),
+    ],
+)
 def test_padded_batches_are_exact(make, side, positions, batch, monkeypatch) -> None:
     monkeypatch.setitem(inversion.AT_ONCE, "cpu", batch)
     model = make(layers=3)
@@ -77,8 +92,7 @@ def test_padded_batches_are_exact(make, side, positions, batch, monkeypatch) -> 
     assert bool((guess.confidence[mask == 0] == 0).all())
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize(("make", "layer"), [(GPT2, 3), (LLAMA, 1)])
 def test_models_in_bf16_are_exact(make, layer) -> None:
     model = make(layers=3).to(torch.bfloat16)
     sent = texts(length=20)
@@ -194,7 +208,7 @@ def test_later_states_decide_between_tokens_with_equal_states(batch, monkeypatch
     assert last.confidence.flatten().tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+@pytest.mark.parametrize("make", [GPT2, LLAMA])
 def test_a_client_under_autocast_is_read_exactly(make) -> None:
     model = make(layers=3)
     sent = texts(length=20)
@@ -218,8 +232,7 @@ def greedy(model, layer: int, hidden: torch.Tensor) -> tuple[list[int], float]:
     return result, total
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
-@pytest.mark.parametrize("sigma", [0.01, 0.7])
+@pytest.mark.parametrize(("make", "sigma"), [(GPT2, 0.7), (LLAMA, 0.7), (LLAMA, 0.01)])
 def test_the_nearest_of_all_tokens_is_found(make, sigma) -> None:
     model = make(layers=2)
     hidden = noisy(hidden_states(find_anatomy(model), 2, texts(1, 8)), sigma)
@@ -348,7 +361,7 @@ def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeyp
     assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
 
 
-@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+@pytest.mark.parametrize("make", [GPT2, LLAMA])
 def test_training_is_not_disturbed(make) -> None:
     model = make(layers=3).train()
     model.gradient_checkpointing_enable()

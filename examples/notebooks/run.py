@@ -3,7 +3,7 @@
 Each runs in an empty folder, without a network. It must end without an error, show what its gate
 said, and end with a table of numbers. Nothing that it prints may hold codes of a terminal, or the
 complaint that a widget is missing. The notebooks are stored with outputs, so that they can be read
-where nothing runs; `python examples/notebooks/run.py --store` writes them anew.
+where nothing runs; `python examples/notebooks/run.py --store` writes them again.
 """
 
 from __future__ import annotations

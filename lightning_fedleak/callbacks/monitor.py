@@ -25,6 +25,7 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
+from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.validate import explain_arguments
 
@@ -223,6 +224,8 @@ class LeakageMonitor(EitherCallback, Reported):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
+        if run.is_sharded and (why := explain_shards(anatomy.root, run.processes)):
+            raise ValueError(f"{run.watcher} cannot take this model. {why}")
         boards = trainer_facts.boards_of(trainer)
         destination = Destination(
             self.folder or trainer_facts.folder_of(trainer),

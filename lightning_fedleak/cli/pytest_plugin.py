@@ -121,25 +121,27 @@ class StepCheck:
                 self._model(**self._batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        line = f"{metric} {watch.latest.get(metric, math.nan):.3f}, limit {at_most:g}"
-        line += "".join(_sources(watch.latest, metric))
+        names = watch.engine.results.headlines_of(metric) or (metric,)
+        line = f"{metric} {_shown(watch.latest.get(metric))}, limit {at_most:g}"
+        line += "".join(_sources(watch.latest, names))
         self._notes.append(f"{line}: {'FAILED' if events else 'passed'}")
         if events:
             pytest.fail(f"{line}: {events[0]}", pytrace=False)
 
 
-def _sources(latest: Mapping[str, float], metric: str) -> Iterator[str]:
-    """Yield the value of each attack that a metric is of, with its interval and its control."""
-    from lightning_fedleak.engine.gates import is_worst, rate_of
-
-    for name in sorted(latest):
-        attack, _, rate = name.rpartition("/")
-        of_metric = rate == rate_of(metric) if is_worst(metric) else name == metric
-        if of_metric and f"{name}_low" in latest:
-            value, low, high = (latest[f"{name}{end}"] for end in ("", "_low", "_high"))
-            yield f"; {attack.removeprefix('leakage/')} {value:.3f} ({low:.3f} to {high:.3f})"
+def _sources(latest: Mapping[str, float], names: Sequence[str]) -> Iterator[str]:
+    """Yield the values of some attacks, each with its interval and its control."""
+    for name in names:
+        if f"{name}_low" in latest:
+            value, low, high = (_shown(latest[f"{name}{end}"]) for end in ("", "_low", "_high"))
+            attack = name.rpartition("/")[0]
+            yield f"; {attack.removeprefix('leakage/')} {value} ({low} to {high})"
             if (control := f"{attack}/control") in latest:
                 yield f", control {latest[control]:.3f}"
+
+
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        with self._gathered(plans) if self._is_sharded else nullcontext():
+        with self._gathered(plans):
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
@@ -362,9 +362,10 @@ class Lineup:
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which attacks that follow a sharded model find what they read."""
+        kinds = [type(plan.attack) for plan in plans]
         reads = [
-            plan.attack.gathers
-            for kind, plan in ((type(plan.attack), plan) for plan in plans)
+            kind.gathers
+            for kind in kinds
             if kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
         ]
         if not self._is_sharded or not reads:

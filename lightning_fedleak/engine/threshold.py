@@ -303,7 +303,8 @@ class Threshold:
         # One client alone is its own worst.
         names = (self.metric, self.metric.removesuffix("_worst_client"))
         if not any(name in new for name in names):  # an attack of the family waits
-            at_least = new.get(f"{self.metric}_at_least", math.nan)
+            name = f"{self.metric}_at_least"
+            at_least = values[name] if name in new else math.nan
             if math.isnan(at_least) or at_least <= self.at_most:
                 return None
         value = next((values[name] for name in names if name in values), math.nan)

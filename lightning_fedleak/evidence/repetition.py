@@ -70,7 +70,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     steps, start = "", _repeated_from(fit, other)
     if start is not None:
         fit, again = _part(fit, again, start), _part(again, fit, start)
-        steps = f" after step {start}"
+        steps = f" of steps {start} to {max((step for step, _ in _weights(again)), default=start)}"
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
@@ -170,7 +170,7 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
     if set(weights) != {*_KINDS} or weights != others:
         return "different weights before the first step, or not all were hashed"
     if fit.begin.resumed is not None or again.begin.resumed is not None:
-        return "one of them goes on from a checkpoint that is not the run's"
+        return "the run itself went on from a checkpoint: begin with a later one of it"
     if fit.end is None or again.end is None:
         return "one of them has no last line"
     if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:

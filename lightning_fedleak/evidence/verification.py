@@ -76,7 +76,7 @@ def verify_run(
     """
     verdict = Verdict()
     checked = ["order and completeness of the logs", "gates on attacks on what is shared"]
-    not_checked = ["gates on trained weights and of rounds"]
+    not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
     if check_plans(logs[RECORD], verdict):
@@ -186,12 +186,15 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
         return
     did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
     is_finished = fit.end is not None and fit.end.outcome == "finished"
-    for step, value in _watched_values(fit, gate.metric):
-        is_breach = bool(gate.strict) if value is None else value > limit
-        above = above + 1 if is_breach else above * (value is None)
-        is_missed = above > patience and step not in did and (is_finished or step != fit.last_step)
-        if value is not None and is_missed:
-            yield step, value
+    values = dict(_watched_values(fit, gate.metric))
+    for step in sorted({*values, *did}):
+        if step in values:
+            value = values[step]
+            is_breach = bool(gate.strict) if value is None else value > limit
+            above = above + 1 if is_breach else above * (value is None)
+            is_judged = step not in did and (is_finished or step != fit.last_step)
+            if value is not None and above > patience and is_judged:
+                yield step, value
         if did.get(step) == "hardened":
             above = 0
         elif step in did and gate.action in ("stop", "raise", "harden"):

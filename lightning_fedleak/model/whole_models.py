@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_fedleak.model.anatomy import mixed_precision
@@ -14,7 +16,7 @@ from lightning_fedleak.model.model_runs import (
     parameter_places,
     parameters_replaced,
 )
-from lightning_fedleak.model.snapshots import whole_tensor as whole_tensor
+from lightning_fedleak.model.snapshots import whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]
 
@@ -88,3 +90,30 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
         if id(parameter) not in self._gathered:
             self._gathered[id(parameter)] = self._gather(parameter)
         return self._gathered[id(parameter)]
+
+
+def explain_shards(model: nn.Module, processes: int) -> str:
+    """Return why the gradients of a sharded model cannot be read, and what to do; empty: they can.
+
+    Args:
+        model: whose layers are sharded now, not whole.
+        processes: that train it.
+    """
+    policies = mixed_precision(model)
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    shards: list[Any] = [p for p in floating if hasattr(p, "full_tensor")]
+    meshes = {(p.device_mesh.ndim, p.device_mesh.size()) for p in shards}
+    if meshes != {(1, processes)} or any(id(p) not in policies for p in shards):
+        return (
+            "Hybrid sharding (HSDP) and tensor parallelism are not tested: give fully_shard one "
+            "mesh of one dimension, of all processes"
+        )
+    for name, p in model.named_parameters():
+        if p.requires_grad and not hasattr(p, "full_tensor"):
+            return (
+                f"FSDP2 does not reduce the gradient of '{name}', which each process trains on its "
+                "own: call fully_shard on the whole model, without ignored_params"
+            )
+    if any(torch.float16 in (one.param_dtype, one.reduce_dtype) for one in policies.values()):
+        return "Under FSDP2 with float16 gradients are scaled, which is not tested: use bfloat16"
+    return ""

@@ -111,6 +111,8 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     """
     from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
+    if account.settings.get("mechanism", "independent") != "independent":  # of 0.2.0: correlated
+        return None, None
     least = min((one.noise_multiplier for one in account.history), default=0.0)
     least /= 2 if account.settings.get("truncated_batch_size") else 1
     if least > 0:

@@ -280,6 +280,8 @@ def _largest(
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
     """Return whether sampling by chance counts."""
+    if settings.get("mechanism", "independent") != "independent":  # correlated noise, in 0.2.0
+        return None
     if kind == CLIENT:
         by_chance = settings.get("sampling") == "poisson"
         return by_chance and settings.get("trust", NOT_RECORDED) == "central"

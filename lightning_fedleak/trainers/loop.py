@@ -26,9 +26,10 @@ from lightning_fedleak.engine import (
     chosen_metrics,
     declared,
 )
-from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
+from lightning_fedleak.model.whole_models import explain_shards
 
 T = TypeVar("T")
 
@@ -281,33 +282,23 @@ def check_whole(
         ValueError: says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
-    for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
-        module.reshard()  # type: ignore[operator]  # an evaluation leaves it whole
-    policies = mixed_precision(model) if takes_fsdp2 else {}
-    shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-    plain = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in policies]
-    meshes = [(p.device_mesh.ndim, p.device_mesh.size()) for p in shards]
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for layer in layers:
+        layer.reshard()  # an evaluation leaves it whole
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    fsdp2 = takes_fsdp2 and bool(layers) and "FullyShardedDataParallel" not in names
     instead = (
         "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
         if takes_fsdp2
         else "use DDP, or Lightning's Trainer with ModelParallelStrategy"
     )
-    fsdp2 = bool(policies) and "FullyShardedDataParallel" not in names
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
         "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
-            "FullyShardedDataParallel" in names or (bool(shards) and not fsdp2)
+            "FullyShardedDataParallel" in names or (sharded and not fsdp2)
         ),
-        "Hybrid sharding (HSDP) and tensor parallelism beside FSDP2 are not tested: give "
-        "fully_shard one mesh of one dimension, of all processes": (
-            fsdp2 and set(meshes) != {(1, place()[1])}
-        ),
-        f"FSDP2 does not reduce the gradient of '{next(iter(plain), '')}', which each process "
-        "trains on its own: call fully_shard on the whole model": fsdp2 and bool(plain),
-        "Under FSDP2 with float16 gradients are scaled, which is not tested: use bfloat16": any(
-            torch.float16 in (one.param_dtype, one.reduce_dtype) for one in policies.values()
-        ),
+        (why := explain_shards(model, place()[1]) if fsdp2 else ""): bool(why),
         "DataParallel copies the model at each step: start one process a card by torchrun": (
             "DataParallel" in names
         ),

@@ -324,7 +324,12 @@ def refused(folder: Path) -> dict[str, Any]:
             run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
         except ValueError as error:
             said.append(str(error))
-    return {"said": said}
+    half = ""
+    try:
+        words_of(folder / "half", True, MixedPrecisionPolicy(torch.float16))
+    except ValueError as error:
+        half = str(error)
+    return {"said": said, "half": half}
 
 
 @CASES.named("hardened")

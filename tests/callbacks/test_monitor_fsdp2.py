@@ -123,6 +123,7 @@ def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:
         [games] = found["said"]
         assert "'fc_membership' plays membership games, which need whole layers" in games
         assert "use DDP with client='rank', or train on one device" in games
+        assert "with float16 gradients are scaled" in found["half"]
 
 
 def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:

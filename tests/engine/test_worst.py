@@ -17,6 +17,7 @@ from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report.records import Judgement
+from lightning_fedleak.trainers import Threshold
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")
@@ -170,3 +171,17 @@ def test_a_threshold_that_always_or_never_acts_is_refused(
     else:
         with pytest.raises(ValueError, match=words):
             RiskGate(metric, at_most=at_most)
+
+
+def test_a_gate_judges_what_is_pooled_while_another_attack_waits() -> None:
+    channel = channel_of("membership")
+    results = Results({A: channel, B: channel})
+    pooled = Outcome({name: Rate(0.7, 0.6, 0.8) for name in METRICS}, 8)
+    pooled = replace(pooled, now=dict.fromkeys(METRICS, 0.4))
+    results.add(Look(0), {A: pooled, B: pending("zero gradient")}, {})
+    gate = Threshold("leakage/worst/membership", 0.6, strict=False)
+    engine = SimpleNamespace(results=results)
+    gate._engine = engine  # type: ignore[assignment]
+    event = gate._read_look(engine)  # type: ignore[arg-type]
+    assert event is not None
+    assert event.value == 0.7

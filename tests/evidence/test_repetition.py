@@ -250,7 +250,7 @@ def test_a_part_from_a_checkpoint_holds(saved: Path) -> None:
     text = compared(saved / "logs", saved / "part")
     results = [line for line in read_lines(saved / "logs", RESULTS) if line["step"] > 4]
     tensors = len(read_lines(saved / "logs", RECORD)[-1]["weights"])
-    assert text.startswith(f"repetition after step 4: {tensors + 2} hashes of weights, ")
+    assert text.startswith(f"repetition of steps 4 to 12: {tensors + 2} hashes of weights, ")
     assert int(text.split(", ")[1].split()[0]) >= sum(len(line["metrics"]) for line in results)
 
 
@@ -262,7 +262,7 @@ def test_a_part_may_be_killed_after_a_checkpoint(saved: Path, tmp_path: Path) ->
     (killed / RECORD).write_bytes(b"\n".join(record[: kinds.index("checkpoint") + 1]) + b"\n")
     results = [one for one in lines_of(saved / "part" / RESULTS) if json.loads(one)["step"] < 8]
     (killed / RESULTS).write_bytes(b"\n".join(results) + b"\n")
-    assert compared(saved / "logs", killed).startswith("repetition after step 4: 1 hashes")
+    assert compared(saved / "logs", killed).startswith("repetition of steps 4 to 8: 1 hashes")
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "leakage"])

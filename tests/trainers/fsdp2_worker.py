@@ -253,11 +253,14 @@ def refused(folder: Path) -> dict[str, Any]:
     for block in partly.model.layers:
         fully_shard(block)
     half = MixedPrecisionPolicy(torch.float16)
+    ignoring = model_of()
+    fully_shard(ignoring, ignored_params={ignoring.model.embed_tokens.weight})
     tried: dict[str, tuple[Any, dict[str, Any]]] = {
         "rank": (shard(model_of()), {"client": "rank"}),
         "hybrid": (shard(model_of(), mesh=mesh), {}),
         "partly": (partly, {}),
         "half": (shard(model_of(), half), {}),
+        "ignored": (ignoring, {}),
     }
     out = {}
     for name, (model, settings) in tried.items():

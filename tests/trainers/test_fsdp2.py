@@ -58,6 +58,7 @@ def test_what_is_not_tested_is_refused_with_what_to_do(ranks) -> None:
         assert "one mesh of one dimension" in found["hybrid"]
         assert "'model.embed_tokens.weight'" in found["partly"]
         assert "use bfloat16" in found["half"]
+        assert "without ignored_params" in found["ignored"]
 
 
 def test_accelerate_shards_accumulates_and_casts(ranks) -> None:

@@ -26,7 +26,8 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.whole_models import whole_model, whole_tensor
+from lightning_fedleak.model.snapshots import whole_tensor
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned

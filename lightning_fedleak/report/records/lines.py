@@ -343,8 +343,7 @@ class PoolLine(RunLine):
             alone; 0 in older records, which had none.
         short: texts that were left out because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
-        base: SHA-256 of the texts and what the base model says of them, as the private file holds
-            them; None where that is not known.
+        base: SHA-256 of the texts and what the base model says of them; None: not known.
     """
 
     kind: str = field(default="pool", init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
+from trl import DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.trainers import defended
 from tests.docs.blocks import blocks_of
 from tests.tools.sentences import ROOT
 from tests.trainers.hosts import traced
-from tests.trl.test_trl import COMMON, ROWS, model_of, tokenizer
+from tests.trl.test_trl import COMMON, ROWS, dpo, model_of, tokenizer
 
 CLIP = 0.05
 
@@ -55,6 +56,12 @@ def test_what_is_shared_is_the_clipped_sum(kind: str, tmp_path: Path) -> None:
             flat = torch.cat([part.double().flatten() for part in parts])
             total += flat * min(1.0, CLIP / float(flat.norm()))
         assert float((shared * 8 - total).norm() / total.norm()) < 1e-5
+
+
+def test_pairs_are_refused(tmp_path: Path) -> None:
+    kind = partial(defended(DPOTrainer), defenses=[DPSGD(CLIP, 1.0)])
+    with pytest.raises(DefenseError, match="DPOTrainer"):
+        dpo(tmp_path, kind=kind).train()
 
 
 @pytest.mark.parametrize("kind", ["packed", "padding-free"])

@@ -109,13 +109,13 @@ def sft(folder: Path, rows: str, model: Any = None, **more: Any) -> SFTTrainer:
     )
 
 
-def dpo(folder: Path, copies: int = 1, **more: Any) -> DPOTrainer:
+def dpo(folder: Path, copies: int = 1, kind: Any = DPOTrainer, **more: Any) -> DPOTrainer:
     rows = [
         {"prompt": r["prompt"], "chosen": r["completion"], "rejected": ANSWERS[number % 3]}
         for number, r in enumerate(pairs() * copies)
     ]
     torch.manual_seed(3)
-    return DPOTrainer(
+    return kind(
         model_of(),
         ref_model=model_of(),
         args=DPOConfig(str(folder), **({"max_length": 48} | COMMON | more)),

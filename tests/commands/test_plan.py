@@ -177,16 +177,16 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
 def test_the_rate_is_of_the_device_that_is_named(tmp_path: Path) -> None:
     output = " ".join(printed(model=save_config(tmp_path)).split())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert f"GFLOP/s as measured on this machine's {device}," in output
+    assert f"GFLOP/s measured on this machine's {device}," in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         (["--targets", "foo"], "fedleak: --targets foo: Target modules"),
-        (["--length", "32"], "--length has no effect on a config.json alone"),
-        (["--seconds", "3"], "--seconds has no effect on a config.json alone"),
-        (["--seed", "0"], "--seed has no effect on a config.json alone"),
+        (["--length", "32"], "--length has no effect without weights: leave it out"),
+        (["--seconds", "3"], "--seconds has no effect without weights: leave it out"),
+        (["--seed", "0"], "--seed has no effect without weights: leave it out"),
         (["--batch", "1x9999"], "--batch 1 x 9999 is longer than the model's context of 2048"),
     ],
 )

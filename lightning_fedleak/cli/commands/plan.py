@@ -50,21 +50,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    rank = 8 if options.lora_r is None else options.lora_r
-    if options.peft == "full":
-        if options.lora_r:
-            raise SourceError("--peft full trains no LoRA: leave out --lora-r, or --peft full")
-        rank = 0
-    of_batch = f"--batch {options.batch[0]} x"
+    if options.peft == "full" and options.lora_r:
+        raise SourceError("--peft full trains no LoRA: leave out --lora-r, or --peft full")
+    default = 0 if options.peft == "full" else 8
+    rank = default if options.lora_r is None else options.lora_r
+    option = f"--batch {options.batch[0]} x"
     if options.model is not None and has_config_alone(options.model):
         for name in ("length", "seconds", "seed"):
             if getattr(options, name) is not None:
                 raise SourceError(
-                    f"--{name} has no effect on a config.json alone, where nothing is planted: "
-                    "leave it out, or give a --model with weights"
+                    f"--{name} has no effect without weights: leave it out, or add them"
                 )
         shapes = find_shapes(options.model, rank, options.targets)
-        check_context(shapes[0], options.batch[1], of_batch)
+        check_context(shapes[0], options.batch[1], option)
         print_costs(console, *shapes, options.batch)
         return 0
     bare = find_model(options.model)
@@ -76,7 +74,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     length, seconds, seed = options.length or 64, options.seconds or 30.0, options.seed or 0
     anatomy = with_lora(bare, rank, options.targets, seed)
     check_context(anatomy, length, "--length")
-    check_context(anatomy, options.batch[1], of_batch)
+    check_context(anatomy, options.batch[1], option)
     console.print(f"{explain_capacity(anatomy, length, seconds, seed)}\n")
     print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
@@ -100,7 +98,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     table_of_words = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
-    readers = [m for known in known_inputs for m in known.trained_readers(runs)]
+    readers = [m for each in known_inputs for m in each.trained_readers(runs)]
     if table_of_words is None or not readers:
         console.print("No trained map reads what a token determines: the costs are unknown.\n")
         return
@@ -109,35 +107,36 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
     capacity = row_space.predict_capacity(width, tokens, rows)
     # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
-    held, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
+    basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     control = 12 * n_tokens * anatomy.vocab_size  # three matrices of logits in float32
     numbers = sum(p.numel() for p in parameters)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = _rate(device)
+    processes = (1, RANKS, RANKS)
+    operations_per_type = PER_SQUARE * width**2 + PER_WORD * tokens * width
     passes = (4 + 2 * (trained == weights)) * numbers * n_tokens
+    looks = [min(n * n_tokens, capacity) * operations_per_type for n in processes]
+    controls = [passes + look for look in looks]
     printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
-    training = [(weights + 3 * trained) / n / 1e9 for n in (1, RANKS, RANKS)]
+    training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
-    for name, memory, gathered, operations, runs_attack in (
-        ("calibration adds", held + making, words, 2.25 * tokens * width**2, False),
-        ("a look adds", held + products, words, 0, True),
-        ("its control adds at least", held + max(control, products), weights, passes, True),
+    for name, memory, gathered, operations in (
+        ("calibration adds", basis + making, words, [2.25 * tokens * width**2] * 3),
+        ("a look adds", basis + products, words, looks),
+        ("its control adds at least", basis + max(control, products), weights, controls),
     ):
-        cells = []
-        for n_processes, more in ((1, 0), (RANKS, gathered), (RANKS, gathered)):
-            types = runs_attack * min(n_processes * n_tokens, capacity)
-            look = types * (PER_SQUARE * width**2 + PER_WORD * tokens * width)
-            seconds = (operations + look) / rate + more / LINK
-            cells.append(f"{(memory + more) / 1e9:.3g} GB, {seconds:.2g} s")
+        cells = [
+            f"{(memory + more) / 1e9:.3g} GB, {each / rate + more / LINK:.2g} s"
+            for each, more in zip(operations, (0, gathered, gathered), strict=True)
+        ]
         printed.add_row(name, *cells)
     print_table(console, printed)
     console.print(
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
-        f"{batch[1]} tokens of each process, without activations, at {rate / 1e9:.3g} GFLOP/s as "
-        f"measured on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. The control "
-        "is counted as one backward pass and one run of the attack; often it is two, and more on "
-        "parts. It gathers the whole model, as do attacks that run it. ZeRO-3 is counted as FSDP2, "
-        "and not tried.\n",
+        f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
+        f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
+        "as one backward pass and one attack; often it is two, and more on parts. It gathers the "
+        "whole model, as do attacks that run it. ZeRO-3 is counted as FSDP2, and not tried.\n",
         soft_wrap=True,
     )
 

@@ -72,22 +72,21 @@ def find_shapes(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Ana
     """
     with loading(name, "causal language model"):
         config = transformers.AutoConfig.from_pretrained(name)
-    auto = _find_auto_class(config)
+        block = copy.deepcopy(config)
+        few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+        layers = {"layer_types": (getattr(block, "layer_types", None) or [])[:1]}
+        for key, value in {**few, **layers, "pad_token_id": None}.items():
+            if getattr(block, key, None) is not None:
+                setattr(block, key, value)
+        auto = _find_auto_class(config)
+        runs = auto.from_config(block, dtype=torch.float32)
+        with torch.device("meta"):
+            shape = auto.from_config(config, dtype=config.dtype)
     if auto != transformers.AutoModelForCausalLM:
         raise SourceError(
             f"the architectures of '{name}/config.json' name no causal language model, the only "
             "kind whose costs are known without weights: give --model a folder with weights"
         )
-    block = copy.deepcopy(config)
-    few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-    layers = {"layer_types": (getattr(block, "layer_types", None) or [])[:1]}
-    for key, value in {**few, **layers, "pad_token_id": None}.items():
-        if getattr(block, key, None) is not None:
-            setattr(block, key, value)
-    with loading(name, "causal language model"):
-        runs = auto.from_config(block, dtype=torch.float32)
-        with torch.device("meta"):
-            shape = auto.from_config(config, dtype=config.dtype)
     with torch.device("meta"):
         shapes = with_lora(find_anatomy(shape.eval()), rank, targets, seed=0)
     return shapes, with_lora(find_anatomy(runs.eval()), rank, targets, seed=0)
@@ -129,11 +128,9 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         )
         model = get_peft_model(anatomy.model, config)
     except ValueError as error:
-        if targets is None:
-            raise SourceError(
-                f"PEFT knows no default for this model: pass --targets. {error}"
-            ) from error
-        raise SourceError(f"--targets {targets}: {error}") from error
+        no_default = "PEFT knows no default for this model: pass --targets"
+        why = no_default if targets is None else f"--targets {targets}"
+        raise SourceError(f"{why}: {error}") from error
     return find_anatomy(model.eval(), kind=anatomy.kind)
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
@@ -59,7 +62,9 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     [
         (["--targets", "nothing"], "--targets nothing: Target modules"),
         (["--targets", "c_attn", "--lora-r", "0"], "give its rank too, --lora-r 8"),
-        (["--length", "4000"], "longer than the model's context"),
+        (["--length", "4000"], "--length 4000 is longer than the model's context of 64"),
+        (["--batch", "2x65"], "--batch 2 x 65 is longer than the model's context of 64"),
+        (["--peft", "full", "--lora-r", "16"], "leave out --lora-r, or --peft full"),
     ],
 )
 def test_errors_name_what_to_change(
@@ -117,8 +122,112 @@ def test_a_configuration_alone_gives_time_and_memory(
     embedding = 2 * shape["vocab_size"] * shape["hidden_size"] / 1e9
     assert embedding < look[0] < 1.3 * embedding
     assert look[1] - look[0] == pytest.approx(embedding, abs=0.02)
-    control = gigabytes["its control adds"]
+    control = gigabytes["its control adds at least"]
     assert control[1] - control[0] == pytest.approx(2 * billions, rel=0.02)
+
+
+TINY = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def save_config(
+    folder: Path, architecture: str = "LlamaForCausalLM", model_type: str = "llama"
+) -> str:
+    shape = TINY | {"architectures": [architecture], "model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
+
+
+@pytest.mark.parametrize("peft", ["lora", "full"])
+def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
+    peft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_rate", lambda _: 1e6)
+    output = printed(model=save_config(tmp_path), batch=(2, 4), peft=peft)
+    seconds: dict[str, list[float]] = {}
+    gigabytes: dict[str, list[float]] = {}
+    for cells in (line.split("│") for line in output.splitlines()):
+        if len(cells) > 3 and "GB, " in cells[2]:
+            both = [cell.split(" GB, ") for cell in cells[2:-1]]
+            gigabytes[cells[1].strip()] = [float(one) for one, _ in both]
+            seconds[cells[1].strip()] = [float(other.split(" s")[0]) for _, other in both]
+    # A LoRA of 8 on q_proj and v_proj shares 16 rows; the whole block those of q, k and v, of
+    # which no more than 64 count.
+    rows = 16 if peft == "lora" else 64
+    capacity = 64 / (1 + math.log(1000) / (2.5 * rows))
+    of_a_type = plan.PER_SQUARE * 64**2 + plan.PER_WORD * 1000 * 64
+    look = [min(types, capacity) * of_a_type / 1e6 for types in (8, 64, 64)]
+    assert seconds["a look adds"] == pytest.approx(look, rel=0.05)
+    numbers = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
+    numbers += 2 * 2 * 8 * (64 + 64) if peft == "lora" else 0
+    passes = (4 if peft == "lora" else 6) * numbers * 8 / 1e6
+    assert seconds["its control adds at least"] == pytest.approx(
+        [passes + each for each in look], rel=0.05
+    )
+    assert gigabytes["its control adds at least"][0] >= gigabytes["a look adds"][0]
+
+
+def test_the_rate_is_of_the_device_that_is_named(tmp_path: Path) -> None:
+    output = " ".join(printed(model=save_config(tmp_path)).split())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"GFLOP/s measured on this machine's {device}," in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--targets", "foo"], "fedleak: --targets foo: Target modules"),
+        (["--length", "32"], "--length has no effect without weights: leave it out"),
+        (["--seconds", "3"], "--seconds has no effect without weights: leave it out"),
+        (["--seed", "0"], "--seed has no effect without weights: leave it out"),
+        (["--batch", "1x9999"], "--batch 1 x 9999 is longer than the model's context of 2048"),
+    ],
+)
+def test_errors_on_a_configuration_alone_name_what_to_change(
+    arguments: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", save_config(tmp_path), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert match in error
+    assert "network" not in error
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "match"),
+    [
+        (
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            "PEFT knows no default for this model: pass --targets",
+        ),
+        ("BertForMaskedLM", "bert", "name no causal language model"),
+    ],
+)
+def test_a_configuration_that_cannot_be_planned(
+    architecture: str,
+    model_type: str,
+    match: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = save_config(tmp_path, architecture, model_type)
+    assert main(["plan", "--model", name]) == 1
+    error = capsys.readouterr().err
+    assert match in error
+    assert "network" not in error
+
+
+def test_help_shows_the_default_batch_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "(default: 8x64)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:

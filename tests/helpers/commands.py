@@ -15,7 +15,14 @@ from lightning_fedleak.cli.commands.parser import parsers
 def options_of(command: str, **settings: Any) -> Namespace:
     """Return the options of a command: its defaults, and settings."""
     actions = parsers()[1][command]._actions
-    defaults = {action.dest: action.default for action in actions if action.dest != "help"}
+    # The program's parser reads a default that is a string as it reads what is typed.
+    defaults = {
+        action.dest: action.type(action.default)
+        if isinstance(action.default, str) and callable(action.type)
+        else action.default
+        for action in actions
+        if action.dest != "help"
+    }
     assert settings.keys() <= defaults.keys(), settings.keys() - defaults.keys()
     return Namespace(**defaults | settings)
 

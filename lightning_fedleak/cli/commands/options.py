@@ -264,26 +264,26 @@ def plan(add: Add) -> None:
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
     block's), and how many planted tokens they reveal. Then it says what each attack takes that a
     run would choose. A model is included; use your own with --model. Time and memory of a process
-    are estimated for one card and for several; that needs no more than a folder's config.json.
+    are estimated for one device and for several; that needs no more than a folder's config.json.
 
     Options:
         model: language model: a folder or a name on the hub.
         batch: texts of a process's batch, and tokens of each.
-        peft: lora, or full for --lora-r 0.
-        lora_r: rank of the LoRA; 0 for the whole model.
+        peft: lora, or full for the whole model.
+        lora_r: rank of the LoRA, by default 8; 0 for the whole model.
         targets: {targets}.
-        length: tokens of a text.
-        seconds: time for planted sets of tokens.
-        seed: seed of adapters and planted sets.
+        length: tokens of a text, by default 64; needs weights.
+        seconds: time for planted sets of tokens, by default 30; needs weights.
+        seed: seed of adapters and planted sets, by default 0; needs weights.
     """
     add("--model", metavar="NAME")
-    add("--batch", default=(8, 64), metavar="NxL", type=_batch)
+    add("--batch", default="8x64", metavar="NxL", type=_batch)
     add("--peft", choices=("lora", "full"), default="lora")
-    add("--lora-r", **_count(8, 0))
+    add("--lora-r", **_count(None, 0))
     add("--targets", metavar="NAMES")
-    add("--length", **_count(64, 2))
-    add("--seconds", **_number("S", _POSITIVE, 30.0))
-    add("--seed", **_SEED)
+    add("--length", **_count(None, 2))
+    add("--seconds", **_number("S", _POSITIVE))
+    add("--seed", **_SEED | {"default": None})
 
 
 def _batch(text: str) -> tuple[int, int]:

@@ -50,11 +50,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    if options.peft == "full":
-        options.lora_r = 0
+    if options.peft == "full" and options.lora_r:
+        raise SourceError("--peft full trains no LoRA: leave out --lora-r, or --peft full")
+    default = 0 if options.peft == "full" else 8
+    rank = default if options.lora_r is None else options.lora_r
+    option = f"--batch {options.batch[0]} x"
     if options.model is not None and has_config_alone(options.model):
-        shapes = find_shapes(options.model, options.lora_r, options.targets, options.seed)
-        check_context(shapes[0], options.batch[1], "--batch")
+        for name in ("length", "seconds", "seed"):
+            if getattr(options, name) is not None:
+                raise SourceError(
+                    f"--{name} has no effect without weights: leave it out, or add them"
+                )
+        shapes = find_shapes(options.model, rank, options.targets)
+        check_context(shapes[0], options.batch[1], option)
         print_costs(console, *shapes, options.batch)
         return 0
     bare = find_model(options.model)
@@ -63,9 +71,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
             "--model is no language model with a head, so that its loss on a text is not known "
             "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
         )
-    anatomy = with_lora(bare, options.lora_r, options.targets, options.seed)
-    check_context(anatomy, options.length, "--length")
-    console.print(f"{explain_capacity(anatomy, options.length, options.seconds, options.seed)}\n")
+    length, seconds, seed = options.length or 64, options.seconds or 30.0, options.seed or 0
+    anatomy = with_lora(bare, rank, options.targets, seed)
+    check_context(anatomy, length, "--length")
+    check_context(anatomy, options.batch[1], option)
+    console.print(f"{explain_capacity(anatomy, length, seconds, seed)}\n")
     print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
     return 0
@@ -73,6 +83,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
     """Print what ``SubspaceWords`` and its control take of time and memory, by arithmetic.
+
+    Sharded processes are one client, whose gradient holds the tokens of all. All experts of a
+    mixture are counted as run on each token.
 
     Args:
         console: where to print.
@@ -85,47 +98,53 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     table_of_words = anatomy.parameter(EMBEDDING_WEIGHT)
     known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
-    readers = [m for known in known_inputs for m in known.trained_readers(runs)]
+    readers = [m for each in known_inputs for m in each.trained_readers(runs)]
     if table_of_words is None or not readers:
         console.print("No trained map reads what a token determines: the costs are unknown.\n")
         return
     width, tokens = known_inputs[0].width, table_of_words.shape[0]
     words, n_tokens = tokens * width * table_of_words.itemsize, batch[0] * batch[1]
     rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
-    types = min(n_tokens, row_space.predict_capacity(width, tokens, rows))
+    capacity = row_space.predict_capacity(width, tokens, rows)
     # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
-    held, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
+    basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
     control = 12 * n_tokens * anatomy.vocab_size  # three matrices of logits in float32
-    numbers, rate = sum(p.numel() for p in parameters), _rate(anatomy)
-    backward = 2 if trained == weights else 1
-    look = types * (PER_SQUARE * width**2 + PER_WORD * tokens * width)
-    printed = Table("per process", "one card", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
-    training = [(weights + 3 * trained) / n / 1e9 for n in (1, RANKS, RANKS)]
+    numbers = sum(p.numel() for p in parameters)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rate = _rate(device)
+    processes = (1, RANKS, RANKS)
+    operations_per_type = PER_SQUARE * width**2 + PER_WORD * tokens * width
+    passes = (4 + 2 * (trained == weights)) * numbers * n_tokens
+    looks = [min(n * n_tokens, capacity) * operations_per_type for n in processes]
+    controls = [passes + look for look in looks]
+    printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
+    training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
     for name, memory, gathered, operations in (
-        ("calibration adds", held + making, words, 2.25 * tokens * width**2),
-        ("a look adds", held + products, words, look),
-        ("its control adds", held + control, weights, (2 + 2 * backward) * numbers * n_tokens),
+        ("calibration adds", basis + making, words, [2.25 * tokens * width**2] * 3),
+        ("a look adds", basis + products, words, looks),
+        ("its control adds at least", basis + max(control, products), weights, controls),
     ):
         cells = [
-            f"{(memory + more) / 1e9:.3g} GB, {operations / rate + more / LINK:.2g} s"
-            for more in (0.0, gathered, gathered)
+            f"{(memory + more) / 1e9:.3g} GB, {each / rate + more / LINK:.2g} s"
+            for each, more in zip(operations, (0, gathered, gathered), strict=True)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
     console.print(
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
-        f"{batch[1]} tokens, without activations, at this machine's {rate / 1e9:.3g} GFLOP/s and "
-        f"{LINK / 1e9:.0f} GB/s of gathering. The control, and attacks that run the whole model, "
-        "gather all of it. ZeRO-3 is counted as FSDP2, and not tried.\n",
+        f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
+        f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
+        "as one backward pass and one attack; often it is two, and more on parts. It gathers the "
+        "whole model, as do attacks that run it. ZeRO-3 is counted as FSDP2, and not tried.\n",
         soft_wrap=True,
     )
 
 
-def _rate(anatomy: Anatomy) -> float:
-    """Return the operations a second of a product in float32, on the device or the CPU."""
-    device = "cpu" if anatomy.device.type == "meta" else anatomy.device
+def _rate(device: str) -> float:
+    """Return the operations a second of a product in float32, after one that is not timed."""
     matrix = torch.ones(1024, 1024, device=device)
+    float((matrix @ matrix)[0, 0])
     started = time.perf_counter()
     for _ in range(4):
         float((matrix @ matrix)[0, 0])

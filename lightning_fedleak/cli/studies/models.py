@@ -34,15 +34,19 @@ def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
     with loading(source, "language model"):
         config = transformers.AutoConfig.from_pretrained(source, **settings)
         settings["dtype"] = dtype
-        architectures = " ".join(getattr(config, "architectures", None) or ())
-        if "MaskedLM" in architectures:
-            model = transformers.AutoModelForMaskedLM.from_pretrained(source, **settings)
-        elif "CausalLM" in architectures or "LMHead" in architectures:
-            model = transformers.AutoModelForCausalLM.from_pretrained(source, **settings)
-        else:
-            model = transformers.AutoModel.from_pretrained(source, **settings)
-            return find_anatomy(model.eval(), kind="classifier")
-    return find_anatomy(model.eval())
+        auto = _find_auto_class(config)
+        model = auto.from_pretrained(source, **settings)
+    return find_anatomy(model.eval(), kind="classifier" if auto is transformers.AutoModel else None)
+
+
+def _find_auto_class(config: Any) -> Any:
+    """Return the class that loads the head which the ``architectures`` of a configuration name."""
+    architectures = " ".join(getattr(config, "architectures", None) or ())
+    if "MaskedLM" in architectures:
+        return transformers.AutoModelForMaskedLM
+    if "CausalLM" in architectures or "LMHead" in architectures:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
 
 
 def has_config_alone(name: str) -> bool:
@@ -52,7 +56,7 @@ def has_config_alone(name: str) -> bool:
     return (folder / "config.json").is_file() and not any(weights)
 
 
-def find_shapes(name: str, rank: int, targets: str | None, seed: int) -> tuple[Anatomy, Anatomy]:
+def find_shapes(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Anatomy]:
     """Return a causal model without numbers, and a narrow block of it with random ones.
 
     The block has few tokens, and shows which maps read an input that a token determines.
@@ -61,12 +65,11 @@ def find_shapes(name: str, rank: int, targets: str | None, seed: int) -> tuple[A
         name: folder of the configuration.
         rank: see :func:`with_lora`, as the others.
         targets: names of modules.
-        seed: of the adapters.
 
     Raises:
-        SourceError: the configuration is of no causal language model.
+        SourceError: the configuration is of no causal language model; or see :func:`with_lora`.
+        AnatomyError: the parts of the model could not be found.
     """
-    auto: Any = transformers.AutoModelForCausalLM
     with loading(name, "causal language model"):
         config = transformers.AutoConfig.from_pretrained(name)
         block = copy.deepcopy(config)
@@ -75,11 +78,18 @@ def find_shapes(name: str, rank: int, targets: str | None, seed: int) -> tuple[A
         for key, value in {**few, **layers, "pad_token_id": None}.items():
             if getattr(block, key, None) is not None:
                 setattr(block, key, value)
+        auto = _find_auto_class(config)
+        runs = auto.from_config(block, dtype=torch.float32)
         with torch.device("meta"):
-            bare = find_anatomy(auto.from_config(config, dtype=config.dtype).eval())
-            shape = with_lora(bare, rank, targets, seed)
-        bare = find_anatomy(auto.from_config(block, dtype=torch.float32).eval())
-    return shape, with_lora(bare, rank, targets, seed)
+            shape = auto.from_config(config, dtype=config.dtype)
+    if auto != transformers.AutoModelForCausalLM:
+        raise SourceError(
+            f"the architectures of '{name}/config.json' name no causal language model, the only "
+            "kind whose costs are known without weights: give --model a folder with weights"
+        )
+    with torch.device("meta"):
+        shapes = with_lora(find_anatomy(shape.eval()), rank, targets, seed=0)
+    return shapes, with_lora(find_anatomy(runs.eval()), rank, targets, seed=0)
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:
@@ -118,7 +128,9 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         )
         model = get_peft_model(anatomy.model, config)
     except ValueError as error:
-        raise SourceError(f"--targets {targets}: {error}") from error
+        no_default = "PEFT knows no default for this model: pass --targets"
+        why = no_default if targets is None else f"--targets {targets}"
+        raise SourceError(f"{why}: {error}") from error
     return find_anatomy(model.eval(), kind=anatomy.kind)
 
 

@@ -122,7 +122,7 @@ class StepCheck:
                 optimizer.step()
                 optimizer.zero_grad()
         names = watch.engine.results.headlines_of(metric) or (metric,)
-        line = f"{metric} {_shown(watch.latest.get(metric))}, limit {at_most:g}"
+        line = f"{metric} {_as_text(watch.latest.get(metric))}, limit {at_most:g}"
         line += "".join(_sources(watch.latest, names))
         self._notes.append(f"{line}: {'FAILED' if events else 'passed'}")
         if events:
@@ -133,14 +133,14 @@ def _sources(latest: Mapping[str, float], names: Sequence[str]) -> Iterator[str]
     """Yield the values of some attacks, each with its interval and its control."""
     for name in names:
         if f"{name}_low" in latest:
-            value, low, high = (_shown(latest[f"{name}{end}"]) for end in ("", "_low", "_high"))
+            value, low, high = (_as_text(latest[f"{name}{end}"]) for end in ("", "_low", "_high"))
             attack = name.rpartition("/")[0]
             yield f"; {attack.removeprefix('leakage/')} {value} ({low} to {high})"
             if (control := f"{attack}/control") in latest:
                 yield f", control {latest[control]:.3f}"
 
 
-def _shown(value: float | None) -> str:
+def _as_text(value: float | None) -> str:
     return "unknown" if value is None or math.isnan(value) else f"{value:.3f}"
 
 

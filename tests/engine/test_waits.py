@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
 from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.membership.gradients import TIMED_TEXTS
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.channels import WordsChannel
 from lightning_fedleak.engine.options import Options
@@ -209,17 +210,18 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
 def test_auto_calibrates_once_and_leaves_training_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared: list[int] = []
-    prepare = GradientMembership.prepare
+    calibrated: list[int | None] = []
+    calibrate = GradientMembership._calibrate
 
-    def counted(self: GradientMembership, anatomy: Any) -> None:
-        prepared.append(1)
-        prepare(self, anatomy)
+    def counted(self: GradientMembership, anatomy: Any, n_texts: int | None = None) -> None:
+        calibrated.append(n_texts)
+        calibrate(self, anatomy, n_texts)
 
-    monkeypatch.setattr(GradientMembership, "prepare", counted)
+    monkeypatch.setattr(GradientMembership, "_calibrate", counted)
     training = run(tmp_path, "auto", every_n_steps=None)
     assert_same_training(run(None, None), training)
-    assert prepared == [1, 1]  # again once A, which has no gradient at first, has one
+    # A has no gradient at first: a few texts show it, and all are run once it has one.
+    assert calibrated == [TIMED_TEXTS, None]
     assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 

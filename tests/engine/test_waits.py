@@ -220,8 +220,8 @@ def test_auto_calibrates_once_and_leaves_training_as_it_is(
     monkeypatch.setattr(GradientMembership, "_calibrate", counted)
     training = run(tmp_path, "auto", every_n_steps=None)
     assert_same_training(run(None, None), training)
-    # A has no gradient at first: a few texts show it, and all are run once it has one.
-    assert calibrated == [TIMED_TEXTS, None]
+    # A has no gradient at first, as a few texts show: all are run for B, and again once A has one.
+    assert calibrated == [TIMED_TEXTS, None, None]
     assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 

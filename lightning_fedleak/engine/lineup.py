@@ -351,7 +351,7 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        with self._gathered(plans):
+        with self._gathered(plans) if self._is_sharded else nullcontext():
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
@@ -368,7 +368,7 @@ class Lineup:
             for kind in kinds
             if kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
         ]
-        if not self._is_sharded or not reads:
+        if not reads:
             return nullcontext()
         return whole_model(self._run.anatomy.root, as_read=all(reads))
 

@@ -29,7 +29,7 @@ _TRAINING = "model", "training", "defenses"
 _PLATFORM = "versions", "machine"
 """Facts on which the order of sums in a tensor depends, and so its last bits."""
 _SAVED = "weights of a checkpoint"
-_BETWEEN = "between looks"
+_INTERVAL = "between looks"
 _KINDS = "trained", "frozen"
 """Tensors before the first step, each kind under one hash."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
@@ -115,7 +115,7 @@ def _compare(
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
-        if names[0] == "weights" or (names[0] not in (_BETWEEN, _SAVED) and step < first_apart)
+        if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
     for step, names in different[:1]:
         blame(
@@ -184,10 +184,10 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
 def _repeated_from(fit: FitLog, other: BeginLine) -> int | None:
     """Return the step of the run's checkpoint that a repetition began with; None: of none."""
     assert fit.begin is not None
-    first, begun = ((one.weights or {}).get("trained") for one in (fit.begin, other))
-    if begun is None or begun == first:
+    first, started = ((one.weights or {}).get("trained") for one in (fit.begin, other))
+    if started is None or started == first:
         return None
-    return max((one.step for one in fit.checkpoints if one.weights == begun), default=None)
+    return max((one.step for one in fit.checkpoints if one.weights == started), default=None)
 
 
 def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
@@ -225,7 +225,7 @@ def _losses(fit: FitLog) -> dict[Value, object]:
     """Return the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
     return {
-        (line.step, ("look" if isinstance(line, LookLine) else _BETWEEN, name)): value
+        (line.step, ("look" if isinstance(line, LookLine) else _INTERVAL, name)): value
         for line in lines
         for name, value in (line.utility or {}).items()
         if "loss" in name

@@ -220,9 +220,9 @@ def _highest(fit: FitLog, family: str) -> dict[int, float]:
     """Return the highest known value of a family's attacks on what is shared, by step."""
     highest: dict[int, float] = {}
     for line in fit.results:
-        of = fit.begin.family_of(line.attack) if fit.begin is not None else None
-        if of is not None and of.name == family and line.stage == "shared":
-            value = line.value(of.headline)
+        kind = fit.begin.family_of(line.attack) if fit.begin is not None else None
+        if kind is not None and kind.name == family and line.stage == "shared":
+            value = line.value(kind.headline)
             if value is not None:
                 highest[line.step] = max(highest.get(line.step, value), value)
     return highest

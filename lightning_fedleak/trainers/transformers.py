@@ -407,10 +407,10 @@ class TransformersWatch(Watch):
         self.trainer.control.should_training_stop = True
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
-        args, where = self.trainer.args, " under DDP" if run.under_ddp else ""
-        where = " under FSDP2" if run.is_sharded else where
+        args, engine = self.trainer.args, " under DDP" if run.under_ddp else ""
+        engine = " under FSDP2" if run.is_sharded else engine
         return super()._facts(run) | {
-            "strategy": f"{type(self.trainer).__name__}{where}",
+            "strategy": f"{type(self.trainer).__name__}{engine}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
             "accumulate_grad_batches": args.gradient_accumulation_steps,

@@ -393,8 +393,8 @@ class Watch(Reported):
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
-        there = has_gradients(self.loop.optimizers, zeros=self._look is None)
-        return not (there or holds_unreduced(self.loop.model))
+        has_some = has_gradients(self.loop.optimizers, zeros=self._look is None)
+        return not (has_some or holds_unreduced(self.loop.model))
 
     def _skip(self) -> None:
         for optimizer in self.loop.inner_optimizers:

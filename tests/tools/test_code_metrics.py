@@ -13,7 +13,7 @@ from tests.tools import code_metrics
 # parts of sharded models, and plans of a configuration alone, 190.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_120,
+    "code": 48_190,
     "longest": 644,
     "long": 5,
     "imports": 44,

@@ -135,7 +135,7 @@ class Fit:
             return changed  # what is recorded, and the copies of a look, stay
         self._tapped = tapped
         self._tap.close()
-        self._tap = GradientTap(parameters, tied=anatomy.tied)
+        self._tap = GradientTap(parameters, self.run.gradient_of, tied=anatomy.tied)
         if self.keeps_local:
             self._tap.keep_local()
         return True

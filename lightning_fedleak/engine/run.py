@@ -131,18 +131,27 @@ class Run(ABC):
         return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
 
     @property
+    def policies(self) -> Mapping[int, Any]:
+        """Return the MixedPrecisionPolicy of each parameter that has one, by the ``id`` of it."""
+        return mixed_precision(self.anatomy.root)
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what the next step is taken with; a DTensor where FSDP2 shards it."""
+        return parameter.grad
+
+    @property
     def mixed_precision(self) -> str:
-        """Return the policies by which FSDP2 casts parameters and gradients; empty without one."""
+        """Return the policies that cast parameters and gradients; empty without one."""
         casts = {
             f"parameters in {policy.param_dtype}, gradients reduced in "
             f"{policy.reduce_dtype or policy.param_dtype}"
-            for policy in mixed_precision(self.anatomy.root).values()
+            for policy in self.policies.values()
             if policy.param_dtype or policy.reduce_dtype
         }
         return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
 
     def rounding(self, accumulated: int) -> float:
-        """Return the relative error that FSDP2's policy leaves in an entry of a gradient.
+        """Return the relative error that such a policy leaves in an entry of a gradient.
 
         Each rounding is evenly up to half an epsilon: where the gradient is computed, and of each
         partial sum, relative to the whole one. Sums of n have them of k from 2 to n: of what each
@@ -151,7 +160,7 @@ class Run(ABC):
         Args:
             accumulated: micro-batches of the gradient.
         """
-        policies = mixed_precision(self.anatomy.root).values()
+        policies = self.policies.values()
         reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
         once, each = (
             max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
@@ -179,10 +188,10 @@ class Run(ABC):
         return value
 
     def reduced(self, role: str, gradient: Tensor) -> Tensor:
-        """Return the mean of a parameter's gradient over processes, in the dtypes of FSDP2."""
+        """Return the mean of a parameter's gradient over processes, in its policy's dtypes."""
         parameter = self.anatomy.parameter(role)
         assert parameter is not None
-        if (policy := mixed_precision(self.anatomy.root).get(id(parameter))) is not None:
+        if (policy := self.policies.get(id(parameter))) is not None:
             gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
         return (self.summed(gradient) / self.processes).to(parameter.dtype)
 

@@ -29,6 +29,7 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
+from lightning_fedleak.trainers.zero import ZeROStep
 
 T = TypeVar("T")
 
@@ -73,6 +74,11 @@ class Loop:
     def inner_optimizers(self) -> list[Optimizer]:
         """Return the torch optimizers that step, unwrapped from DP optimizers."""
         return [real_optimizer(optimizer) for optimizer in self.optimizers]
+
+    @property
+    def zero(self) -> ZeROStep | None:
+        """Return the step of DeepSpeed's engine, where that trains the model."""
+        return next((one for one in self.optimizers if isinstance(one, ZeROStep)), None)
 
     @property
     def release(self) -> UpdateRelease | None:
@@ -145,6 +151,28 @@ class LoopRun(Run):
         """Return autocast if the loop uses it."""
         dtype = AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each process holds a part of every layer, or of its gradient."""
+        return bool(self.sharded_by)
+
+    @property
+    def sharded_by(self) -> str:
+        """Return the engine that holds parts; empty for none."""
+        if self.loop.zero is not None:
+            return f"ZeRO-{self.loop.zero.stage}"
+        return "FSDP2" if super().is_sharded else ""
+
+    @property
+    def policies(self) -> Mapping[int, Any]:
+        """Return the dtypes that gradients are computed and reduced in, see :class:`Run`."""
+        return super().policies if self.loop.zero is None else self.loop.zero.policies
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what the next step is taken with, see :class:`Run`."""
+        zero = self.loop.zero
+        return super().gradient_of(parameter) if zero is None else zero.gradient_of(parameter)
 
     @property
     def step(self) -> int:
@@ -295,7 +323,7 @@ def check_whole(
     fsdp2 = bool(policies) and "FullyShardedDataParallel" not in names
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
-        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
+        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names and not takes_fsdp2,
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
             "FullyShardedDataParallel" in names or (bool(shards) and not fsdp2)
         ),

@@ -38,6 +38,7 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
 from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.trainers.zero import ZeROStep, engine_of
 from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
@@ -193,7 +194,7 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
-        if self.defenses:  # which are read inside the optimizer's step
+        if self.defenses or self.loop.zero:  # which are read inside the optimizer's step
             return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
@@ -218,11 +219,13 @@ class TransformersWatch(Watch):
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
+        zero = engine_of(model)
+        casts = self._is_fsdp2 or zero is not None
         self.loop = Loop(
             model,
-            [unwrapped(trainer.optimizer)],
+            [unwrapped(trainer.optimizer) if zero is None else ZeROStep.of(zero, self.run.watcher)],
             loader,
-            precision_of(None if self._is_fsdp2 else accelerator.mixed_precision, model),
+            precision_of(None if casts else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
@@ -265,7 +268,6 @@ class TransformersWatch(Watch):
     def _check(self, *_: str) -> None:
         trainer, optim = self.trainer, str(self.trainer.args.optim)
         wrappers = {
-            "DeepSpeedEngine": trainer.is_deepspeed_enabled,
             "FullyShardedDataParallel": trainer.is_fsdp_enabled and not self._is_fsdp2,
             "DataParallel": trainer.args.n_gpu > 1,
         }
@@ -312,7 +314,7 @@ class TransformersWatch(Watch):
     @property
     def _steps_inside(self) -> bool:
         """Whether a DP optimizer of another library makes its gradient inside its step."""
-        return bool(self._run.defenses) and self.loop.release is None
+        return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
 
     @contained
     @torch.no_grad()
@@ -404,7 +406,7 @@ class TransformersWatch(Watch):
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
         args, where = self.trainer.args, " under DDP" if run.under_ddp else ""
-        where = " under FSDP2" if run.is_sharded else where
+        where = f" under {run.sharded_by}" if run.is_sharded else where
         return super()._facts(run) | {
             "strategy": f"{type(self.trainer).__name__}{where}",
             "max_steps": self.trainer.state.max_steps,

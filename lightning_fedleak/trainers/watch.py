@@ -43,6 +43,7 @@ from lightning_fedleak.trainers.loop import (
     show_messages,
     torch_optimizers,
 )
+from lightning_fedleak.trainers.zero import ZeROStep, engine_of
 from lightning_fedleak.validate import explain_arguments
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class Watch(Reported):
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
-        optimizers = torch_optimizers(optimizer)
+        zero = engine_of(model)
+        optimizers = torch_optimizers(optimizer) if zero is None else [ZeROStep.of(zero, "Watch")]
         self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
@@ -209,14 +211,16 @@ class Watch(Reported):
         show_messages()
         self._check()
         model = loop.model
-        model = model.module if isinstance(model, DistributedDataParallel) else model
+        if isinstance(model, DistributedDataParallel) or loop.zero is not None:
+            model = model.module
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+        shards = "FSDP2" if loop.zero is None else f"ZeRO-{loop.zero.stage}"
+        sharded = loop.zero or any(hasattr(p, "full_tensor") for p in model.parameters())
         client = "rank" if loop.release is None else loop.release.client
         client = settings.client or ("world" if sharded else client)
         if sharded and client == "rank":
             raise ValueError(
-                f"{self.run.watcher}: FSDP2 reduces gradients over all processes before any can be "
+                f"{self.run.watcher}: {shards} reduces gradients over all processes before any can be "
                 "read, so that no process's own leaves it: pass client='world'"
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
@@ -234,6 +238,8 @@ class Watch(Reported):
                 gate.load_state_dict(saved["gates"][gate.name])
         engine.open(run)
         self._hook_optimizers()
+        if loop.zero is not None:
+            self._removers.append(loop.zero.follow_engine())
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
         training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
@@ -322,7 +328,7 @@ class Watch(Reported):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
-        strategy = "FSDP2" if run.is_sharded else strategy
+        strategy = run.sharded_by or strategy
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager
@@ -393,6 +399,8 @@ class Watch(Reported):
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
+        if self.loop.zero is not None:  # which keeps gradients out of sight
+            return False
         there = has_gradients(self.loop.optimizers, zeros=self._look is None)
         return not (there or holds_unreduced(self.loop.model))
 

@@ -1,0 +1,155 @@
+"""DeepSpeed's ZeRO: the moment before its engine steps, and the gradients that it steps with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+_CLASSES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer"}
+
+
+class ZeROStep(Optimizer):
+    """The step of a DeepSpeed engine, as an optimizer of the model's own parameters.
+
+    ZeRO's own optimizer has shards in place of them. ``step`` changes nothing: it is called right
+    before the engine's, while the gradients can be asked for; after it ZeRO-1 aborts the process.
+    """
+
+    engine: Any
+    _clip: Tensor | float | None = None
+
+    @classmethod
+    def of(cls, engine: Any, watcher: str) -> ZeROStep:
+        """Return the step of an engine, named and set as the optimizer inside is.
+
+        Raises:
+            ValueError: the engine's settings are not supported; says which, and what to do.
+        """
+        check_engine(engine, watcher)
+        inner = engine.optimizer.optimizer
+        groups = [
+            {**group, "params": parameters}
+            for group, parameters in zip(
+                inner.param_groups, engine.optimizer.bit16_groups, strict=True
+            )
+        ]
+        step = type(type(inner).__name__, (cls,), {})(groups, inner.defaults)
+        step.engine = engine
+        return step
+
+    @property
+    def stage(self) -> int:
+        """Return which ZeRO it is: 1 or 2."""
+        return int(self.engine.zero_optimization_stage())
+
+    @property
+    def policies(self) -> dict[int, MixedPrecisionPolicy]:
+        """Return the dtypes of each parameter's gradient, by its ``id``; none where all is float32."""
+        reduced = self.engine.communication_data_type
+        return {
+            id(p): MixedPrecisionPolicy(p.dtype, reduced)
+            for group in self.param_groups
+            for p in group["params"]
+            if {p.dtype, reduced} != {torch.float32}
+        }
+
+    def step(self, closure: Any = None) -> None:
+        """Let what runs before a real step run."""
+
+    def follow_engine(self) -> Callable[[], None]:
+        """Step before each step of the engine that ends an accumulation, and return the end of it."""
+        engine, original = self.engine, self.engine.step
+        own = "step" in vars(engine)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                self._clip = None
+                self.step()
+            return original(*args, **kwargs)
+
+        def put_back() -> None:
+            if vars(engine).get("step") is step:
+                if own:
+                    engine.step = original
+                else:
+                    del engine.step
+
+        engine.step = step
+        return put_back
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the mean over processes, clipped, of a parameter's gradient; None: there is none.
+
+        Every process must ask for the same parameters in one order.
+        """
+        from deepspeed.utils import safe_get_full_grad
+
+        if (gradient := safe_get_full_grad(parameter)) is None:
+            return None
+        if self._clip is None:
+            self._clip = self._clip_factor()
+        return (gradient * self._clip).to(parameter.dtype)
+
+    def _clip_factor(self) -> Tensor | float:
+        limit = self.engine.gradient_clipping()
+        if not limit:
+            return 1.0
+        norm = self.engine.optimizer.scaled_global_norm()
+        return 1 / ((norm + 1e-6) / limit).clamp(min=1)
+
+
+def engine_of(model: nn.Module) -> Any:
+    """Return the model if it is a DeepSpeed engine, else None."""
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    return model if "DeepSpeedEngine" in kinds else None
+
+
+def check_engine(engine: Any, watcher: str) -> None:
+    """Refuse settings of DeepSpeed under which gradients cannot be read, or are not tested.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    zero, stage = engine._config.zero_config, engine.zero_optimization_stage()
+    optimizer = type(engine.optimizer).__name__
+    offloads = (zero.offload_optimizer, zero.offload_param)
+    reasons = {
+        "pipelines show no process the whole batch: use ZeRO without a PipelineModule": (
+            "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}
+        ),
+        "ZeRO-0 and optimizers that communicate are not tested: set zero_optimization's 'stage' to "
+        "1 or 2": stage not in _CLASSES,
+        "float16 scales gradients, which is not tested: use 'bf16'": engine.fp16_enabled(),
+        "'torch_autocast' is not tested: leave it out": engine.torch_autocast_enabled(),
+        "offloaded gradients are not tested: remove 'offload_optimizer' and 'offload_param'": any(
+            one is not None and str(getattr(one.device, "value", one.device)) != "none"
+            for one in offloads
+        ),
+        "ZeRO++ changes weights and gradients on their way, which is not tested: remove "
+        "'zero_quantized_weights', 'zero_quantized_gradients' and 'zero_hpz_partition_size'": (
+            zero.zero_quantized_weights
+            or zero.zero_quantized_nontrainable_weights
+            or zero.zero_quantized_gradients
+            or zero.zero_hpz_partition_size > 1
+        ),
+        "tensor, sequence and expert parallelism are not tested: let each process train the whole "
+        "model on rows of its own": (
+            engine.dp_world_size != torch.distributed.get_world_size()
+            or engine.autotp_size() > 1
+            or bool(engine.has_moe_layers)
+        ),
+        f"{optimizer} keeps gradients in a form that is not tested: use AdamW or SGD, and no "
+        "'grad_accum_dtype', Muon or ZenFlow": (
+            optimizer != _CLASSES.get(stage)
+            or getattr(engine.optimizer, "use_muon", False)
+            or bool(engine.zenflow)
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{watcher} cannot take this DeepSpeed engine: {reason}")

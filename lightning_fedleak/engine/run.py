@@ -23,7 +23,13 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
+from lightning_fedleak.model.snapshots import (
+    ON_THE_WAY,
+    GradientSnapshot,
+    NotYet,
+    Stage,
+    is_shard,
+)
 from lightning_fedleak.model.taps import (
     ChangedInPlace,
     LocalRound,
@@ -128,7 +134,7 @@ class Run(ABC):
     @property
     def is_sharded(self) -> bool:
         """Return whether each process holds a part of every layer."""
-        return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
+        return any(map(is_shard, self.anatomy.root.parameters()))
 
     @property
     def policies(self) -> Mapping[int, Any]:

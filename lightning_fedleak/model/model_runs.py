@@ -31,6 +31,7 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.snapshots import gathered, is_shard
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
@@ -180,16 +181,17 @@ def sees_no_later(anatomy: Anatomy) -> bool:
 
 @contextmanager
 def whole_model(root: nn.Module) -> Iterator[None]:
-    """Replace the parameters that FSDP2 shards by whole ones, on every process.
+    """Replace the parameters that FSDP2 shards by whole ones, on every process; gather ZeRO-3's.
 
     It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It restores the model's tensors after. FSDP2's
-    hooks do not run within (:func:`only_needed_hooks`); the computation is in the dtype that its
-    policy casts to. Every process must enter it, outside of forward and backward.
+    so that a collective would block other processes. It restores the model's tensors after. The
+    engine's hooks do not run within (:func:`only_needed_hooks`); the computation is in the dtype
+    that FSDP2's policy casts to. Every process must enter it, outside of forward and backward.
     """
     owned = [p for m in root.modules() for p in m._parameters.values()]
-    sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
-    if not sharded:
+    shards = [p for p in owned if p is not None and is_shard(p)]
+    sharded = {id(p): p for p in shards if hasattr(p, "full_tensor")}
+    if not shards:
         yield
         return
     dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
@@ -198,7 +200,8 @@ def whole_model(root: nn.Module) -> Iterator[None]:
         for key, p in sharded.items()
     }
     places = parameter_places(root.modules(), whole)
-    with parameters_replaced(places), only_needed_hooks(root, _WHOLE_MODEL_PACKAGES):
+    hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
+    with gathered(shards), parameters_replaced(places), hooks:
         yield
 
 

@@ -10,7 +10,8 @@ nothing is moved to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -217,8 +218,30 @@ class Observation:
         raise KeyError(f"no gradient of '{role}' in this observation; it holds {roles}")
 
 
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether processes hold parts of a tensor: a DTensor, or a parameter under ZeRO-3."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Gather in place what ZeRO-3 has sharded; every process must enter it."""
+    states = [(p, p.ds_status.name) for p in parameters if hasattr(p, "ds_status")]
+    absent = [p for p, state in states if state != "AVAILABLE"]
+    if not absent:
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters(absent):
+        yield
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
+    """Return a detached tensor; a shard is gathered, by a collective that all processes enter."""
+    if hasattr(tensor, "ds_id"):
+        with gathered([tensor]):
+            return tensor.detach().clone()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach()

@@ -31,6 +31,7 @@ from lightning_fedleak.engine import (
     to_dataframe,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import gathered
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
@@ -200,7 +201,8 @@ class Watch(Reported):
         """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
         self.end(InterruptedError)  # a run that was left without an end
         try:
-            self._begin()
+            with gathered(self.loop.model.parameters()):
+                self._begin()
         except BaseException:
             self.close()
             raise

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-_CLASSES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer"}
+_ONE_OR_TWO = "DeepSpeedZeroOptimizer"
+_CLASSES = {1: _ONE_OR_TWO, 2: _ONE_OR_TWO, 3: "DeepSpeedZeroOptimizer_Stage3"}
 
 
 class ZeROStep(Optimizer):
@@ -31,20 +32,19 @@ class ZeROStep(Optimizer):
             ValueError: the engine's settings are not supported; says which, and what to do.
         """
         check_engine(engine, watcher)
-        inner = engine.optimizer.optimizer
-        groups = [
-            {**group, "params": parameters}
-            for group, parameters in zip(
-                inner.param_groups, engine.optimizer.bit16_groups, strict=True
-            )
-        ]
+        sharded, inner = engine.optimizer, engine.optimizer.optimizer
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in inner.param_groups]
+        of_stage_3 = engine.zero_optimization_stage() == 3
+        for n, parameters in enumerate(sharded.fp16_groups if of_stage_3 else sharded.bit16_groups):
+            number = sharded.sub_group_to_group_id[n] if of_stage_3 else n
+            groups[number]["params"] += parameters
         step = type(type(inner).__name__, (cls,), {})(groups, inner.defaults)
         step.engine = engine
         return step
 
     @property
     def stage(self) -> int:
-        """Return which ZeRO it is: 1 or 2."""
+        """Return which ZeRO it is: 1, 2 or 3."""
         return int(self.engine.zero_optimization_stage())
 
     @property
@@ -99,7 +99,9 @@ class ZeROStep(Optimizer):
         limit = self.engine.gradient_clipping()
         if not limit:
             return 1.0
-        norm = self.engine.optimizer.scaled_global_norm()
+        sharded = self.engine.optimizer
+        norms = sharded._get_norm_groups() if self.stage == 3 else [sharded.scaled_global_norm()]
+        norm = torch.stack([*norms]).norm()
         return 1 / ((norm + 1e-6) / limit).clamp(min=1)
 
 
@@ -123,7 +125,7 @@ def check_engine(engine: Any, watcher: str) -> None:
             "PipelineEngine" in {kind.__name__ for kind in type(engine).__mro__}
         ),
         "ZeRO-0 and optimizers that communicate are not tested: set zero_optimization's 'stage' to "
-        "1 or 2": stage not in _CLASSES,
+        "1, 2 or 3": stage not in _CLASSES,
         "float16 scales gradients, which is not tested: use 'bf16'": engine.fp16_enabled(),
         "'torch_autocast' is not tested: leave it out": engine.torch_autocast_enabled(),
         "offloaded gradients are not tested: remove 'offload_optimizer' and 'offload_param'": any(

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model.anatomy import Anatomy, leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, is_shard, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
@@ -412,7 +412,7 @@ class EmbeddingNoise:
         self._runs = (
             plain
             and weight is not None
-            and not hasattr(weight, "full_tensor")
+            and not is_shard(weight)
             and not is_compiled(anatomy.root)
         )
 

@@ -93,7 +93,7 @@ class ZeROStep(Optimizer):
             return None
         if self._clip is None:
             self._clip = self._clip_factor()
-        return (gradient * self._clip).to(parameter.dtype)
+        return gradient.float() * self._clip
 
     def _clip_factor(self) -> Tensor | float:
         limit = self.engine.gradient_clipping()

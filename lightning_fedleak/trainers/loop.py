@@ -29,7 +29,7 @@ from lightning_fedleak.engine import (
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
-from lightning_fedleak.trainers.zero import ZeROStep
+from lightning_fedleak.trainers.zero import ZeROStep, engine_of
 
 T = TypeVar("T")
 
@@ -323,7 +323,9 @@ def check_whole(
     fsdp2 = bool(policies) and "FullyShardedDataParallel" not in names
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
-        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names and not takes_fsdp2,
+        "p.grad is not the shared gradient: use DDP": (
+            "DeepSpeedEngine" in names and not (takes_fsdp2 and engine_of(model) is not None)
+        ),
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
             "FullyShardedDataParallel" in names or (bool(shards) and not fsdp2)
         ),

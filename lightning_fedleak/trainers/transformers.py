@@ -405,14 +405,15 @@ class TransformersWatch(Watch):
         self.trainer.control.should_training_stop = True
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
-        args, where = self.trainer.args, " under DDP" if run.under_ddp else ""
+        args, zero = self.trainer.args, self.loop.zero
+        where = " under DDP" if run.under_ddp else ""
         where = f" under {run.sharded_by}" if run.is_sharded else where
         return super()._facts(run) | {
             "strategy": f"{type(self.trainer).__name__}{where}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
-            "gradient_clip_val": args.max_grad_norm,
+            "gradient_clip_val": args.max_grad_norm if zero is None else zero.clip_norm,
             "seed": str(args.seed),
         }
 

@@ -48,6 +48,11 @@ class ZeROStep(Optimizer):
         return int(self.engine.zero_optimization_stage())
 
     @property
+    def clip_norm(self) -> float:
+        """Return the norm that the whole gradient is clipped to; 0 for none."""
+        return float(self.engine.gradient_clipping() or 0)
+
+    @property
     def policies(self) -> dict[int, MixedPrecisionPolicy]:
         """Return the dtypes of each parameter's gradient, by its ``id``; none where all is float32."""
         reduced = self.engine.communication_data_type
@@ -96,13 +101,12 @@ class ZeROStep(Optimizer):
         return gradient.float() * self._clip
 
     def _clip_factor(self) -> Tensor | float:
-        limit = self.engine.gradient_clipping()
-        if not limit:
+        if not self.clip_norm:
             return 1.0
         sharded = self.engine.optimizer
         norms = sharded._get_norm_groups() if self.stage == 3 else [sharded.scaled_global_norm()]
         norm = torch.stack([*norms]).norm()
-        return 1 / ((norm + 1e-6) / limit).clamp(min=1)
+        return 1 / ((norm + 1e-6) / self.clip_norm).clamp(min=1)
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -127,7 +131,12 @@ def check_engine(engine: Any, watcher: str) -> None:
         "ZeRO-0 and optimizers that communicate are not tested: set zero_optimization's 'stage' to "
         "1, 2 or 3": stage not in _CLASSES,
         "float16 scales gradients, which is not tested: use 'bf16'": engine.fp16_enabled(),
-        "'torch_autocast' is not tested: leave it out": engine.torch_autocast_enabled(),
+        "'torch_autocast', DeepCompile and gradients that are accumulated unmanaged are not tested: "
+        "leave 'torch_autocast', 'compile' and 'managed_gradient_accumulation' out": (
+            engine.torch_autocast_enabled()
+            or engine.is_deepcompile_enabled()
+            or not engine.managed_gradient_accumulation()
+        ),
         "offloaded gradients are not tested: remove 'offload_optimizer' and 'offload_param'": any(
             one is not None and str(getattr(one.device, "value", one.device)) != "none"
             for one in offloads

@@ -39,7 +39,7 @@ from tests.trainers.test_transformers import Sequential, trainer_of, user_logs, 
 from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
-STEPS, CLIP, LENGTH = 3, 0.5, 8
+STEPS, CLIP = 3, 0.5
 CASES = Cases()
 
 
@@ -47,8 +47,8 @@ def words() -> Kept:
     return Kept(capacity_seconds=0)
 
 
-def texts(count: int = 24, seed: int = 2) -> Tensor:
-    return torch.randint(3, 300, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+def texts(count: int = 24, length: int = 8, seed: int = 2) -> Tensor:
+    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -63,8 +63,9 @@ def model_of(lora: bool = False, **more: Any) -> Any:
         return (with_lora(model, 16, ["q_proj", "k_proj", "v_proj"]) if lora else model).train()
 
 
-def config(stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
+def config(stage: int, persistent: bool = False, **more: Any) -> dict[str, Any]:
+    threshold = {} if persistent else {"stage3_param_persistence_threshold": 0}
+    zero = {"stage": stage, "overlap_comm": False} | threshold
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": "auto",
@@ -151,9 +152,9 @@ def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], b
     return [sorted(set(step)) for step in steps], distinct
 
 
-def expected_head(accumulated: int) -> tuple[Tensor, float]:
+def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
     """Return plain autograd's clipped mean of the head over both processes' rows, and its norm."""
-    model, ids = model_of(), texts()[: 2 * accumulated]
+    model, ids = model_of(**more), texts()[: 2 * accumulated]
     parameters = [*model.parameters()]
     each = [
         torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
@@ -164,6 +165,13 @@ def expected_head(accumulated: int) -> tuple[Tensor, float]:
     return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)
 
 
+def checkpointed(reentrant: bool) -> dict[str, Any]:
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+    }
+
+
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "1": lambda: {"stage": 1},
     "2": lambda: {"stage": 2},
@@ -171,6 +179,11 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "1 accumulated": lambda: {"stage": 1, "gradient_accumulation_steps": 2},
     "2 accumulated": lambda: {"stage": 2, "gradient_accumulation_steps": 2},
     "3 accumulated": lambda: {"stage": 3, "gradient_accumulation_steps": 2},
+    "2 tied": lambda: {"stage": 2, "model": model_of(tie_word_embeddings=True)},
+    "3 tied": lambda: {"stage": 3, "model": model_of(tie_word_embeddings=True)},
+    "3 reentrant": lambda: {"stage": 3} | checkpointed(True),
+    "3 not reentrant": lambda: {"stage": 3} | checkpointed(False),
+    "3 persistent": lambda: {"stage": 3, "deepspeed": config(3, persistent=True)},
 }
 
 
@@ -183,7 +196,8 @@ def trainers(folder: Path) -> dict[str, Any]:
         plain, _ = trained(folder / f"{name} plain", **make())
         read, callback = trained(folder / name, attacks=attacks, **make())
         named, distinct = read_by_step(read, accumulated)
-        head, norm = expected_head(accumulated)
+        tied = {"tie_word_embeddings": "tied" in name}
+        head, norm = expected_head(accumulated, **tied)
         difference = attacks[-1].at("shared")[0] - head
         out[name] = {
             "same": same(state(plain.model_wrapped), state(read.model_wrapped))
@@ -285,7 +299,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 @CASES.named("weights")
 def weights(folder: Path) -> dict[str, Any]:
-    data = [{"input_ids": ids, "labels": ids} for ids in texts(400)]
+    data = [{"input_ids": ids, "labels": ids} for ids in texts(400, 10)]
     train, _ = leave_out(data, 200, seed=1)
     more = {
         "max_steps": 12, "train_dataset": train, "per_device_train_batch_size": 8,
@@ -359,15 +373,16 @@ def refused(folder: Path) -> dict[str, Any]:
     tried: dict[str, dict[str, Any]] = {
         "rank": {"attacks": [words()], "watch": {"client": "rank"}},
         "membership": {"attacks": [FCMembership(layer=1)]},
+        "stage": {"attacks": [words()], "stage": 0},
     }
     for name, settings in tried.items():
-        out[name] = message(lambda s=settings, n=name: trained(folder / n, 2, **s))
+        out[name] = message(lambda s=settings, n=name: trained(folder / n, **{"stage": 2} | s))
     trainer, _ = trained(folder / "engine", 2)
     engine = trainer.model_wrapped
     zero, original = engine._config.zero_config, engine._config.zero_config.model_copy()
     assert check_engine(engine, "Watch") is None
     for name, value in {
-        "stage": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"},
+        "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"},
         "zero_quantized_gradients": True, "zero_quantized_weights": True,
         "zero_hpz_partition_size": 2,
     }.items():  # fmt: skip

@@ -318,52 +318,59 @@ def weights(folder: Path) -> dict[str, Any]:
     }
 
 
-@CASES.named("accelerate")
-def with_accelerate(folder: Path) -> dict[str, Any]:
-    """Two batches a step, in a loop of one's own."""
+@CASES.named("loops")
+def loops(folder: Path) -> dict[str, Any]:
+    """Two batches a step, by Accelerate, and by an engine of one's own."""
+    mine, other = gathered([ids[:-1].tolist() for ids in texts()[RANK::2][: 2 * STEPS]])
+    both = [{*a, *b} for a, b in zip(mine, other, strict=True)]
+    named = [sorted(both[i] | both[i + 1]) for i in range(0, len(both), 2)]
     out = {}
-    for stage in (1, 2, 3):
+    for name in ("1", "2", "3", "2 without Accelerate"):
         states, attack = [], words()
         for attacks in (None, [attack]):
-            AcceleratorState._reset_state(True)
-            plugin = accelerate.DeepSpeedPlugin(
-                hf_ds_config=config(stage, gradient_accumulation_steps=2, gradient_clipping=CLIP)
-            )
-            accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
-            model = model_of()
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-            model, optimizer = accelerator.prepare(model, optimizer)
-            states.append(loop(folder / str(stage), accelerator, model, optimizer, attacks))
-        mine, other = gathered([ids[:-1].tolist() for ids in texts()[RANK::2][: 2 * STEPS]])
-        named = [
-            sorted({*mine[i], *mine[i + 1], *other[i], *other[i + 1]})
-            for i in range(0, 2 * STEPS, 2)
-        ]
-        out[str(stage)] = {
+            states.append(loop(folder / name, name, attacks))
+        out[name] = {
             "same": same(*states),
             "lowest": min(map(agreement, attack.named, named)),
             "looks": len(attack.named),
-            "strategy": lines(folder / str(stage), "run")[0]["training"]["strategy"],
+            "strategy": lines(folder / name, "run")[0]["training"]["strategy"],
         }
     return out
 
 
-def loop(folder: Path, accelerator: Any, model: Any, optimizer: Any, attacks: Any) -> list[Tensor]:
+def loop(folder: Path, name: str, attacks: Any) -> list[Tensor]:
+    settings = config(
+        int(name[0]), gradient_accumulation_steps=2, gradient_clipping=CLIP, bf16={"enabled": False}
+    )
+    model: Any = model_of()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+    accelerator = None
+    if "without" in name:
+        model, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings
+        )
+    else:
+        AcceleratorState._reset_state(True)
+        plugin = accelerate.DeepSpeedPlugin(hf_ds_config=settings)
+        accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, optimizer)
     watch = None
     if attacks is not None:
         watch = Watch(model, optimizer, attacks, **grouped({}, folder=folder, every_n_steps=1))
-        watch.__enter__()
-    for ids in texts()[RANK::2][: 2 * STEPS, None]:
-        with accelerator.accumulate(model):
-            if watch is None:
-                accelerator.backward(model(input_ids=ids, labels=ids).loss)
-                continue
-            with watch.step({"input_ids": ids}):
-                accelerator.backward(model(input_ids=ids, labels=ids).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-    if watch is not None:
-        watch.end()
+    with watch or nullcontext():
+        for ids in texts()[RANK::2][: 2 * STEPS, None]:
+            with (
+                nullcontext() if accelerator is None else accelerator.accumulate(model),
+                nullcontext() if watch is None else watch.step({"input_ids": ids}),
+            ):
+                loss = model(input_ids=ids, labels=ids).loss
+                if accelerator is None:
+                    model.backward(loss)
+                    model.step()
+                else:
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
     return state(model)
 
 

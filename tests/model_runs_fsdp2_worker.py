@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.model.snapshots import whole_rows
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
@@ -68,6 +70,14 @@ def main(folder: Path, rank: str) -> None:
             "same": same,
             "same again": same_again,
         }
+    weight = sharded(policies["full"]).transformer.wte.weight  # of 97 rows: the shards differ
+    rows = torch.tensor([0, 48, 49, 96, 49])
+    with CommDebugMode() as brought:
+        some = whole_rows(weight, rows)
+    found["rows"] = {
+        "same": torch.equal(some, weight.full_tensor()[rows]),
+        "collectives": {str(name): n for name, n in brought.get_comm_counts().items()},
+    }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -17,3 +17,5 @@ def test_a_model_sharded_by_fsdp2_gathers_and_gives_back(tmp_path: Path) -> None
             assert all(found[policy][fact] for fact in facts), policy
         assert found["full"]["worst"] < 1e-5
         assert 0 < found["half"]["worst"] < 0.1
+        # A sum of the rows that each process has, and no gathering of the matrix.
+        assert found["rows"] == {"same": True, "collectives": {"c10d_functional.all_reduce": 1}}

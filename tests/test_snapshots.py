@@ -1,9 +1,11 @@
 """Taps against independent computations: float64 optimizers by hand, plain autograd."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
-from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
+from lightning_fedleak.model.snapshots import Stage, TokenSnapshot, whole_tensor
 from lightning_fedleak.model.taps.gradients import GradientTap
 
 
@@ -75,3 +77,25 @@ def test_a_token_that_cannot_be_makes_no_other_place_unknown():
     assert part.log_probs.tolist() == part.means.tolist() == [[0, -1, -2]]
     assert part.greedy.tolist() == part.labels.tolist() == [[False, True, True]]
     assert part.mean_log_probs().tolist() == [-1.5]
+
+
+def test_shards_that_are_offloaded_to_the_host_are_gathered_on_the_mesh_s_device(monkeypatch):
+    gpu = SimpleNamespace(current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: gpu)
+    whole = torch.ones(2)
+
+    class Shard:
+        device, device_mesh = torch.device("cpu"), SimpleNamespace(device_type="cuda")
+
+        def detach(self):
+            return self
+
+        def to(self, device):
+            self.device = device
+            return self
+
+        def full_tensor(self):
+            assert self.device == torch.device("cuda", 3)  # NCCL gathers nothing on a CPU
+            return whole
+
+    assert torch.equal(whole_tensor(Shard()), whole)

@@ -160,6 +160,11 @@ class Attack(ABC):
     needs_float64: ClassVar[bool] = False
     """Whether it computes in float64 on the model's device, which Apple's GPUs do not support."""
 
+    gathers: ClassVar[bool] = False
+    """Whether :meth:`prepare` and :meth:`refresh` read only parts of a model that FSDP2 shards: by
+    running it as far as they need, by modules' attributes, by ``whole_tensor``, on every process
+    alike. If False, the whole model is gathered for them, which takes its memory on each."""
+
     config_names: ClassVar[tuple[str, ...]] = ()
     """Attributes that :meth:`config` returns; ``settings.steps`` is there as ``steps``."""
     _facts = RunFacts()

@@ -13,6 +13,7 @@ from lightning_fedleak.attacks.shared_work import stored_work
 from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import logits_in, undisturbed
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_integer
 
@@ -199,7 +200,8 @@ class PublicText:
         """
         samples, key = stored_work(), ("texts", id(anatomy.model), length, seed)
         if key not in samples or len(samples[key]) < n:
-            samples[key] = cls(_sample(anatomy, n, length, seed))
+            with whole_model(anatomy.root):
+                samples[key] = cls(_sample(anatomy, n, length, seed))
         return samples[key] if len(samples[key]) == n else cls(samples[key].sentences[:n])
 
     @classmethod

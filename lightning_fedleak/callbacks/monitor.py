@@ -130,14 +130,6 @@ class LeakageMonitor(EitherCallback, Reported):
         self._removers: list[Callable[[], None]] = []
         self.folder = None if folder is None else Path(folder)
 
-    def __repr__(self) -> str:
-        names = ", ".join(a.name for a in self.attacks)
-        attacks = "'auto'" if self.engine.selection.auto else f"[{names}]"
-        stages = self.engine.options.stages
-        shown = "" if stages == ("shared",) else f", stages={[*map(str, stages)]}"
-        looks = f", looks={self.looks}" if self.looks else ""
-        return f"LeakageMonitor({attacks}, {self.engine.options.cadence.argument}{shown}{looks})"
-
     # ---- names ------------------------------------------------------------------------------
 
     @property

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,11 +121,25 @@ class StepCheck:
                 self._model(**self._batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            value = watch.latest.get(metric, math.nan)
-        line = f"{metric} {value:.3f}, limit {at_most:g}"
+        line = f"{metric} {watch.latest.get(metric, math.nan):.3f}, limit {at_most:g}"
+        line += "".join(_sources(watch.latest, metric))
         self._notes.append(f"{line}: {'FAILED' if events else 'passed'}")
         if events:
             pytest.fail(f"{line}: {events[0]}", pytrace=False)
+
+
+def _sources(latest: Mapping[str, float], metric: str) -> Iterator[str]:
+    """Yield the value of each attack that a metric is of, with its interval and its control."""
+    from lightning_fedleak.engine.gates import is_worst, rate_of
+
+    for name in sorted(latest):
+        attack, _, rate = name.rpartition("/")
+        of_metric = rate == rate_of(metric) if is_worst(metric) else name == metric
+        if of_metric and f"{name}_low" in latest:
+            value, low, high = (latest[f"{name}{end}"] for end in ("", "_low", "_high"))
+            yield f"; {attack.removeprefix('leakage/')} {value:.3f} ({low:.3f} to {high:.3f})"
+            if (control := f"{attack}/control") in latest:
+                yield f", control {latest[control]:.3f}"
 
 
 @pytest.fixture

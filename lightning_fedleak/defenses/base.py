@@ -23,7 +23,6 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -453,42 +452,6 @@ class Defense(ABC):
         ``state`` is empty where the run resumes from a checkpoint that holds none for this
         defence.
         """
-
-    @property
-    def secret_name(self) -> str:
-        """Return the name of the file of :meth:`save_secrets`; empty where there is none to keep.
-
-        It is the same on all processes of the client, and in the run that resumes once it has
-        called :meth:`load_state_dict`. Checkpoints in one folder with the same name share the file.
-        """
-        return ""
-
-    def save_secrets(self, path: Path) -> None:  # noqa: B027
-        """Write what a run that resumes needs and a checkpoint must not hold, on every process.
-
-        Called after each checkpoint, where all processes are one client and :attr:`secret_name` is
-        not empty.
-
-        Args:
-            path: of a file of this process's own, in the checkpoint's folder. It is to be of mode
-                0600.
-        """
-
-    def load_secrets(self, path: Path, device: str) -> bool:
-        """Restore what :meth:`save_secrets` wrote, after ``load_state_dict``.
-
-        Args:
-            path: of the file, which may not be there.
-            device: kind of the device that this process trains on.
-
-        Returns:
-            Whether it was there. Where another process of the client says no,
-            :meth:`forget_secrets` is called on all.
-        """
-        return True
-
-    def forget_secrets(self) -> None:  # noqa: B027
-        """Begin without what :meth:`load_secrets` restored."""
 
     def teardown(self) -> None:  # noqa: B027
         """Undo every change to the model. May be called twice, or without a setup."""

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-from lightning_fedleak.defenses.base import Defense, DefenseError, State
+from lightning_fedleak.defenses.base import Defense, DefenseError
 from lightning_fedleak.validate import check_integer, check_number
 
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
@@ -25,8 +22,6 @@ FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass 
 LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; less is lost in float32's rounding
 HARDEN_FACTOR = 2.0  # of the noise, each time that a gate turns it up. Not tuned
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
-Key = Callable[[bytes, int, int], bytes]
-"""Return the key of a draw, by secret base, release, and number of the parameter."""
 XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, which is added to it
 
 
@@ -77,126 +72,6 @@ def standard_normal(
 def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
     """Add ``scale`` times the numbers of :func:`standard_normal`, in place."""
     target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
-
-
-class ReleaseNoise:
-    """Noise that is independent between releases; correlated noise overrides what differs.
-
-    Attributes:
-        correlated: whether releases of one mechanism are accounted together.
-        row: number of the next release in its mechanism.
-        scale: standard deviation of the next noise, over that of independent noise.
-        is_accounted: whether the next release is the first of those that are accounted as one.
-        is_moved: whether examples are at other places than when noise was saved.
-        secret_name: see :attr:`Defense.secret_name`.
-    """
-
-    correlated = False
-    row = 0
-    scale = 1.0
-    is_accounted = True
-    is_moved = False
-    secret_name = ""
-
-    def begin_fit(self) -> None:
-        """Begin a fit."""
-
-    def end_fit(self) -> None:
-        """End a fit, and forget its noise."""
-
-    def forget(self) -> None:
-        """Begin a new mechanism with the next release."""
-
-    def count_groups(self, steps: int, share: int, batch_size: int) -> int:
-        """Return the number of groups of examples from which batches are drawn in turn.
-
-        Args:
-            steps: batches in an epoch.
-            share: examples or users of this process.
-            batch_size: of them in a batch, on average.
-        """
-        return 1
-
-    def sample_rate(self, share: int, batch_size: int, groups: int) -> float:
-        """Return the chance of an example to be in a batch of its group."""
-        return min(1.0, groups * batch_size / share)
-
-    def plan_steps(
-        self,
-        count_steps: Callable[[str], int],
-        loader: Any,
-        groups: int,
-        examples: int,
-        users: Mapping[Any, Sequence[int]] | None = None,
-    ) -> Callable[[], int]:
-        """Return a function that counts the releases to account.
-
-        Args:
-            count_steps: counts the run's steps; its argument says for what, in messages.
-            loader: with Poisson samples.
-            groups: of examples or users.
-            examples: of all clients.
-            users: the rows of each, by key.
-        """
-        return lambda: count_steps("target_epsilon")
-
-    def warn_if_lost(self, releases: int) -> None:
-        """Warn where noise of releases that were made is gone and a new mechanism begins."""
-
-    def check_planned(self) -> None:
-        """Raise an error for a release beyond the plan."""
-
-    def begin(self, base: bytes, release: int) -> None:
-        """Begin a release.
-
-        Args:
-            base: secret of this release's draw.
-            release: its number in the run.
-        """
-        self._draw = base, release
-
-    def add(self, number: int, target: Tensor, scale: float, key: Key) -> None:
-        """Add noise of a standard deviation to a parameter's sum, in place.
-
-        Args:
-            number: of the parameter, and of this process's shard of it.
-            target: float32 or float64.
-            scale: standard deviation of independent noise.
-            key: returns the key of a draw.
-        """
-        add_standard_normal(key(*self._draw, number), target, scale)
-
-    def end(self) -> None:
-        """End a release that was made."""
-
-    def settings(self) -> dict[str, str | int]:
-        """Return the mechanism, for records."""
-        return {"mechanism": "independent"}
-
-    def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return what a checkpoint may hold."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore a result of :meth:`state_dict`.
-
-        Raises:
-            DefenseError: the releases were made by another mechanism.
-        """
-        names = ("mechanism", "bands")
-        earlier = {n: state[n] for n in names if n in state} or ReleaseNoise.settings(self)
-        if earlier != self.settings():
-            raise DefenseError(
-                f"DPSGD: the checkpoint's releases were made with the noise of {earlier}, and this "
-                f"run has {self.settings()}. Go on with that mechanism, or begin a new run."
-            )
-
-    def save(self, path: Path, releases: int) -> None:
-        """Write what the next noise needs."""
-
-    def load(self, path: Path, releases: int, device: str) -> bool:
-        """Continue the noise of a file, and return whether it is the last release's."""
-        return False
 
 
 class NoiseGauge:

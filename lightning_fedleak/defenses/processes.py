@@ -76,14 +76,6 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(float(square))
 
 
-def where_whole(tensor: Tensor) -> torch.device:
-    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type == tensor.device.type:
-        return tensor.device
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
 def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return this process's part of ``whole``, which all processes have, split as ``like`` is.
 

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
@@ -209,35 +208,6 @@ class UpdateRelease:
             )
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
-
-    def save_secrets(self, folder: Path, rank: int, world: int) -> None:
-        """Write the defences' secrets beside a checkpoint, each process its own."""
-        for defense, path in self._secrets_in(folder, rank, world):
-            defense.save_secrets(path)
-
-    def load_secrets(self, folder: Path, rank: int, world: int, device: str) -> None:
-        """Restore the defences' secrets, or forget them where a process has none; a collective."""
-        for defense, path in self._secrets_in(folder, rank, world):
-            loaded = defense.load_secrets(path, device)
-            loaded_by_process = [loaded]
-            if dist.is_initialized():
-                loaded_by_process = [False] * dist.get_world_size()
-                dist.all_gather_object(loaded_by_process, loaded)
-            if not all(loaded_by_process):
-                defense.forget_secrets()
-
-    def _secrets_in(self, folder: Path, rank: int, world: int) -> Iterator[tuple[Defense, Path]]:
-        """Yield each defence with a secret, and the path of its secret file of this process.
-
-        It yields nothing where each process is a client, because a checkpoint holds the first one
-        only.
-        """
-        if world > 1 and self.client == "rank":
-            return
-        for defense in self.defenses:
-            if secret := defense.secret_name:
-                name = f"secret-{defense.name}-{secret}-{rank}-of-{world}.safetensors"
-                yield defense, folder / name
 
     def _release(self, optimizer: Optimizer) -> None:
         if self._paused:

@@ -25,6 +25,7 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     UpdateSnapshot,
 )
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import measure_seconds
 
 MOST_LINES = 3
@@ -70,15 +71,16 @@ def look_seconds(
         return {}, {}
     roles = dict.fromkeys(role for plan in tried for role in plan.roles)
     generator = torch.Generator().manual_seed(0)
-    begins = attacks.nonzero_starts(anatomy, generator)
-    if anatomy.kind == "classifier":
-        ids = _tokens(anatomy, ROWS, generator)
-        tensors = attacks.gradient_through_blocks(
-            anatomy, ids, list(roles), generator, instead=begins
-        )
-    else:
-        batch = _trial_batch(anatomy, tried, generator)
-        tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
+    with whole_model(anatomy.root):
+        begins = attacks.nonzero_starts(anatomy, generator)
+        if anatomy.kind == "classifier":
+            ids = _tokens(anatomy, ROWS, generator)
+            tensors = attacks.gradient_through_blocks(
+                anatomy, ids, list(roles), generator, instead=begins
+            )
+        else:
+            batch = _trial_batch(anatomy, tried, generator)
+            tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
     shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
         shown = UpdateSnapshot(

@@ -87,8 +87,14 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
         at_most: the threshold.
 
     Raises:
+        TypeError: the metric is no name.
         ValueError: no finite number, below chance, or beyond the metric's range.
     """
+    if not isinstance(metric, str):
+        raise TypeError(
+            f"{gate} takes the name of a metric first, not a {type(metric).__name__}: "
+            f"{gate}('leakage/worst/words', at_most=0.5). It finds its monitor itself"
+        )
     check_number("at_most", at_most)
     rate = rate_of(metric)
     span = range_of(rate.removesuffix("_low").removesuffix("_high"))

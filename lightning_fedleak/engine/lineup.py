@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
-from lightning_fedleak.model.model_runs import whole_model
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
@@ -224,7 +224,7 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with whole_model(self._run.anatomy.root), share_work(), bars(self._run.shows_progress):
+        with self._gathered(self.exposed), share_work(), bars(self._run.shows_progress):
             costs: dict[str, float] = {}
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
@@ -351,8 +351,7 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        needed = self._is_sharded and any(_follows_model(plan.attack) for plan in plans)
-        with whole_model(self._run.anatomy.root) if needed else nullcontext():
+        with self._gathered(plans) if self._is_sharded else nullcontext():
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
@@ -361,11 +360,16 @@ class Lineup:
                     failed[plan.attack.name] = reason(error)
         return failed
 
-
-def _follows_model(attack: Attack) -> bool:
-    """Whether the attack looks at the model at all."""
-    kind = type(attack)
-    return kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+    def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
+        """Return a block in which attacks that follow a sharded model find what they read."""
+        reads = [
+            plan.attack.gathers
+            for kind, plan in ((type(plan.attack), plan) for plan in plans)
+            if kind.prepare is not Attack.prepare or kind.refresh is not Attack.refresh
+        ]
+        if not self._is_sharded or not reads:
+            return nullcontext()
+        return whole_model(self._run.anatomy.root, as_read=all(reads))
 
 
 def check_texts(

@@ -7,7 +7,7 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from lightning_fedleak.report import FitLog, read
 from lightning_fedleak.report.records import (
     RECORD,
     BeginLine,
-    EndLine,
     JsonObject,
     LookLine,
     MetricsLine,
@@ -29,6 +28,8 @@ _TRAINING = "model", "training", "defenses"
 """Facts of a run's first line that its weights follow from."""
 _PLATFORM = "versions", "machine"
 """Facts on which the order of sums in a tensor depends, and so its last bits."""
+_SAVED = "weights of a checkpoint"
+_BETWEEN = "between looks"
 _KINDS = "trained", "frozen"
 """Tensors before the first step, each kind under one hash."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
@@ -43,6 +44,9 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     one run looked and the other did not, because games of several looks go on from there, and not
     of attacks with a budget of time.
 
+    A repetition may go on from a checkpoint of the run, and stop before the run's end: what lies
+    between is compared. The order of its rows is not known, so that a difference is open.
+
     Args:
         fit: the run.
         place: folder of the repetition.
@@ -56,13 +60,17 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     """
     again = read([place / RECORD]).fits[-1]
     begin, other = fit.begin, again.begin
-    if begin is None or other is None or fit.end is None or again.end is None:
-        obstacle = "one of them has no first or no last line"
+    if begin is None or other is None:
+        obstacle = "one of them has no first line"
     else:
-        obstacle = _obstacle(begin, other) or _other_rows(fit.end, again.end)
+        obstacle = _obstacle(begin, other) or _other_start(fit, again)
     if obstacle or begin is None or other is None:
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
+    steps, start = "", _repeated_from(fit, other)
+    if start is not None:
+        fit, again = _part(fit, again, start), _part(again, fit, start)
+        steps = f" after step {start}"
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
@@ -77,11 +85,15 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
             verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
-    weights = len(_weights(fit))
+    weights = len(_weights(fit).keys() & _weights(again).keys())
     if not weights:
-        verdict.leave_open(f"run {fit.run} has no hashes of its last weights")
-    common = _compare(f"run {fit.run}", str(place), values, repeated, first_apart, verdict)
-    return f"repetition: {weights} tensors, {common - weights} values of losses and leakage"
+        verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
+    blame = verdict.contradict if start is None else verdict.leave_open
+    common = _compare(f"run {fit.run}", str(place), values, repeated, first_apart, verdict, blame)
+    return (
+        f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
+        "leakage"
+    )
 
 
 def _compare(
@@ -91,8 +103,9 @@ def _compare(
     repeated: Mapping[Value, object],
     first_apart: float,
     verdict: Verdict,
+    blame: Callable[[str], None],
 ) -> int:
-    """Find the first value that differs, and the first that one run alone has.
+    """Find the first value that differs, for ``blame``, and the first that one run alone has.
 
     Returns:
         How many values both have.
@@ -102,12 +115,12 @@ def _compare(
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
-        if names[0] == "weights" or (names[0] != "between looks" and step < first_apart)
+        if names[0] == "weights" or (names[0] not in (_BETWEEN, _SAVED) and step < first_apart)
     ]
     for step, names in different[:1]:
-        verdict.contradict(
+        blame(
             f"{run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
-            f"{len(different)} of {len(common)} values differ. Were the seeds the same?"
+            f"{len(different)} of {len(common)} values differ. Were seeds and rows the same?"
         )
     for step, names in alone[:1]:
         verdict.leave_open(
@@ -121,30 +134,78 @@ def _obstacle(begin: BeginLine, other: BeginLine) -> str:
     """Return why two runs need not give the same, by their first lines; empty where they do."""
     if begin.run == other.run:
         return "it is the same run"
-    if begin.resumed or other.resumed:
-        return "one of them goes on from a checkpoint: repeat the whole training"
     if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
     for facts in (_TRAINING, _PLATFORM):
-        if different := [name for name in facts if getattr(begin, name) != getattr(other, name)]:
+        if different := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
             return f"different {' and '.join(different)}, see the first lines of {RECORD}"
     machine = begin.machine or {}
     if machine.get("device") != "cpu" and not machine.get("deterministic"):
         return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
     if (begin.training or {}).get("processes", 1) != 1:
         return "the order of rows is known of the first process alone"
-    if set(begin.weights or {}) != {*_KINDS} or begin.weights != other.weights:
-        return "different weights before the first step, or not all were hashed"
     return ""
 
 
-def _other_rows(end: EndLine, other: EndLine) -> str:
-    """Return why two runs may have taken other rows; empty where they took the same."""
-    if end.row_order is not None and end.row_order == other.row_order:
+def _fact(begin: BeginLine, name: str) -> object:
+    """Return a fact of the first line; of optimizers, no rate that a schedule has reached."""
+    return _without_rates(getattr(begin, name))
+
+
+def _without_rates(fact: object) -> object:
+    if isinstance(fact, Mapping):
+        scheduled = "initial_lr" in fact
+        return {n: _without_rates(v) for n, v in fact.items() if n != "lr" or not scheduled}
+    return [_without_rates(one) for one in fact] if isinstance(fact, list) else fact
+
+
+def _other_start(fit: FitLog, again: FitLog) -> str:
+    """Return why two runs may have begun with other weights or rows; empty where they did not."""
+    assert fit.begin is not None
+    assert again.begin is not None
+    weights, others = fit.begin.weights or {}, again.begin.weights or {}
+    if _repeated_from(fit, again.begin) is not None:
+        same = weights.get("frozen") == others.get("frozen")
+        return "" if same else "different frozen weights"
+    if set(weights) != {*_KINDS} or weights != others:
+        return "different weights before the first step, or not all were hashed"
+    if fit.begin.resumed is not None or again.begin.resumed is not None:
+        return "one of them goes on from a checkpoint that is not the run's"
+    if fit.end is None or again.end is None:
+        return "one of them has no last line"
+    if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
         return ""
     return (
         "another order of rows, or another row_order.key: copy that of the run into the folder of "
         "the repetition before it begins, and draw the rows by the same seed"
+    )
+
+
+def _repeated_from(fit: FitLog, other: BeginLine) -> int | None:
+    """Return the step of the run's checkpoint that a repetition began with; None: of none."""
+    assert fit.begin is not None
+    first, begun = ((one.weights or {}).get("trained") for one in (fit.begin, other))
+    if begun is None or begun == first:
+        return None
+    return max((one.step for one in fit.checkpoints if one.weights == begun), default=None)
+
+
+def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
+    """Return the lines of a run after ``start`` and up to where the other one came.
+
+    The Trainer logs its mean loss over the part that it trained: what is logged between looks is
+    left out. So are the last weights, if the other run has its last ones at another step.
+    """
+    steps = [line.step for line in other.looks] + [line.step for line in other.checkpoints]
+    last = max(steps, default=start)
+    is_end = fit.end is not None and other.end is not None and fit.end.step == other.end.step
+    return replace(
+        fit,
+        looks=[line for line in fit.looks if start < line.step <= last],
+        metrics=(),
+        results=[line for line in fit.results if start < line.step <= last],
+        checkpoints=[line for line in fit.checkpoints if start < line.step <= last],
+        end=fit.end if is_end else None,
     )
 
 
@@ -164,7 +225,7 @@ def _losses(fit: FitLog) -> dict[Value, object]:
     """Return the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
     return {
-        (line.step, ("look" if isinstance(line, LookLine) else "between looks", name)): value
+        (line.step, ("look" if isinstance(line, LookLine) else _BETWEEN, name)): value
         for line in lines
         for name, value in (line.utility or {}).items()
         if "loss" in name
@@ -172,10 +233,12 @@ def _losses(fit: FitLog) -> dict[Value, object]:
 
 
 def _weights(fit: FitLog) -> dict[Value, object]:
-    """Return the hashes of the trained tensors that a run ended with."""
+    """Return the hash of each checkpoint, and of each trained tensor that a run ended with."""
     hashes = fit.end.weights if fit.end is not None else None
     step = fit.end.step if fit.end is not None else 0
-    return {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
+    saved = [one for one in fit.checkpoints if one.weights is not None]
+    values: dict[Value, object] = {(one.step, (_SAVED,)): one.weights for one in saved}
+    return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
 def _results(fit: FitLog, before: float) -> dict[Value, object]:

@@ -24,20 +24,18 @@ from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
     matrix_shape,
-    mixed_precision,
     place_of,
     unwrap,
     walk,
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.snapshots import gathered, is_shard
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
-_WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
-_HOOK_PACKAGES = ("torch.distributed", *_WHOLE_MODEL_PACKAGES)
+WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
+_HOOK_PACKAGES = ("torch.distributed", *WHOLE_MODEL_PACKAGES)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -179,32 +177,6 @@ def sees_no_later(anatomy: Anatomy) -> bool:
     return bool(torch.equal(states[0, 0], states[1, 0]))
 
 
-@contextmanager
-def whole_model(root: nn.Module) -> Iterator[None]:
-    """Replace the parameters that FSDP2 shards by whole ones, on every process; gather ZeRO-3's.
-
-    It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It restores the model's tensors after. The
-    engine's hooks do not run within (:func:`only_needed_hooks`); the computation is in the dtype
-    that FSDP2's policy casts to. Every process must enter it, outside of forward and backward.
-    """
-    owned = [p for m in root.modules() for p in m._parameters.values()]
-    shards = [p for p in owned if p is not None and is_shard(p)]
-    sharded = {id(p): p for p in shards if hasattr(p, "full_tensor")}
-    if not shards:
-        yield
-        return
-    dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
-    whole = {
-        key: nn.Parameter(p.full_tensor().detach().to(dtypes.get(key)), p.requires_grad)
-        for key, p in sharded.items()
-    }
-    places = parameter_places(root.modules(), whole)
-    hooks = only_needed_hooks(root, _WHOLE_MODEL_PACKAGES)
-    with gathered(shards), parameters_replaced(places), hooks:
-        yield
-
-
 ParameterPlace = tuple[nn.Module, str, Tensor]
 """A module, the name of a parameter in it, and a tensor to put there."""
 
@@ -224,7 +196,7 @@ def parameter_places(
 @contextmanager
 def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
     """Put tensors into places of parameters, and the parameters back."""
-    live = [module._parameters[name] for module, name, _ in places]
+    live = [module._parameters.get(name) for module, name, _ in places]
     try:
         for module, name, value in places:
             module._parameters[name] = value  # type: ignore[assignment]

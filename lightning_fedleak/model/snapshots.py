@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from torch import Tensor
+from torch.nn import functional
 
+from lightning_fedleak.model.anatomy import where_whole
 from lightning_fedleak.model.compression import compression_error
 
 
@@ -226,8 +228,8 @@ def is_shard(tensor: Tensor) -> bool:
 @contextmanager
 def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Gather in place what ZeRO-3 has sharded; every process must enter it."""
-    states = [(p, p.ds_status.name) for p in parameters if hasattr(p, "ds_status")]
-    absent = [p for p, state in states if state != "AVAILABLE"]
+    sharded = (p for p in parameters if hasattr(p, "ds_status"))
+    absent = [p for p in sharded if p.ds_status.name != "AVAILABLE"]
     if not absent:
         yield
         return
@@ -239,12 +241,24 @@ def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a detached tensor; a shard is gathered, by a collective that all processes enter."""
-    if hasattr(tensor, "ds_id"):
-        with gathered([tensor]):
-            return tensor.detach().clone()
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor.detach()
+        tensor = tensor.to(where_whole(tensor))
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    with gathered([tensor]):
+        return tensor.detach()
+
+
+def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows (k, d), detached; of a DTensor no others are gathered, by a collective."""
+    matrix = matrix.detach().to(where_whole(matrix))
+    rows = rows.to(matrix.device)
+    if not hasattr(matrix, "device_mesh"):
+        return matrix[rows]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * matrix.device_mesh.ndim
+    shared = DTensor.from_local(rows, matrix.device_mesh, everywhere)
+    return whole_tensor(functional.embedding(shared, matrix))
 
 
 MOST_INPUT_NOISE = 0.03

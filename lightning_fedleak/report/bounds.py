@@ -113,7 +113,7 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
 
     least = min((one.noise_multiplier for one in account.history), default=0.0)
     least /= 2 if account.settings.get("truncated_batch_size") else 1
-    if least > 0 and not account.correlated:
+    if least > 0:
         return gaussian_tpr(FPR, least), gaussian_auc(least)
     sampled = not account.is_of_tokens and account.poisson is not False
     epsilon, delta = account.bound

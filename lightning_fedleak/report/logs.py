@@ -38,6 +38,7 @@ class FitLog:
         metrics: one for each change of the user's metrics or of an account between looks.
         results: one for each look, stage and attack.
         decisions: of gates.
+        checkpoints: in the order in which they were written.
         end: how it ended; None where it was cut off, or that was not recorded.
         monitors: how many wrote these lines.
     """
@@ -49,6 +50,7 @@ class FitLog:
     metrics: Sequence[records.MetricsLine] = ()
     results: Sequence[records.ResultLine] = ()
     decisions: Sequence[records.GateLine] = ()
+    checkpoints: Sequence[records.CheckpointLine] = ()
     end: records.EndLine | None = None
     monitors: int = 1
 
@@ -162,6 +164,7 @@ def _fit_log(
         metrics=[line for line in lines if isinstance(line, records.MetricsLine)],
         results=[line for line in lines if isinstance(line, records.ResultLine)],
         decisions=[line for line in lines if isinstance(line, records.GateLine)],
+        checkpoints=[line for line in lines if isinstance(line, records.CheckpointLine)],
         end=next((line for line in lines if isinstance(line, records.EndLine)), None),
     )
 

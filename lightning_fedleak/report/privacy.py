@@ -59,7 +59,6 @@ class Account:
         trust, trusted: who must be trusted, as a setting and in a sentence.
         sampling: how what was released was drawn, as records name it; None: not recorded.
         poisson: whether sampling by chance counts; None where that was not recorded.
-        correlated: mechanism of noise that is correlated over steps; None where it is not.
         unit: whose data one unit of privacy is.
         clients: how many there are.
         class_name: of the defence.
@@ -91,7 +90,6 @@ class Account:
     trusted: str
     sampling: str | None
     poisson: bool | None
-    correlated: str | None
     unit: str
     clients: int
     class_name: str = records.named("class")
@@ -214,7 +212,6 @@ def _account(
     kind = defense.class_name or NOT_RECORDED
     guarantee = defense.guarantee or NOT_RECORDED
     series, delta, most = _largest(spendings)
-    correlated, poisson = _sampling(kind, settings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
@@ -238,8 +235,7 @@ def _account(
         trust=settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED),
         trusted=TRUST[trusted_party(defense)],
         sampling=most.sampling or _sampling_by(settings),
-        poisson=poisson,
-        correlated=correlated,
+        poisson=_poisson(kind, settings),
         unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
         class_name=kind,
@@ -282,15 +278,12 @@ def _largest(
     return series, rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
 
 
-def _sampling(kind: str, settings: records.JsonObject) -> tuple[str | None, bool | None]:
-    """Return the mechanism of correlated noise, and whether sampling by chance counts."""
-    poisson = settings.get("poisson")
+def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
+    """Return whether sampling by chance counts."""
     if kind == CLIENT:
         by_chance = settings.get("sampling") == "poisson"
-        return None, by_chance and settings.get("trust", NOT_RECORDED) == "central"
-    if kind == "DPSGD" and settings.get("mechanism", "independent") != "independent":
-        return settings["mechanism"], poisson and settings["mechanism"] == "banded"
-    return None, poisson
+        return by_chance and settings.get("trust", NOT_RECORDED) == "central"
+    return settings.get("poisson")
 
 
 def _sampling_by(settings: records.JsonObject) -> str | None:
@@ -474,8 +467,6 @@ def _statement(account: Account) -> str:
     if not account.holds:
         return f"No epsilon holds for these releases. {guarantee}"
     release = "round" if account.is_of_clients else "release"
-    if account.correlated:
-        release = "accounted mechanism"
     releases = release + "s" * (account.releases != 1)
     accountant = f"the accountant {account.accountant}"
     if account.is_of_tokens:
@@ -486,11 +477,6 @@ def _statement(account: Account) -> str:
         f"most epsilon = {digits(account.epsilon)} at delta = {digits(account.delta)}, by "
         f"{accountant}. {guarantee}"
     )
-    if account.correlated:
-        text += (
-            f"Noise is correlated over steps ({account.correlated}), of which one accounted "
-            "mechanism covers several: there were more updates than mechanisms. "
-        )
     if not account.whole:
         text += (
             "How the run ended is not recorded. What was released after the last look is not in "

@@ -55,6 +55,15 @@ class Reported:
 
     engine: Any
 
+    def __repr__(self) -> str:
+        selection, options = self.engine.selection, self.engine.options
+        names = ", ".join(attack.name for attack in selection.attacks)
+        attacks = "'auto'" if selection.auto else f"[{names}]"
+        stages = options.stages
+        shown = "" if stages == ("shared",) else f", stages={[*map(str, stages)]}"
+        looks = f", looks={self.engine.results.looks}" if self.engine.results.looks else ""
+        return f"{type(self).__name__}({attacks}, {options.cadence.argument}{shown}{looks})"
+
     def _report_begins(self) -> None:
         """Write a live page after each look from now on, where it is asked for."""
         record = self.engine.record

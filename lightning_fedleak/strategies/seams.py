@@ -6,7 +6,6 @@ import functools
 import io
 import os
 from abc import ABC
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,8 +189,6 @@ class Seam(Strategy):
         if self._fedleak.defenses:
             checkpoint[CHECKPOINT_KEY] = self._fedleak.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if place := self._place_of_secrets(filepath):
-            self._fedleak.save_secrets(*place)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Restore the defences' states when a fit resumes."""
@@ -200,17 +197,7 @@ class Seam(Strategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == _FITTING:
             self._fedleak.load_state_dict(checkpoint.get(CHECKPOINT_KEY, {}))
-            if place := self._place_of_secrets(checkpoint_path):
-                self._fedleak.load_secrets(*place, self.root_device.type)
         return checkpoint
-
-    def _place_of_secrets(self, checkpoint: Any) -> tuple[Path, int, int] | None:
-        """Return the folder of secrets, rank and processes; None for a checkpoint on no disk."""
-        module = self.lightning_module
-        if module is None or "://" in os.fspath(checkpoint):
-            return None
-        folder = Path(os.path.realpath(checkpoint)).parent
-        return folder, module.trainer.global_rank, module.trainer.world_size
 
     def teardown(self) -> None:
         """Undo what the defences changed."""

@@ -174,8 +174,8 @@ class DefendedLoop(Host):
         return loss
 
     def save(self, folder: str | Path) -> None:
-        """Write account and noise into the folder of a checkpoint, each process its part."""
-        save_defenses(self._fedleak, Path(folder), *place())
+        """Write account and noise into the folder of a checkpoint, in the first process alone."""
+        save_defenses(self._fedleak, Path(folder), place()[0])
 
     def restore(self, folder: str | Path) -> None:
         """Go on from what :meth:`save` wrote, to be called before ``with``.
@@ -183,7 +183,7 @@ class DefendedLoop(Host):
         Raises:
             DefenseError: the folder has no account.
         """
-        load_defenses(self._fedleak, Path(folder), *place(), self._device.type)
+        load_defenses(self._fedleak, Path(folder))
 
     def count_steps(self, per_epoch: int) -> int | None:
         """Return ``steps``, or those of ``epochs``."""

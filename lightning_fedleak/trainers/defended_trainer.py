@@ -214,8 +214,7 @@ class DefendedMixin(Trainer):
             resume_from_checkpoint = latest or True
         self._check(trial)
         if resume_from_checkpoint and resume_from_checkpoint is not True and self.defenses:
-            place = Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
-            load_defenses(self._fedleak, *place, self.args.device.type)
+            load_defenses(self._fedleak, Path(resume_from_checkpoint))
         self._setting_up = True
         try:
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
@@ -260,10 +259,8 @@ class DefendedMixin(Trainer):
             f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
             "clip apart: train on single texts": pairs,
             "push_to_hub would send losses from before the defence (README.md, runs, "
-            "trainer_state.json), and with checkpoints the secrets of correlated noise: leave it "
-            "out, and call trainer.model.push_to_hub(...) afterwards, which sends the weights": (
-                args.push_to_hub and self._per_sample
-            ),
+            "trainer_state.json): leave it out, and call trainer.model.push_to_hub(...) "
+            "afterwards, which sends the weights": args.push_to_hub and self._per_sample,
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
 
@@ -341,7 +338,7 @@ class DefendedMixin(Trainer):
 
     def _save_states(self) -> None:
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        save_defenses(self._fedleak, folder, self.args.process_index, self.args.world_size)
+        save_defenses(self._fedleak, folder, self.args.process_index)
 
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""

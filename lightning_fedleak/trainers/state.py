@@ -51,15 +51,14 @@ def _packed(value: object, tensors: dict[str, Tensor]) -> object:
     return value
 
 
-def save_defenses(release: UpdateRelease, folder: Path, rank: int, world: int) -> None:
-    """Write the defences' states, and each process's secrets, into a checkpoint's folder."""
+def save_defenses(release: UpdateRelease, folder: Path, rank: int) -> None:
+    """Write the defences' states into a checkpoint's folder, in the first process alone."""
     if rank == 0:
         save_state(folder / DEFENSES, release.state_dict())
-    release.save_secrets(folder, rank, world)
 
 
-def load_defenses(release: UpdateRelease, folder: Path, rank: int, world: int, device: str) -> None:
-    """Give the defences what :func:`save_defenses` wrote; a collective.
+def load_defenses(release: UpdateRelease, folder: Path) -> None:
+    """Give the defences what :func:`save_defenses` wrote.
 
     Raises:
         DefenseError: the folder holds no states.
@@ -72,4 +71,3 @@ def load_defenses(release: UpdateRelease, folder: Path, rank: int, world: int, d
             "from its weights."
         )
     release.load_state_dict(load_state(path))
-    release.load_secrets(folder, rank, world, device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -125,6 +126,8 @@ class LeakageCallback(TrainerCallback, Reported):
         train = trainer.train
 
         def train_to_an_end(*arguments: Any, **more: Any) -> Any:
+            place = more.get("resume_from_checkpoint", next(iter(arguments), None))
+            self.watch.resumed_from = None if isinstance(place, bool) else place
             try:
                 return train(*arguments, **more)
             except BaseException as error:  # also of an evaluation, or of another callback
@@ -211,6 +214,7 @@ class TransformersWatch(Watch):
     def __init__(self, trainer: transformers.Trainer, *arguments: Any) -> None:
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
+        self.resumed_from: str | PathLike[str] | None = None
         self._values: dict[str, float] = {}
         self._ending = False
 
@@ -239,7 +243,7 @@ class TransformersWatch(Watch):
             self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
         self._saved = None
         if steps:
-            path = self._checkpoint() / FILE
+            path = Path(self.resumed_from or self._checkpoint()) / FILE
             if path.exists():
                 self._saved = load_state(path)
             else:

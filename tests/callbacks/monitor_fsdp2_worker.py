@@ -6,7 +6,7 @@ The reference is computed here too: one process, without sharding, on the same t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.attacks import (
@@ -32,10 +34,11 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import Defense, GradientNoise
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation, Stage
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.attacks.row_space.models import llama, with_lora
+from tests.attacks.row_space.models import gpt2, llama, with_lora
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -353,12 +356,18 @@ def hardened(folder: Path) -> dict[str, Any]:
 class ShardedLlama(CausalLMModule):
     """Wide enough for its inputs to be distinguished; with LoRA or whole."""
 
-    def __init__(self, lora: bool, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        lora: bool,
+        make: Callable[[], nn.Module] = llama,
+        policy: MixedPrecisionPolicy | None = None,
+    ) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            model = llama()
+            model = make()
             if lora:
-                model = with_lora(model, 8, ["q_proj", "v_proj"])
+                targets = ["q_proj", "v_proj"] if make is llama else ["c_attn"]
+                model = with_lora(model, 8, targets)
         super().__init__(model.train(), optimizer="adamw")
         self.policy = policy or MixedPrecisionPolicy()
 
@@ -366,7 +375,7 @@ class ShardedLlama(CausalLMModule):
         if not isinstance(next(self.model.parameters()), DTensor):
             mesh = self.device_mesh["data_parallel"]
             for module in self.model.modules():
-                if type(module).__name__ == "LlamaDecoderLayer":
+                if type(module).__name__ in ("LlamaDecoderLayer", "GPT2Block"):
                     fully_shard(module, mesh=mesh, mp_policy=self.policy)
             fully_shard(self.model, mesh=mesh, mp_policy=self.policy)
 
@@ -391,7 +400,7 @@ def words_of(folder: Path, lora: bool, policy: MixedPrecisionPolicy | None = Non
     fit(
         [monitor],
         folder,
-        module=ShardedLlama(lora, policy),
+        module=ShardedLlama(lora, policy=policy),
         loader=loader,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         devices=2,
@@ -425,6 +434,85 @@ def auto(folder: Path) -> dict[str, Any]:
         worst = monitor.latest["leakage/worst/words"]
         out["lora" if lora else "whole"] = {"played": sorted(played), "worst": worst}
     return out
+
+
+class BroughtBytes(TorchDispatchMode):
+    """Counts the bytes that collectives bring to this process, of whatever kind they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        own = func.namespace in ("c10d", "_c10d_functional")
+        if own and not any(word in str(func) for word in ("wait", "_wrap_tensor")):
+            self.total += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+class BytesBySteps(L.Callback):
+    """Notes how many bytes each step brings to this process, and before them the fit's start."""
+
+    def __init__(self, counted: BroughtBytes) -> None:
+        self.counted, self.by_step = counted, list[int]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.by_step.append(self.counted.total - sum(self.by_step))
+
+
+class WithoutControl(SubspaceWords):
+    """Has no control, for which the whole model runs forward and backward."""
+
+    needs_control = False
+
+
+@CASES.named("gathered parts")
+def gathered_parts(folder: Path) -> dict[str, Any]:
+    """What looks bring to a process beyond what training does, and what their attack reads."""
+    out: dict[str, Any] = {}
+    data = random_token_loader(16, length=8, vocab=300).dataset
+    for name, make, lora, kinds in (
+        ("lora", llama, True, (None, WithoutControl, SubspaceWords)),
+        ("whole", llama, False, (None, WithoutControl)),
+        ("positions", gpt2, True, (None, WithoutControl)),
+    ):
+        steps = []
+        for kind in kinds:
+            monitor, module = None, ShardedLlama(lora, make)
+            if kind is not None:
+                settings = WatchSettings(client="world")
+                attack = kind(capacity_seconds=0)
+                monitor = LeakageMonitor(attack, every_n_steps=1, settings=settings)
+            with BroughtBytes() as counted:
+                noted = BytesBySteps(counted)
+                fit(
+                    [noted] if monitor is None else [monitor, noted],
+                    folder / f"{name}-{len(steps)}",
+                    module=module,
+                    loader=DataLoader(Subset(data, range(8 * RANK, 8 * RANK + 8)), batch_size=2),
+                    strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+                    devices=2,
+                    use_distributed_sampler=False,
+                )
+            steps.append(noted.by_step)
+        anatomy = find_anatomy(module)
+        gradients = [anatomy.parameter(role) for role in attack.needs(anatomy).gradients]
+        tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+        norm = anatomy.blocks[0].input_layernorm if make is llama else anatomy.blocks[0].ln_1
+        out[name] = {
+            # Of a LoRA its factors are read beside their gradients.
+            "declared": _bytes([*gradients * (1 + lora), *tables, *norm.parameters()]),
+            "whole": _bytes(module.parameters()),
+            "looks": [[a - b for a, b in zip(one, steps[0], strict=True)] for one in steps[1:]],
+            "f1": monitor.latest["leakage/subspace_words/f1"],
+            "failures": monitor.failures,
+        }
+    return out
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 if __name__ == "__main__":

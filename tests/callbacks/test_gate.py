@@ -212,3 +212,9 @@ def test_a_trial_run_writes_no_checkpoint(tmp_path, action):
     assert gate.fired.checkpoint is None
     assert "saved:" not in str(gate.fired)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_gate_takes_the_name_of_a_metric_not_the_monitor():
+    monitor = LeakageMonitor(Probe())
+    with pytest.raises(TypeError, match="name of a metric first, not a LeakageMonitor"):
+        RiskGate(monitor, 0.5)

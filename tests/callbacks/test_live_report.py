@@ -205,3 +205,13 @@ def test_tensorboard_has_the_settings_without_a_value_before_a_look(tmp_path):
     data = plugin_data_pb2.HParamsPluginData.FromString(tables["_hparams_/experiment"])
     assert [one.name.tag for one in data.experiment.metric_infos] == ["leakage/worst/words"]
     assert [one.step for one in events.Scalars("leakage/worst/words")] == [0]
+
+
+def test_all_that_watch_name_their_attacks(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = Watch(model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=3)
+    assert repr(watch) == "Watch([bag_of_words], every_n_steps=3)"
+    assert repr(LeakageMonitor([BagOfWords()], every_n_steps=3)) == repr(watch).replace(
+        "Watch", "LeakageMonitor"
+    )

@@ -77,6 +77,19 @@ def test_attacks_choose_themselves(ranks) -> None:
         assert found["whole"]["worst"] == 1.0
 
 
+def test_looks_gather_what_their_attack_reads_and_no_more(ranks) -> None:
+    for found in of(ranks, "gathered parts"):
+        for case in found.values():
+            # The first step is the calibration's, which runs the model layer by layer.
+            assert all(0 < count <= 1.1 * case["declared"] for count in case["looks"][0][1:])
+            assert case["whole"] > 3 * case["declared"]
+            assert case["failures"] == 0
+        lora = found["lora"]
+        controlled = 1.1 * (lora["declared"] + lora["whole"])
+        assert all(lora["whole"] < count <= controlled for count in lora["looks"][1][1:])
+        assert lora["f1"] == found["whole"]["f1"] == 1
+
+
 def test_training_is_bit_identical(ranks) -> None:
     for found in of(ranks, "undisturbed"):
         assert found == {"same": True, "sharded": True, "steps": 3}

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from lightning_fedleak.attacks import row_space
@@ -64,3 +67,61 @@ def test_errors_name_what_to_change(
 ) -> None:
     assert main(["plan", "--model", model, *arguments]) == 1
     assert match in capsys.readouterr().err
+
+
+SHAPES = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": 151_936,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.030), ("qwen3-32b", 32.762)])
+def test_a_configuration_alone_gives_time_and_memory(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    shape = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    output = printed(model=str(tmp_path), batch=(4, 512), peft="lora")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
+    gigabytes = {
+        line[0]: [float(cell.split(" GB")[0]) for cell in line[1:]] for line in lines if line
+    }
+    trained, look = gigabytes["weights, gradients, AdamW"], gigabytes["a look adds"]
+    assert trained[0] == pytest.approx(2 * billions, rel=0.01)
+    assert trained[1] == trained[2] == pytest.approx(trained[0] / 8, rel=0.01)
+    embedding = 2 * shape["vocab_size"] * shape["hidden_size"] / 1e9
+    assert embedding < look[0] < 1.3 * embedding
+    assert look[1] - look[0] == pytest.approx(embedding, abs=0.02)
+    control = gigabytes["its control adds"]
+    assert control[1] - control[0] == pytest.approx(2 * billions, rel=0.02)
+
+
+def test_a_batch_is_texts_by_tokens(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", model, "--batch", "4"])
+    assert "'4' is not texts x tokens, such as 4x512" in capsys.readouterr().err

@@ -12,7 +12,7 @@ pytest_plugins = ["pytester"]
 
 STEP = """
 import torch
-from lightning_fedleak import BagOfWords
+from lightning_fedleak import BagOfWords, SubspaceWords
 from tests.helpers.models import tiny_gpt2
 
 def test_words(fedleak_step):
@@ -20,8 +20,9 @@ def test_words(fedleak_step):
     ids = torch.randint(3, 60, (2, 6))
     model = tiny_gpt2(tied=False)
     before = [p.clone() for p in model.parameters()]
-    check = fedleak_step(model, {{"input_ids": ids, "labels": ids}}, [BagOfWords()])
-    check.assert_at_most({at_most}, "leakage/bag_of_words/f1")
+    attacks = [BagOfWords(), SubspaceWords()]
+    check = fedleak_step(model, {{"input_ids": ids, "labels": ids}}, attacks)
+    check.assert_at_most({at_most})
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
 """
@@ -61,9 +62,8 @@ def test_a_step_is_judged(
     result.assert_outcomes(**{outcome: 1})
     result.stdout.fnmatch_lines(
         [
-            f"leakage/bag_of_words/f1 1.000, limit {at_most:g}: {outcome}*"
-            if outcome == "passed"
-            else "*f1 1.000, limit 0.5: FAILED"
+            f"*leakage/worst/words 1.000, limit {at_most:g}; bag_of_words 1.000 (0.7* to 1.000); "
+            f"subspace_words 0.* (0.* to 0.*), control 0.*: {outcome.replace('failed', 'FAILED')}*"
         ]
     )
 

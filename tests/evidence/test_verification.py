@@ -39,15 +39,22 @@ from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.models import tiny_gpt2
 from tests.report.lines import begin, look, result
 
-GATE = {"name": "g", "metric": "leakage/flatchat/f1", "at_most": 0.5, "action": "warn"}
+GATE: dict[str, Any] = {
+    "name": "g",
+    "metric": "leakage/flatchat/f1",
+    "at_most": 0.5,
+    "action": "warn",
+}
 
 
 class Written:
     """A run whose lines are written as a watch writes them, of invented numbers."""
 
-    def __init__(self, folder: Path, run: str, resumed: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, run: str, resumed: str | None = None, metric: str = GATE["metric"]
+    ) -> None:
         self.folder, self.run, self.step = folder, run, 0
-        gate = {**GATE, "strict": True, "patience": 0}
+        gate = {**GATE, "strict": True, "patience": 0, "metric": metric}
         more = {} if resumed is None else {"resumed": {"run": resumed, "privacy": []}}
         more["next_look"] = 0
         self._append(RECORD, begin(run, gates=[gate], schema=4, **more))
@@ -274,15 +281,16 @@ def test_results_that_were_cut_contradict_the_closing_line(tmp_path: Path) -> No
     assert "has 5 lines, and had 6" in text
 
 
-def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
-    written = Written(tmp_path, "a")
+@pytest.mark.parametrize("metric", [GATE["metric"], "leakage/worst/words"])
+def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: str) -> None:
+    written = Written(tmp_path, "a", metric=metric)
     for f1 in (0.2, 0.9, 0.3):
         written.look(f1)
     written.end()
     lines = [line for line in lines_of(tmp_path / RECORD) if b'"kind": "gate"' not in line]
     (tmp_path / RECORD).write_bytes(b"\n".join(chained_again(lines)) + b"\n")
     [text] = verify_run(tmp_path).verdict.contradictions
-    assert "step 1: leakage/flatchat/f1 is 0.9" in text
+    assert f"step 1: {metric} is 0.9" in text
     assert "did not act" in text
 
 

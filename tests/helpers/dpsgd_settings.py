@@ -6,15 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_fedleak.defenses import ClipSettings, ReleaseSettings, Users
-from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 
 
 def grouped(**settings: Any) -> dict[str, Any]:
     """Return arguments of DPSGD from its settings by the names of their fields."""
     arguments = dict(settings)
-    if isinstance(kind := arguments.get("mechanism"), str):
-        bands: Any = arguments.pop("bands", None)
-        arguments["mechanism"] = None if kind == "independent" else CorrelatedNoise(bands)
     for argument, group in (("clip", ClipSettings), ("release", ReleaseSettings), ("unit", Users)):
         names = [field.name for field in fields(group) if field.name in arguments]
         values = {name: arguments.pop(name) for name in names}

@@ -29,13 +29,11 @@ from lightning_fedleak.defenses import (
     ActivationNoise,
     DefenseError,
     GradientNoise,
-    ReleaseSettings,
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.dpsgd import step
 from lightning_fedleak.defenses.dpsgd.logical import pieces_of
 from lightning_fedleak.defenses.processes import Team
-from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 from lightning_fedleak.trainers import DefendedMixin, defended
 from lightning_fedleak.trainers.defended_trainer import _split
 from tests.helpers.models import tiny_llama
@@ -188,13 +186,8 @@ def test_models_and_defences_that_do_not_fit(
         trainer_of(tmp_path, build(), defenses()).train()
 
 
-@pytest.mark.parametrize(
-    "release", [ReleaseSettings(), ReleaseSettings(mechanism=CorrelatedNoise(2))]
-)
-def test_private_values_and_secrets_are_not_pushed(
-    release: ReleaseSettings, tmp_path: Path
-) -> None:
-    trainer = trainer_of(tmp_path, tiny_llama(), [DPSGD(CLIP, 1.0, release=release)])
+def test_private_values_are_not_pushed(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_llama(), [DPSGD(CLIP, 1.0)])
     trainer.args.push_to_hub = True
     with pytest.raises(DefenseError, match=r"from before the defence.*trainer.model.push_to_hub"):
         trainer.train()

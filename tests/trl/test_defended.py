@@ -15,6 +15,8 @@ from trl import SFTConfig, SFTTrainer
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.trainers import defended
+from tests.docs.blocks import blocks_of
+from tests.tools.sentences import ROOT
 from tests.trainers.hosts import traced
 from tests.trl.test_trl import COMMON, ROWS, model_of, tokenizer
 
@@ -59,3 +61,13 @@ def test_what_is_shared_is_the_clipped_sum(kind: str, tmp_path: Path) -> None:
 def test_joined_texts_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DefenseError, match="packing=False, padding_free=False"):
         trainer_of(tmp_path, kind, DPSGD(CLIP, 1.0)).train()
+
+
+def test_the_script_of_the_docs_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = blocks_of(ROOT / "docs/private_training.md")
+    [script] = [block.text for block in page if "defended(SFTTrainer)" in block.text]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, "private_training.md", "exec"), {})
+    assert "10 releases, epsilon 8.0" in capsys.readouterr().out

@@ -166,7 +166,7 @@ class GradientMembership(PassiveMembership):
         """
         if terms:
             self._excluded |= terms
-            self.prepare(self._anatomy)
+            self._calibrate(self._anatomy)
         if not self._names:
             raise UnusableObservation(explain_weight_term(min(self._excluded)))
 
@@ -183,8 +183,20 @@ class GradientMembership(PassiveMembership):
         return measure_seconds(run, anatomy.device) / TIMED_TEXTS * (texts + self.controls)
 
     def prepare(self, anatomy: Anatomy) -> None:
-        """Run the model on public text, forward and backward."""
-        public, maps = self._texts(anatomy, self.public_rows), self._select_maps(anatomy)
+        """Run the model on public text, forward and backward.
+
+        A LoRA whose B is zero is calibrated when it is asked: its A has no slopes yet.
+        """
+        maps = self._select_maps(anatomy)
+        self._calibrate(anatomy, TIMED_TEXTS if maps else None)
+        if maps and len(self._whitenings) == len(maps):
+            self._calibrate(anatomy)
+        else:
+            self._whitenings = {}
+
+    def _calibrate(self, anatomy: Anatomy, n_texts: int | None = None) -> None:
+        public = self._texts(anatomy, n_texts or self.public_rows)
+        maps = self._select_maps(anatomy)
         self._whitenings, self._common = {}, None
         self._names = [m.name for m in maps] or self._other_parameters(anatomy)
         if maps:
@@ -203,7 +215,7 @@ class GradientMembership(PassiveMembership):
         self._anatomy = anatomy
         if names != self._names or not 0 <= step - self._prepared_at < self.refresh_every:
             self._prepared_at = step
-            self.prepare(anatomy)
+            self._calibrate(anatomy)
         self._round_starts(anatomy)
         if decays_apart(self._facts):
             self._round_weights = copy_weights(anatomy, names)
@@ -294,7 +306,7 @@ class GradientMembership(PassiveMembership):
         size = _gradient_size(gradients.values())
         nonzero = {name for name, g in gradients.items() if bool(g.any())}
         if nonzero - self._whitenings.keys():  # LoRA's A has no slopes as long as B is zero
-            self.prepare(anatomy)
+            self._calibrate(anatomy)
         whitened = {}
         for name in (linear.name for linear in maps if linear.name in nonzero):
             if name in self._whitenings:

@@ -200,7 +200,7 @@ def _positions(
         outputs = linear_maps.input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
-        bias = norm._parameters.get("bias")
+        bias = getattr(norm, "bias", None)
     more = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
     other = (sums[0] - sums[1]).flip(0)
     if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
@@ -235,7 +235,7 @@ class _Linear:
         Raises:
             NotAdditive: neither a layer norm nor an RMS norm does.
         """
-        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         gain = None if weight is None else weight.detach().double()
         shift = 0.0 if bias is None else bias.detach().double()
         errors = []
@@ -269,7 +269,8 @@ def norm_before(
     ]
     try:
         with undisturbed(anatomy) as model, torch.no_grad():
-            linear_maps.to_last_block(anatomy, model)(**linear_maps.text_for(anatomy, ids))
+            reader = Place("", known_input.reader, "input")
+            stop_at(model, reader)(**linear_maps.text_for(anatomy, ids))
     finally:
         for handle in handles:
             handle.remove()

@@ -25,7 +25,12 @@ from lightning_fedleak.model.anatomy import (
     unwrap,
     walk,
 )
-from lightning_fedleak.model.snapshots import Observation, UnusableObservation, whole_tensor
+from lightning_fedleak.model.snapshots import (
+    Observation,
+    UnusableObservation,
+    whole_rows,
+    whole_tensor,
+)
 
 _TOLERANCE = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
 _NUMBERS = 1 << 20  # of states in a CPU's run, of which a norm has four; more: no faster
@@ -123,9 +128,10 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
         for adapter in getattr(module, "active_adapters", ()):
             if adapter not in factors:
                 continue
-            inner: Any = factors[adapter]
+            parameters = isinstance(factors, nn.ParameterDict)
+            inner: Any = factors._parameters.get(adapter) if parameters else factors[adapter]
             dropouts = _dropouts(module, adapter) if factor == "A" else ()
-            if isinstance(factors, nn.ModuleDict):
+            if not parameters:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
             elif factor == "A":
@@ -347,7 +353,7 @@ def _distant_tokens(anatomy: Anatomy, n: int) -> Tensor:
     rows = vocabulary_size(anatomy)
     ids = torch.arange(0, rows, max(1, rows // 256))
     if weight is not None and weight.is_floating_point():
-        some = whole_tensor(weight)[ids.to(weight.device)].float()
+        some = whole_rows(weight, ids).float()
         far = (some - some.mean(0)).norm(dim=1).argsort(descending=True)
         ids = ids[far.cpu()]
     return ids.repeat(-(-n // len(ids)))[:n]

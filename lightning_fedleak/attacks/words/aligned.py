@@ -49,6 +49,7 @@ from lightning_fedleak.model.snapshots import (
     UpdateSnapshot,
     whole_tensor,
 )
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
@@ -135,6 +136,7 @@ class AlignedFlatChat(Attack):
     default_name = "aligned_flatchat"
     config_names = ("readout", "calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
+    gathers = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
 
@@ -247,8 +249,9 @@ class AlignedFlatChat(Attack):
         if steps is None:
             weight, bias = head_parameters(anatomy)
             return rehearse(parts, weight, bias, generator, self._rehearsed)
-        batches = self._public_batches(anatomy, generator)
-        return rehearse_updates(anatomy, parts, steps, batches, generator)
+        with whole_model(anatomy.root):
+            batches = self._public_batches(anatomy, generator)
+            return rehearse_updates(anatomy, parts, steps, batches, generator)
 
     def _text(self, anatomy: Anatomy) -> PublicText:
         return PublicText.resolve(self.public_text, anatomy, self.seed, or_tokens=True)
@@ -435,20 +438,22 @@ class AlignedFlatChat(Attack):
 
     def _align(self, anatomy: Anatomy) -> float:
         """Set ``u``, and return the share of public hidden states that are positive on it."""
-        batches = self._batches(anatomy, _SIGN_TOKENS)
-        states = torch.cat([head_inputs(anatomy, b) for b in batches]).float()
+        with whole_model(anatomy.root):
+            batches = self._batches(anatomy, _SIGN_TOKENS)
+            states = torch.cat([head_inputs(anatomy, b) for b in batches]).float()
         surface = head_surface(anatomy)
         if surface.projection is not None:
-            states = states @ surface.projection.T
+            states = states @ whole_tensor(surface.projection).T
         self._u = aligned_rows.separating_direction(states)
         weight = anatomy.parameter(surface.role)
         if weight is not None:
-            self._rounding = rounding_error(weight.detach())
+            self._rounding = rounding_error(whole_tensor(weight))
         return float((states @ self._u > 0).float().mean())
 
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
-        batches = self._batches(anatomy, self.calibration_tokens)
-        return GradientParts.compute(anatomy, batches, inputs=inputs)
+        with whole_model(anatomy.root):
+            batches = self._batches(anatomy, self.calibration_tokens)
+            return GradientParts.compute(anatomy, batches, inputs=inputs)
 
     def _lengths(self, anatomy: Anatomy) -> list[int]:
         """Return the lengths of public texts that the model can read."""

@@ -99,6 +99,7 @@ class BagOfWords(Attack):
     )
     default_name = "bag_of_words"
     reads_adaptive_updates = True
+    gathers = True
     reads_clipped = True
 
     def __init__(self, name: str | None = None) -> None:

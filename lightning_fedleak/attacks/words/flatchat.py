@@ -276,6 +276,7 @@ class FlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "flatchat"
+    gathers = True
 
     def __init__(
         self,

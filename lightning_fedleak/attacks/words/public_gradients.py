@@ -26,6 +26,7 @@ from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy, Place, unwrap
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.whole_models import whole_model, whole_tensor
 from lightning_fedleak.progress import track
 
 _SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
@@ -77,8 +78,9 @@ def gradient_of(
 
 def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
     """Yield the gradient in one role of each batch of public text, with a progress bar."""
-    for batch in track(batches, "gradients of public text"):
-        yield gradient_of(anatomy, batch, [role])[role]
+    with whole_model(anatomy.root):
+        for batch in track(batches, "gradients of public text"):
+            yield gradient_of(anatomy, batch, [role])[role]
 
 
 def train_copies(
@@ -460,12 +462,12 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
     if weight is None:
         raise ValueError("the head holds no matrix of numbers that its gradient could be of")
-    whole = weight.detach().float()
+    whole = whole_tensor(weight).float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):
-        b, projection = adapter
-        whole = whole + b.detach().float() @ projection
-    return whole, None if bias is None else bias.detach().float()
+        b, projection = map(whole_tensor, adapter)
+        whole = whole + b.float() @ projection
+    return whole, None if bias is None else whole_tensor(bias).float()
 
 
 @dataclass(frozen=True)
@@ -499,8 +501,8 @@ def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
         return None
     for name in head.active_adapters:
         if name in head.lora_B:
-            projection = head.scaling[name] * head.lora_A[name].weight.detach().float()
-            return head.lora_B[name].weight, projection
+            b, a = (f[name]._parameters.get("weight") for f in (head.lora_B, head.lora_A))
+            return b, head.scaling[name] * a.detach().float()
     return None
 
 

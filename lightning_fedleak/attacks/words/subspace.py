@@ -113,6 +113,7 @@ class SubspaceWords(Attack):
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     needs_plain_inputs = True
     restores_fully = False
+    gathers = True
 
     def __init__(
         self,

@@ -209,8 +209,8 @@ def _print_gate(console: Console, result: _RunResult) -> None:
         )
     elif not result.interrupted:
         console.print(
-            f"The gate let all {result.steps} steps pass: leakage stayed at or below the "
-            "threshold. Lower --at-most to see it stop the run."
+            f"The gate let all {result.steps} steps pass: at no {_PATIENCE + 1} looks in a row was "
+            "leakage above the threshold. Lower --at-most, or take more --steps, to see it act."
         )
 
 

@@ -263,10 +263,13 @@ def plan(add: Add) -> None:
 
     Counts the rows of an update that name the tokens of a batch (a LoRA's, or the whole first
     block's), and how many planted tokens they reveal. Then it says what each attack takes that a
-    run would choose. A model is included; use your own with --model.
+    run would choose. A model is included; use your own with --model. Time and memory of a process
+    are estimated for one card and for several; that needs no more than a folder's config.json.
 
     Options:
         model: language model: a folder or a name on the hub.
+        batch: texts of a process's batch, and tokens of each.
+        peft: lora, or full for --lora-r 0.
         lora_r: rank of the LoRA; 0 for the whole model.
         targets: {targets}.
         length: tokens of a text.
@@ -274,11 +277,20 @@ def plan(add: Add) -> None:
         seed: seed of adapters and planted sets.
     """
     add("--model", metavar="NAME")
+    add("--batch", default=(8, 64), metavar="NxL", type=_batch)
+    add("--peft", choices=("lora", "full"), default="lora")
     add("--lora-r", **_count(8, 0))
     add("--targets", metavar="NAMES")
     add("--length", **_count(64, 2))
     add("--seconds", **_number("S", _POSITIVE, 30.0))
     add("--seed", **_SEED)
+
+
+def _batch(text: str) -> tuple[int, int]:
+    texts, x, length = text.partition("x")
+    if not (x and texts.isdecimal() and length.isdecimal() and int(texts) * int(length)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not texts x tokens, such as 4x512")
+    return int(texts), int(length)
 
 
 def memorization(add: Add) -> None:

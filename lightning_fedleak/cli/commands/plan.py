@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from argparse import Namespace
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
+from lightning_fedleak.cli.printing import print_table
+from lightning_fedleak.cli.studies.models import (
+    check_context,
+    find_model,
+    find_shapes,
+    has_config_alone,
+    with_lora,
+)
 from lightning_fedleak.engine import WatchSettings
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.trainers import Watch
+
+RANKS = 8
+"""Processes over which a sharded model is planned."""
+PER_SQUARE, PER_WORD = 100, 24
+"""Operations for each type found, by width squared and by numbers of the dictionary.
+
+Fitted to looks of 126 types on one core of x86-64, at 49,152 x 576 and 16,384 x 4,096, rank 8.
+"""
+LINK = 1e10
+"""Bytes a second that a gathering brings to a process: an assumption, below PCIe 4's 2.5e10."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -31,6 +50,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
+    if options.peft == "full":
+        options.lora_r = 0
+    if options.model is not None and has_config_alone(options.model):
+        shapes = find_shapes(options.model, options.lora_r, options.targets, options.seed)
+        check_context(shapes[0], options.batch[1], "--batch")
+        print_costs(console, *shapes, options.batch)
+        return 0
     bare = find_model(options.model)
     if bare.kind == "classifier":
         raise SourceError(
@@ -40,8 +66,70 @@ def run(options: Namespace, console: Console | None = None) -> int:
     anatomy = with_lora(bare, options.lora_r, options.targets, options.seed)
     check_context(anatomy, options.length, "--length")
     console.print(f"{explain_capacity(anatomy, options.length, options.seconds, options.seed)}\n")
+    print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
     return 0
+
+
+def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[int, int]) -> None:
+    """Print what ``SubspaceWords`` and its control take of time and memory, by arithmetic.
+
+    Args:
+        console: where to print.
+        anatomy: of the model, which may be without numbers.
+        runs: the same, or a block of it that can be run.
+        batch: texts, and tokens of each.
+    """
+    parameters = list(anatomy.model.parameters())
+    weights = sum(p.nbytes for p in parameters)
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    table_of_words = anatomy.parameter(EMBEDDING_WEIGHT)
+    known_inputs = row_space.find_known_inputs(runs, row_space.find_linear_maps(runs))
+    readers = [m for known in known_inputs for m in known.trained_readers(runs)]
+    if table_of_words is None or not readers:
+        console.print("No trained map reads what a token determines: the costs are unknown.\n")
+        return
+    width, tokens = known_inputs[0].width, table_of_words.shape[0]
+    words, n_tokens = tokens * width * table_of_words.itemsize, batch[0] * batch[1]
+    rows = min(width, sum(anatomy.root.get_parameter(m.name).shape[1 - m.axis] for m in readers))
+    types = min(n_tokens, row_space.predict_capacity(width, tokens, rows))
+    # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
+    held, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
+    control = 12 * n_tokens * anatomy.vocab_size  # three matrices of logits in float32
+    numbers, rate = sum(p.numel() for p in parameters), _rate(anatomy)
+    backward = 2 if trained == weights else 1
+    look = types * (PER_SQUARE * width**2 + PER_WORD * tokens * width)
+    printed = Table("per process", "one card", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
+    training = [(weights + 3 * trained) / n / 1e9 for n in (1, RANKS, RANKS)]
+    printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
+    for name, memory, gathered, operations in (
+        ("calibration adds", held + making, words, 2.25 * tokens * width**2),
+        ("a look adds", held + products, words, look),
+        ("its control adds", held + control, weights, (2 + 2 * backward) * numbers * n_tokens),
+    ):
+        cells = [
+            f"{(memory + more) / 1e9:.3g} GB, {operations / rate + more / LINK:.2g} s"
+            for more in (0.0, gathered, gathered)
+        ]
+        printed.add_row(name, *cells)
+    print_table(console, printed)
+    console.print(
+        f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
+        f"{batch[1]} tokens, without activations, at this machine's {rate / 1e9:.3g} GFLOP/s and "
+        f"{LINK / 1e9:.0f} GB/s of gathering. The control, and attacks that run the whole model, "
+        "gather all of it. ZeRO-3 is counted as FSDP2, and not tried.\n",
+        soft_wrap=True,
+    )
+
+
+def _rate(anatomy: Anatomy) -> float:
+    """Return the operations a second of a product in float32, on the device or the CPU."""
+    device = "cpu" if anatomy.device.type == "meta" else anatomy.device
+    matrix = torch.ones(1024, 1024, device=device)
+    started = time.perf_counter()
+    for _ in range(4):
+        float((matrix @ matrix)[0, 0])
+    return 4 * 2 * 1024**3 / (time.perf_counter() - started)
 
 
 def explain_capacity(anatomy: Anatomy, length: int, seconds: float, seed: int) -> str:

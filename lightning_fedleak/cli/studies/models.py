@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -41,6 +43,43 @@ def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
             model = transformers.AutoModel.from_pretrained(source, **settings)
             return find_anatomy(model.eval(), kind="classifier")
     return find_anatomy(model.eval())
+
+
+def has_config_alone(name: str) -> bool:
+    """Return whether a name is that of a folder with a model's configuration and no weights."""
+    folder = Path(name).expanduser()
+    weights = (path for end in ("safetensors", "bin") for path in folder.glob(f"*.{end}"))
+    return (folder / "config.json").is_file() and not any(weights)
+
+
+def find_shapes(name: str, rank: int, targets: str | None, seed: int) -> tuple[Anatomy, Anatomy]:
+    """Return a causal model without numbers, and a narrow block of it with random ones.
+
+    The block has few tokens, and shows which maps read an input that a token determines.
+
+    Args:
+        name: folder of the configuration.
+        rank: see :func:`with_lora`, as the others.
+        targets: names of modules.
+        seed: of the adapters.
+
+    Raises:
+        SourceError: the configuration is of no causal language model.
+    """
+    auto: Any = transformers.AutoModelForCausalLM
+    with loading(name, "causal language model"):
+        config = transformers.AutoConfig.from_pretrained(name)
+        block = copy.deepcopy(config)
+        few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+        layers = {"layer_types": (getattr(block, "layer_types", None) or [])[:1]}
+        for key, value in {**few, **layers, "pad_token_id": None}.items():
+            if getattr(block, key, None) is not None:
+                setattr(block, key, value)
+        with torch.device("meta"):
+            bare = find_anatomy(auto.from_config(config, dtype=config.dtype).eval())
+            shape = with_lora(bare, rank, targets, seed)
+        bare = find_anatomy(auto.from_config(block, dtype=torch.float32).eval())
+    return shape, with_lora(bare, rank, targets, seed)
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:

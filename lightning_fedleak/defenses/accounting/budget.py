@@ -278,7 +278,7 @@ class Budget:
             state[_ACCOUNT + key] = value
         return state
 
-    def load_state_dict(self, state: State, releases: int) -> int:
+    def load_state_dict(self, state: State, releases: int) -> None:
         """Continue the account, in which no count ever decreases.
 
         Noise that was found from ``target_epsilon`` stays.
@@ -286,9 +286,6 @@ class Budget:
         Args:
             state: a result of :meth:`state_dict`.
             releases: how many had been made by then.
-
-        Returns:
-            How many releases the state has accounted; a ledger may hold more.
 
         Raises:
             DefenseError: they were made under another kind of accountant or of sampling, or, with
@@ -299,6 +296,7 @@ class Budget:
         counted = int(rows[:, 2].sum())
         filtered = "orders" in account
         sampling = state.get("sampling", self.sampling)
+        gone = {"truncated_at", "factors", "mechanism"}
         refusals = {
             f"{'' if filtered else 'not '}made under accountant='filter', and this run has "
             f"accountant={self.kind!r}. A budget holds from the first release on: go on with the "
@@ -307,8 +305,8 @@ class Budget:
             ),
             f"accounted as sampling={sampling!r}, and this run's are as {self.sampling!r}. Draw as "
             "before, or begin a new run.": sampling != self.sampling,
-            "drawn or noised by a rule that is gone (truncated batches, a noise schedule). Begin a "
-            "new run.": "truncated_at" in state or "factors" in state,
+            "drawn or noised by a rule that is gone (truncated batches, a noise schedule, "
+            "correlated noise). Begin a new run.": gone & state.keys(),
         }
         owner = f"{self.owner}: the checkpoint's {releases or counted} releases were "
         refuse(owner, refusals if releases or counted else {})
@@ -322,7 +320,6 @@ class Budget:
             self._calibrated = True
         self._covered = 0
         self.accountant.load_state_dict(account)
-        return counted
 
     def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
         if self.kind == "filter":

@@ -274,7 +274,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
         finally:
             os.close(descriptor)
         if not expected:
-            sync_folder(path.parent)
+            _sync_folder(path.parent)
     except OSError as error:
         raise DefenseError(
             f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
@@ -292,7 +292,7 @@ def _changed(path: Path) -> DefenseError:
     )
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Write a folder's names to the disk; do nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -26,6 +26,7 @@ from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.defenses.noise import NoiseGauge
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
+from lightning_fedleak.model.anatomy import where_whole
 
 MaxGradNorm = float | Literal["auto"]
 
@@ -394,7 +395,7 @@ class ClippedSum:
         probes = self._earlier.probes
         if gradient is None or (team.size == 1 and not parts and parameter not in probes):
             return 0.0, 0.0, 0.0
-        shard = processes.local_part(gradient).to(processes.where_whole(gradient))
+        shard = processes.local_part(gradient).to(where_whole(gradient))
         left, right = per_sample.random_direction(index, parameter)
         shape, wide = (len(left), len(right)), left.dtype
         if shard.shape == gradient.shape:

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.noise import (
     NoiseGauge,
-    ReleaseNoise,
+    add_standard_normal,
     base_of,
     noise_key,
     standard_normal,
@@ -72,7 +71,7 @@ class DPSGD(Defense):
         unit: what is added or removed: an ``"example"``, or :class:`Users` with all of their rows.
         clip: the form of gradients in memory, and what is known of the loss:
             :class:`ClipSettings`.
-        release: trust in the server, correlated noise, hardening, and the end of the budget:
+        release: trust in the server, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
 
@@ -108,9 +107,7 @@ class DPSGD(Defense):
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
-        settings.check_combination(
-            max_grad_norm, release, unit, accountant, max_physical_batch_size
-        )
+        settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -123,15 +120,9 @@ class DPSGD(Defense):
         self.seed = seed
         self.releases = 0
         self.measured_noise_multiplier = math.nan
-        self._noise = ReleaseNoise() if release.mechanism is None else release.mechanism.noise()
         self.guarantee = settings.guarantee_of(
-            release.trust,
-            seed,
-            self.unit,
-            fixed_places=self._noise.correlated,
-            fixed_budget=accountant == "filter",
+            release.trust, seed, self.unit, fixed_budget=accountant == "filter"
         )
-        self._checkpointed = 0
         self._budget = accounting.Budget(
             accountant,
             noise_multiplier,
@@ -186,8 +177,7 @@ class DPSGD(Defense):
 
     def settings(self) -> dict[str, bool | int | float | str]:
         """Return the public settings, the accountant and the noise multiplier."""
-        values = super().settings() | {"accountant": self._budget.kind, **self._noise.settings()}
-        values["poisson"] = True
+        values = super().settings() | {"accountant": self._budget.kind, "poisson": True}
         clip, release, users = self.clip, self.release, self.users
         optional = {
             "noise_multiplier": self.noise_multiplier,
@@ -200,11 +190,9 @@ class DPSGD(Defense):
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> Curve:
-        """Return pairs (epsilon, delta); raise an error where users or places are protected."""
+        """Return pairs (epsilon, delta); raise an error where users are protected."""
         if self.users is not None:
             raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
-        if self._noise.correlated:
-            raise DefenseError("an example that is left out moves others to other batches")
         return self._budget.curve()
 
     def harden(self) -> str | None:
@@ -226,20 +214,16 @@ class DPSGD(Defense):
             DefenseError: the guarantee cannot hold; says what to change.
         """
         self._remove_hooks()
-        self._noise.begin_fit()
         self._team = team = Team(context)
         with team.together():
             setup_checks.check_trainer(context)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
-        if self.accountant.steps > self._checkpointed:
-            self._noise.forget()  # the ledger knows of releases after the checkpoint
         self._step = WatchedStep(
             context.root,
             team,
             clip=self._clip,
-            noise=self._noise,
             trusted=self.clip.loss == "trusted",
             max_rows=self.max_physical_batch_size,
         )
@@ -262,30 +246,19 @@ class DPSGD(Defense):
             target_epsilon=self.target_epsilon or 0.0,
             target_delta=self.target_delta or 0.0,
         )
-        draws = Draws(self._base(context), context.client, first_step, turn=lambda: self._noise.row)
+        draws = Draws(self._base(context), context.client, first_step)
         with team.together():
             self._sampling = sampling = sampling_of(
-                dataloader,
-                context,
-                draws,
-                noise=self._noise,
-                trust=self.release.trust,
-                users=self.users,
+                dataloader, context, draws, trust=self.release.trust, users=self.users
             )
             delta = 0.1 / sampling.examples if self.target_delta is None else self.target_delta
             accounting.check_delta_for(delta, sampling.examples)
-            planned = self._noise.plan_steps(
-                functools.partial(setup_checks.planned_steps, context, len(sampling.loader)),
-                sampling.loader,
-                sampling.groups,
-                sampling.examples,
-                sampling.users,
-            )
+            per_epoch = len(sampling.loader)
+            planned = functools.partial(setup_checks.planned_steps, context, per_epoch)
             self._budget.settle(sampling.rate, delta, planned)
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         setup_checks.check_same_data(sampling.loader, team)
-        self._forget_if_moved()
         # Computed on another machine, it may differ in its last bits.
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
         if self._step is not None:
@@ -307,8 +280,6 @@ class DPSGD(Defense):
             DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
         """
         setup_checks.check_no_other_noise(context.host, self._followers)
-        self._forget_if_moved()
-        self._noise.warn_if_lost(self.releases)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling
@@ -319,7 +290,7 @@ class DPSGD(Defense):
 
     def _stop_if_spent(self, context: DefenseContext) -> None:
         """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
-        if self.release.on_budget == "stop" and self._noise.is_accounted:
+        if self.release.on_budget == "stop":
             (spent,) = self._team.largest([not self._budget.affords_another()])
             if spent:
                 context.host.stop()
@@ -353,9 +324,7 @@ class DPSGD(Defense):
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
         with self._team.together():
-            self._noise.check_planned()
-            if self._noise.is_accounted:
-                self._budget.check_affords_another()
+            self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Write the clipped and noised mean into ``p.grad``, and account it.
@@ -364,7 +333,7 @@ class DPSGD(Defense):
             DefenseError: a gradient is not that of the layers, or weights were written to.
                 Nothing is released.
         """
-        team, step, noise = self._team, self._fit_step, self._noise
+        team, step = self._team, self._fit_step
         expected, release = step.sampling.expected, self.releases
         sigma, base = self._client_noise(context), self._base(context)
         # What follows would send other messages where these differ.
@@ -380,23 +349,23 @@ class DPSGD(Defense):
             step.can_compare and clipped.check_complete(parameters, context, team)
         )
         with team.together():
-            noise.begin(base, release)
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
-            if noise.is_accounted:
-                self._budget.record(self._budget.noise_now)
+            self._budget.record(self._budget.noise_now)
         self.releases += 1
-        gauge = NoiseGauge(std * noise.scale, expected) if checking else None
-        key = functools.partial(noise_key, client=context.client, name=self.name)
-        add = functools.partial(noise.add, key=key)
+        gauge = NoiseGauge(std, expected) if checking else None
+
+        def add(number: int, target: Tensor, scale: float) -> None:
+            key = noise_key(base, release, number, client=context.client, name=self.name)
+            add_standard_normal(key, target, scale)
+
         clipped.release(parameters, team, std, expected, add, gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
-                self.measured_noise_multiplier = measured / norm / noise.scale
-        noise.end()
+                self.measured_noise_multiplier = measured / norm
         step.released(unchecked=not compared)
         self._stop_if_spent(context)
 
@@ -419,7 +388,7 @@ class DPSGD(Defense):
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
         std = self._client_noise(context) * self._clip.norm
-        return std / self._fit_step.sampling.expected * self._noise.scale
+        return std / self._fit_step.sampling.expected
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -431,10 +400,10 @@ class DPSGD(Defense):
         return dict.fromkeys(parameters, self.noise_std(context) ** 2 / context.clients)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the releases, what they were accounted as, and the noise."""
+        """Return the releases, and what they were accounted as."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
         state |= {"trust": self.release.trust, "unit": self.unit}
-        return {**state, **self._noise.state_dict(), **self._budget.state_dict()}
+        return state | self._budget.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Continue the account, in which no count ever decreases.
@@ -452,43 +421,17 @@ class DPSGD(Defense):
         releases = int(state["releases"])
         if releases:
             settings.check_continued(state, releases, self.release.trust, self.unit)
-            self._noise.load_state_dict(state)
-        self._checkpointed = self._budget.load_state_dict(state, releases)
+        self._budget.load_state_dict(state, releases)
         self.releases = max(self.releases, releases)
 
-    @property
-    def secret_name(self) -> str:
-        """Return a name that changes with every release; empty where noise is independent."""
-        return self._noise.secret_name
-
-    def save_secrets(self, path: Path) -> None:
-        """Write what the next correlated noise needs; nothing where noise is independent."""
-        self._noise.save(path, self.releases)
-
-    def load_secrets(self, path: Path, device: str) -> bool:
-        """Continue the noise of the file, unless a release was made since it was written."""
-        if self.accountant.steps > self._checkpointed:
-            return False
-        return self._noise.load(path, self.releases, device)
-
-    def forget_secrets(self) -> None:
-        """Begin a new mechanism."""
-        self._noise.forget()
-
     def teardown(self) -> None:
-        """Remove the hooks, and discard the noise of past steps."""
+        """Remove the hooks."""
         self._remove_hooks()
-        self._noise.end_fit()
 
     def _remove_hooks(self) -> None:
         if self._step is not None:
             self._step.remove()
             self._step = None
-
-    def _forget_if_moved(self) -> None:
-        """Begin a new mechanism where examples are at other places than in the loaded one."""
-        if self._team.largest([self._noise.is_moved])[0]:
-            self._noise.forget()
 
     @property
     def _fit_step(self) -> WatchedStep:

@@ -25,7 +25,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.processes import plain_type, where_whole
+from lightning_fedleak.defenses.processes import plain_type
+from lightning_fedleak.model.anatomy import where_whole
 
 Clipping = Literal["auto", "per_sample", "ghost"]
 

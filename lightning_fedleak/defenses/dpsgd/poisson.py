@@ -33,17 +33,11 @@ class Draws:
             (``DefenseContext.entropy``).
         client: index of the client.
         first_step: number of the first batch, where a resumed run goes on.
-        groups: into which the examples or users are split by their places, which is public. Batches
-            are drawn from them in turn (cyclic Poisson sampling, Choquette-Choo et al. 2023, arXiv
-            2306.08153, Sect. 4).
-        turn: returns the number of the release for an epoch's first batch, which decides the group.
     """
 
     entropy: bytes = field(repr=False)
     client: int = 0
     first_step: int = 0
-    groups: int = 1
-    turn: Callable[[], int] = int
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -60,7 +54,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         shard: the indices of this client's examples.
         rate: chance of each of them to be in a batch, in (0, 1].
         steps: batches in an epoch.
-        draws: entropy, client and groups.
+        draws: entropy and client.
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
@@ -75,12 +69,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rate = rate
         self.steps = steps
         self.step = draws.first_step
-        self.groups = draws.groups
-        self._turn = draws.turn
-        self._ahead = 0
-        self._turns: deque[tuple[int, int]] = deque(maxlen=MOST_WAITING)
-        permutation = np.random.default_rng(draws.groups).permutation(len(shard))
-        self._group = permutation % draws.groups
         self._sizes: deque[int] | None = None
         place = (draws.client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
@@ -92,8 +80,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the next ``steps`` batches, with empty ones."""
-        self._turns.clear()  # those of an epoch that ended early never come
-        self._ahead = self._turn() - self.step
         passed_over, self.passed_over = self.passed_over, 0
         yield from ([] for _ in range(passed_over))
         for _ in range(self.steps - passed_over):
@@ -102,25 +88,23 @@ class PoissonBatchSampler(Sampler[list[int]]):
             if self._sizes is None:
                 self._sizes = deque(maxlen=MOST_WAITING)
             self._sizes.append(len(batch))
-            self._turns.append((step + self._ahead, len(batch)))
             yield batch
 
     def rows(self, step: int) -> list[int]:
         """Return the places in the dataset of batch number ``step``."""
         return self.draw(step)
 
-    def claim(self, samples: int, row: int) -> list[int] | None:
+    def claim(self, samples: int) -> list[int] | None:
         """Claim a batch that was drawn, where any was, and return how many rows each user has.
 
         Args:
             samples: of the batch that is about to be run.
-            row: number of the release in its mechanism.
 
         Returns:
             None where examples are drawn.
 
         Raises:
-            DefenseError: none of that size was drawn and not claimed, or one for another release.
+            DefenseError: none of that size was drawn and not claimed.
         """
         if self._sizes is None:
             return None
@@ -131,21 +115,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
                 "callback may add, repeat or cut rows."
             )
         self._sizes.remove(samples)
-        if self.groups > 1 and self._turns and self._turns.popleft() != (row, samples):
-            raise DefenseError(
-                f"DPSGD: a batch of {samples} samples comes in step {row} that was not drawn for "
-                "it: one was left out, or came twice. With correlated noise each example has its "
-                "own steps. Let every batch have one release, in the order in which they are drawn."
-            )
         return None
 
     def draw(self, step: int) -> list[int]:
         """Return the indices in batch number ``step``."""
-        inside = self._group == (step + self._ahead) % self.groups
-        if self.rate < 1:
-            key = self._key + step.to_bytes(8, "big")
-            numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * len(self.shard)), dtype="<u8")
-            inside &= numbers < np.uint64(int(self.rate * 2**64))
+        if self.rate == 1:
+            return [*self.shard]
+        key = self._key + step.to_bytes(8, "big")
+        numbers = np.frombuffer(hashlib.shake_256(key).digest(8 * len(self.shard)), dtype="<u8")
+        inside = numbers < np.uint64(int(self.rate * 2**64))
         return [self.shard[place] for place in np.flatnonzero(inside).tolist()]
 
     def set_epoch(self, epoch: int) -> None:
@@ -161,7 +139,7 @@ class UserBatchSampler(PoissonBatchSampler):
         rows_per_user: most rows of one user in a batch, drawn at random among theirs; None for all.
         rate: chance of each user to be in a batch.
         steps: batches in an epoch.
-        draws: entropy, client and groups.
+        draws: entropy and client.
     """
 
     def __init__(
@@ -194,9 +172,9 @@ class UserBatchSampler(PoissonBatchSampler):
         self._counts.append([len(rows) for rows in users])
         return [row for rows in users for row in rows]
 
-    def claim(self, samples: int, row: int) -> list[int] | None:
+    def claim(self, samples: int) -> list[int] | None:
         """Claim a batch; raise an error also for one that is not the next."""
-        super().claim(samples, row)
+        super().claim(samples)
         if not self._counts or sum(self._counts[0]) != samples:
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
@@ -306,7 +284,6 @@ class Sampling:
         expected: number of examples by which a clipped sum is divided.
         examples: of all clients; where users are drawn, the number of users.
         users: the rows of each user by key; None where examples are drawn.
-        groups: of examples or users, from which batches are drawn in turn.
     """
 
     loader: DataLoader[Any]
@@ -314,7 +291,6 @@ class Sampling:
     expected: float
     examples: int
     users: Mapping[Any, Sequence[int]] | None = None
-    groups: int = 1
 
     @property
     def _sampler(self) -> PoissonBatchSampler:
@@ -334,12 +310,11 @@ class Sampling:
         text = ";".join(",".join(map(str, rows)) for rows in self.users.values())
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def claim(self, samples: int, row: int) -> list[int] | None:
+    def claim(self, samples: int) -> list[int] | None:
         """Claim the batch of the next release, and return how many rows each user has in it.
 
         Args:
             samples: of the batch.
-            row: number of the release in its mechanism.
 
         Returns:
             None where examples are drawn.
@@ -347,7 +322,7 @@ class Sampling:
         Raises:
             DefenseError: something between the loader and the training step changed the batch.
         """
-        return self._sampler.claim(samples, row)
+        return self._sampler.claim(samples)
 
     def placeholder(self) -> Any:
         """Return a batch of one example that was not drawn and must not count."""

@@ -281,9 +281,9 @@ class Recorder:
         rows = len(inputs)
         if len(output) != rows or rows % self.samples:
             raise DefenseError(
-                f"DPSGD: the first dimension of what goes through '{name}' "
-                f"({type(module).__name__}) is {rows}, while the batch has {self.samples} samples. "
-                "Let the first dimension be the samples in every trainable layer, or freeze it."
+                f"DPSGD: of a batch with {self.samples} samples the first dimensions of what "
+                f"'{name}' ({type(module).__name__}) takes and returns are {rows} and "
+                f"{len(output)}. Let them be the samples in every trainable layer, or freeze it."
             )
         return ("batch", 1) if rows == self.samples else ("flat", rows // self.samples)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.settings import Users
 from lightning_fedleak.defenses.dpsgd.users import check_documents, check_order, rows_by_user
-from lightning_fedleak.defenses.noise import ReleaseNoise
 
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -29,25 +27,18 @@ def sampling_of(
     context: DefenseContext,
     draws: poisson.Draws,
     *,
-    noise: ReleaseNoise,
     trust: Trust,
     users: Users | None = None,
 ) -> poisson.Sampling:
     """Return the loader to train with instead of ``dataloader``.
 
-    ================  =================  =========================================
-    batches           drawn              chance of one of them to be in a batch
-    ================  =================  =========================================
-    Poisson           examples or users  mean batch size over their number
-    of ``noise``      those of a group   as its mechanism says, by groups in turn
-    ================  =================  =========================================
+    Examples or users are each in a batch with a chance of its mean size over their number.
 
     Args:
         dataloader: as Lightning has prepared it.
         context: client and process.
-        draws: entropy and step; the groups follow from the noise. A dataset with a
-            ``public_length`` is drawn from by that, not by its length.
-        noise: may draw from groups of the examples in turn.
+        draws: entropy and step. A dataset with a ``public_length`` is drawn from by that, not by
+            its length.
         trust: in the server.
         users: None to draw examples.
 
@@ -70,17 +61,14 @@ def sampling_of(
         _check_shares(dataloader, context)
     dataset, batch_size = dataloader.dataset, dataloader.batch_size
     by_key = None if users is None else rows_by_user(dataset, users.group_by)
-    population, absent = _population(dataset, by_key, public=not noise.correlated)
+    population, absent = _population(dataset, by_key)
     replicas = getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
     share = max(1, population // replicas)
-    steps = max(1, round(share / batch_size))
-    groups = noise.count_groups(steps, share, batch_size)
-    rate = noise.sample_rate(share, batch_size, groups)
+    rate = min(1.0, batch_size / share)
     loader = poisson_loader(
         dataloader,
         rate,
-        replace(draws, groups=groups),
-        steps=steps if groups > 1 else None,
+        draws,
         users=None if by_key is None else [*by_key.values()],
         rows_per_user=None if users is None else users.rows_per_user,
     )
@@ -92,15 +80,13 @@ def sampling_of(
         # The same on all clients: shards differ in size, and with them rate * size.
         expected = float(batch_size)
     elif context.processes == 1:
-        expected = rate * (len(loader.batch_sampler.shard) + absent // replicas) / groups
+        expected = rate * (len(loader.batch_sampler.shard) + absent // replicas)
     else:
-        expected = rate * population / groups
-    return poisson.Sampling(loader, rate, expected, population, by_key, groups)
+        expected = rate * population
+    return poisson.Sampling(loader, rate, expected, population, by_key)
 
 
-def _population(
-    dataset: Any, by_key: Mapping[Any, Sequence[int]] | None, *, public: bool
-) -> tuple[int, int]:
+def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tuple[int, int]:
     """Return how many are drawn from, and how many of these the dataset lacks.
 
     Draws and counts follow from these numbers, which must not depend on an example. So a dataset
@@ -109,7 +95,7 @@ def _population(
     if by_key is not None:
         return len(by_key), 0
     size = len(dataset)
-    population = getattr(dataset, "public_length", size) if public else size
+    population = getattr(dataset, "public_length", size)
     return population, population - size
 
 
@@ -133,11 +119,12 @@ def poisson_loader(
     rate: float,
     draws: poisson.Draws,
     *,
-    steps: int | None = None,
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
 ) -> data.DataLoader[Any]:
     """Return a loader's dataset, collate function and workers with Poisson sampling.
+
+    An epoch has ``round(1 / rate)`` batches: each example is drawn once in it on average.
 
     Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
     process's part, without shuffling and without the examples that it repeats to make shards equal
@@ -148,9 +135,7 @@ def poisson_loader(
         loader: with a map-style dataset and a sampler of torch's own.
         rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
             shard.
-        draws: entropy, client and groups.
-        steps: batches in an epoch; default ``round(1 / rate)``, so that each example is drawn once
-            an epoch on average.
+        draws: entropy and client.
         users: the rows of every user, where users are drawn; then the rate is that of a user, and
             processes share users.
         rows_per_user: of one user in a batch; None for all.
@@ -162,12 +147,10 @@ def poisson_loader(
         DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
             a value out of range; says what to change.
     """
-    if steps is None:
-        steps = max(1, round(1 / rate))
     check_torch_loader(loader)
     dataset: Any = loader.dataset
     _check_fetches_none(loader)
-    shard = _shard(loader)
+    shard, steps = _shard(loader), max(1, round(1 / rate))
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
     if not shard:
@@ -252,7 +235,7 @@ def _shard(loader: data.DataLoader[Any]) -> range:
 
 def _check_once(dataset: data.Dataset[Any]) -> None:
     """Raise an error where a Subset or ConcatDataset has an example at two places."""
-    sources, places = origins(dataset)
+    sources, places = _origins(dataset)
     order = np.lexsort((places, sources))
     repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
     if repeated.any():
@@ -263,20 +246,20 @@ def _check_once(dataset: data.Dataset[Any]) -> None:
         )
 
 
-def origins(dataset: Any) -> tuple[Any, Any]:
+def _origins(dataset: Any) -> tuple[Any, Any]:
     """Return for each place the identity of the example's dataset, and its place there.
 
     Subset and ConcatDataset are resolved.
     """
     if isinstance(dataset, data.ConcatDataset):
-        parts = [origins(part) for part in dataset.datasets]
+        parts = [_origins(part) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     if isinstance(dataset, data.Subset):
         indices = np.asarray(dataset.indices)
         if indices.dtype.kind not in "iu":  # keys, or an empty list
             _, places = np.unique(indices, return_inverse=True)
             return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
-        sources, places = origins(dataset.dataset)
+        sources, places = _origins(dataset.dataset)
         return sources[indices], places[indices]
     size = len(dataset)
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)

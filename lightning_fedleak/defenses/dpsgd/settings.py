@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseError, State, refuse
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-from lightning_fedleak.defenses.noise import ReleaseNoise
 
 _check_choice = partial(validate.check_choice, error=DefenseError)
 _check_integer = partial(validate.check_integer, error=DefenseError)
@@ -46,22 +45,13 @@ class ClipSettings:
         _check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
 
 
-class NoiseMechanism(Protocol):
-    """How the noise of a run's releases is drawn, such as ``labs.correlated_noise`` does it."""
-
-    def noise(self) -> ReleaseNoise:
-        """Return the noise of one run."""
-
-
 @dataclass(frozen=True)
 class ReleaseSettings:
-    """Whom releases are hidden from, how their noise is correlated, and when they end.
+    """Whom releases are hidden from, and when they end.
 
     Attributes:
         trust: ``"local"`` where the server sees each client's update, ``"central"`` where it sees
             their sum alone (secure aggregation): each client then adds a share of the noise.
-        mechanism: that correlates noise over steps (``labs.correlated_noise``); None for
-            independent noise.
         on_budget: whether a spent ``target_epsilon`` ends the fit (``"stop"``) or raises
             :class:`BudgetSpent` (``"raise"``). Nothing is released beyond it.
         max_hardenings: how often a gate may double the noise, with ``accountant="filter"``; None
@@ -72,17 +62,11 @@ class ReleaseSettings:
     """
 
     trust: Trust = "local"
-    mechanism: NoiseMechanism | None = None
     on_budget: Literal["stop", "raise"] = "stop"
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("DPSGD: trust", self.trust, ("local", "central"))
-        if self.mechanism is not None and not hasattr(self.mechanism, "noise"):
-            raise DefenseError(
-                f"ReleaseSettings: mechanism={self.mechanism!r} must be None, or "
-                "lightning_fedleak.labs.correlated_noise.CorrelatedNoise(bands=4) for example"
-            )
         _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
         _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
@@ -149,9 +133,7 @@ def check_budget(
 
 def check_combination(
     max_grad_norm: MaxGradNorm,
-    release: ReleaseSettings,
     unit: Unit,
-    accountant: str,
     max_physical_batch_size: int | None,
 ) -> None:
     """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
@@ -168,14 +150,10 @@ def check_combination(
         rows = unit.rows_per_user
     else:
         _check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
-    correlated = release.mechanism is not None
     refusals = {
         f"max_physical_batch_size={most} runs whole users: pass "
         f"Users(..., rows_per_user={most}) or fewer": (
             by_user and most is not None and (rows is None or rows > most)
-        ),
-        "mechanism= needs noise that is fixed before the run. Use accountant='prv' or 'rdp'.": (
-            correlated and accountant == "filter"
         ),
     }
     refuse("DPSGD: ", refusals)
@@ -198,23 +176,19 @@ def check_continued(state: State, releases: int, trust: Trust, unit: str) -> Non
     refuse(f"DPSGD: the checkpoint's {releases} releases were made ", refusals)
 
 
-def guarantee_of(
-    trust: Trust, seed: int | None, unit: str, *, fixed_places: bool, fixed_budget: bool
-) -> str:
+def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: bool) -> str:
     """Return what DP-SGD with these settings guarantees, and against whom.
 
     Args:
         trust: in the server.
         seed: of noise that can be guessed; None: none can.
         unit: of privacy.
-        fixed_places: whether an example's place decides which steps it may be in.
         fixed_budget: whether the account is a filter's.
     """
     if seed is not None:
         return "none: with a seed the noise can be guessed and subtracted"
     central = "only the sum of all clients' updates (secure aggregation)"
     server = "every client's shared updates" if trust == "local" else central
-    change = "put in the place of nothing" if fixed_places else "added or removed"
     protected = "one example" if unit == "example" else "one user with all of their rows,"
     shared = "an example" if unit == "example" else "a user"
     budget = "the budget that was fixed before the run"
@@ -222,7 +196,7 @@ def guarantee_of(
         budget = "the epsilon that `privacy` gives"
     return (
         f"against whoever sees {server}: (epsilon, delta)-differential privacy of {protected} "
-        f"{change}, for all releases together, with {budget}. If several clients hold {shared}, "
-        "add their epsilons. Not covered: what is logged or sent otherwise, and decisions taken "
-        "in sight of the data."
+        f"added or removed, for all releases together, with {budget}. If several clients hold "
+        f"{shared}, add their epsilons. Not covered: what is logged or sent otherwise, and "
+        "decisions taken in sight of the data."
     )

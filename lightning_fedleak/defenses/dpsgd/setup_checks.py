@@ -112,29 +112,28 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
         refuse(layer, refusals)
 
 
-def planned_steps(context: DefenseContext, per_epoch: int, argument: str = "target_epsilon") -> int:
+def planned_steps(context: DefenseContext, per_epoch: int) -> int:
     """Return how many optimizer steps the run is going to take.
 
     Args:
         context: holds the trainer.
         per_epoch: batches of the loader.
-        argument: of DPSGD that needs to know, for messages.
 
     Raises:
         DefenseError: the run has no end, or the learning rate finder runs first.
     """
     host = context.host
-    alternative = "" if argument.startswith("mechanism") else ", or give noise_multiplier"
     if host.finds_learning_rate:
         raise DefenseError(
-            f"DPSGD: {argument}: the learning rate finder trains for steps of its own, to which "
-            f"the noise would be fitted. Find the learning rate on public data{alternative}."
+            "DPSGD: target_epsilon: the learning rate finder trains for steps of its own, to which "
+            "the noise would be fitted. Find the learning rate on public data, or give "
+            "noise_multiplier."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
         raise DefenseError(
-            f"DPSGD: {argument} needs to know how many steps the run takes. Give {host.name} "
-            f"{host.steps_by}{alternative}."
+            f"DPSGD: target_epsilon needs to know how many steps the run takes. Give {host.name} "
+            f"{host.steps_by}, or give noise_multiplier."
         )
     return steps
 
@@ -170,20 +169,20 @@ def _digest(dataset: Any) -> int:
     """Return a digest of a few examples, of 48 bits."""
     last = len(dataset) - 1
     examples = [dataset[last * i // (COMPARED - 1)] for i in range(COMPARED)]
-    digest = hashlib.sha256("\0".join(values_in(examples)).encode()).digest()
+    digest = hashlib.sha256("\0".join(_values_in(examples)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
-def values_in(example: Any) -> Iterator[str]:
+def _values_in(example: Any) -> Iterator[str]:
     """Yield the numbers and words in an example."""
     value = example
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield repr(key)
-            yield from values_in(item)
+            yield from _values_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from values_in(item)
+            yield from _values_in(item)
     elif hasattr(value, "tolist"):
         yield repr(value.tolist())
     elif hasattr(value, "tobytes"):  # an image

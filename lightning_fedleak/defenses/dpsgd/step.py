@@ -21,7 +21,6 @@ from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, te
 from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
 from lightning_fedleak.defenses.dpsgd.weights import Buffers, Weights
 from lightning_fedleak.defenses.host import Piece
-from lightning_fedleak.defenses.noise import ReleaseNoise
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
@@ -170,7 +169,6 @@ class WatchedStep:
         clip: how samples are clipped.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
         max_rows: rows that are run at once; None for all.
-        noise: of the releases; it knows the number of the next one in its mechanism.
 
     Attributes:
         check: checks the loss.
@@ -188,11 +186,9 @@ class WatchedStep:
         team: Team,
         *,
         clip: Clip,
-        noise: ReleaseNoise,
         trusted: bool,
         max_rows: int | None = None,
     ) -> None:
-        self._noise = noise
         self.check, self.canaries = LossCheck(trusted), 0
         self.weights = Weights()
         self._team = team
@@ -280,7 +276,7 @@ class WatchedStep:
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            self._users = self.sampling.claim(samples, self._noise.row)
+            self._users = self.sampling.claim(samples)
         self._clipped = self._earlier = None
 
     def run(

@@ -533,13 +533,15 @@ class MemorizationChannel(Channel):
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the base's answers to a private file, and return where it is and its hash."""
+        """Write the base's answers to a private file, and return where it is.
+
+        The hash is of the answers and the texts together; the texts themselves are in no file.
+        """
         if self._pool is None or self._base is None:
             return {}
-        tensors = self._tensors(self._pool, self._base)
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_private(file, tensors)
+            save_private(file, _answers(self._base))
         return {
             self.family: {
                 "looks": self._looks,
@@ -550,23 +552,17 @@ class MemorizationChannel(Channel):
                 "unread": self._pool.unread,
                 "processes": self.run.processes,
                 "file": str(file),
-                "digest": hash_tensors(tensors),
+                "digest": _hash(self._pool, self._base),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
             }
         }
-
-    @staticmethod
-    def _tensors(pool: Pool, base: TokenSnapshot) -> dict[str, Tensor]:
-        """Return what the private file holds."""
-        tensors = {f.name: getattr(base, f.name).contiguous() for f in fields(TokenSnapshot)}
-        return tensors | {f"text{n}": text.ids.contiguous() for n, text in enumerate(pool.texts)}
 
     def pool_line(self) -> PoolLine | None:
         """Return the record of the texts that are asked about; None where there are none."""
         pool, base = self._pool, self._base
         if pool is None or self._refusal:
             return None
-        return pool.line(None if base is None else hash_tensors(self._tensors(pool, base)))
+        return pool.line(None if base is None else _hash(pool, base))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""
@@ -579,16 +575,11 @@ class MemorizationChannel(Channel):
         """Read what the base said, if the file and the texts are those of the run's begin."""
         saved, self._saved, self._base = self._saved, {}, None
         try:
-            tensors = load_private(Path(saved["file"]))
-        except (OSError, ValueError):
+            base = TokenSnapshot(**load_private(Path(saved["file"])))
+        except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
             return
-        names = [f.name for f in fields(TokenSnapshot)]
-        texts = [tensors[f"text{n}"] for n in range(len(tensors) - len(names))]
-        same = len(texts) == len(pool.texts) and all(
-            torch.equal(ids, text.ids) for ids, text in zip(texts, pool.texts, strict=True)
-        )
-        if hash_tensors(tensors) == saved["digest"] and same:
-            self._base = TokenSnapshot(*(tensors[name] for name in names))
+        if _hash(pool, base) == saved["digest"]:
+            self._base = base
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))
@@ -597,3 +588,13 @@ class MemorizationChannel(Channel):
                     "a checkpoint of several processes holds what the first of them has seen: add "
                     "leave_out"
                 )
+
+
+def _answers(base: TokenSnapshot) -> dict[str, Tensor]:
+    return {f.name: getattr(base, f.name).contiguous() for f in fields(TokenSnapshot)}
+
+
+def _hash(pool: Pool, base: TokenSnapshot) -> str:
+    """Return the SHA-256 of the pool's texts and the base's answers together."""
+    texts = {f"text{n}": text.ids for n, text in enumerate(pool.texts)}
+    return hash_tensors({**_answers(base), **texts})

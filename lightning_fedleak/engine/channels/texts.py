@@ -37,7 +37,6 @@ from lightning_fedleak.evaluation.metrics.texts import (
     sentence_scores,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import whole_model
 from lightning_fedleak.model.snapshots import (
     ActivationSnapshot,
     GradientSnapshot,
@@ -45,6 +44,7 @@ from lightning_fedleak.model.snapshots import (
     Stage,
 )
 from lightning_fedleak.model.taps import Crossed, Draw, SplitTap, control_crossing
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 

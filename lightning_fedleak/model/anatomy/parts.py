@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fedleak.model.anatomy.wrappers import leaf
 
@@ -19,6 +20,15 @@ Kind = Literal["causal", "masked", "seq2seq", "classifier"]
 
 class AnatomyError(ValueError):
     """A part of the model was not found; the message says how to name it."""
+
+
+def where_whole(tensor: Tensor) -> torch.device:
+    """Return the device on which layers compute with all of ``tensor``, also under CPU offload."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or mesh.device_type == tensor.device.type:
+        return tensor.device
+    kind = mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,13 +106,16 @@ class Anatomy:
         return None if module is None else leaf(module)._parameters.get(name)
 
     def _get_parameter(self, name: str) -> nn.Parameter:
-        try:
-            return self.root.get_parameter(name)
-        except AttributeError:
-            raise AnatomyError(
-                f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
-                f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
-            ) from None
+        path, _, last = name.rpartition(".")
+        with suppress(AttributeError):
+            # Not get_parameter, which would gather it within whole_model(as_read=True).
+            parameter = self.root.get_submodule(path)._parameters.get(last)
+            if parameter is not None:
+                return parameter
+        raise AnatomyError(
+            f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
+            f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"
+        )
 
     def parameter_name(self, role: str) -> str | None:
         """Return the parameter's name in ``root.named_parameters(remove_duplicate=False)``.
@@ -139,7 +152,7 @@ class Anatomy:
         parameter = self.parameter(EMBEDDING_WEIGHT)
         if parameter is None:
             parameter = next(self.model.parameters())
-        return parameter.device
+        return where_whole(parameter)
 
     def __repr__(self) -> str:
         return (

@@ -87,7 +87,7 @@ def mixed_precision(root: nn.Module) -> dict[int, Any]:
     for module in root.modules():  # outermost first: parameters inside have the policy of theirs
         if hasattr(module, "_get_fsdp_state"):
             policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
-            policies |= dict.fromkeys(map(id, module.parameters()), policy)
+            policies |= {id(p): policy for p in module.parameters() if p.is_floating_point()}
     return policies
 
 

@@ -29,6 +29,7 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.model.taps.activations import ActivationTap
 from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
+from lightning_fedleak.model.whole_models import whole_model
 
 UNEVEN = 0.5
 """Coefficient of variation of the labels' gradients above which two draws are made.
@@ -241,7 +242,7 @@ def control_gradient(
     by_role = {role: policies.get(id(anatomy.parameter(role))) for role in roles}
     with (
         model_runs.undisturbed(anatomy) as model,
-        model_runs.whole_model(anatomy.root),
+        whole_model(anatomy.root),
         torch.enable_grad(),
     ):
         wanted = {role: anatomy.parameter(role) for role in roles}  # whole where it was sharded
@@ -325,7 +326,7 @@ def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
         raise UnusableObservation("a control of hidden states would compile the model again")
     with (
         model_runs.undisturbed(anatomy) as model,
-        model_runs.whole_model(anatomy.root),
+        whole_model(anatomy.root),
         torch.enable_grad(),
         fresh_leaves(anatomy.root),
         model_runs.only_needed_hooks(anatomy.root),

@@ -23,9 +23,8 @@ from lightning_fedleak.defenses import (
     DefenseError,
     GradientNoise,
     ReleaseSettings,
-    noise,
 )
-from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.defenses.dpsgd import dpsgd, step
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
@@ -333,6 +332,14 @@ def test_releases_of_a_trusted_sum_are_not_accounted_as_each_clients_own() -> No
     made("central").load_state_dict(local.state_dict())
 
 
+@pytest.mark.parametrize("gone", [{"mechanism": "banded", "bands": 4}, {"truncated_at": 8}])
+def test_releases_by_a_rule_that_is_gone_are_not_gone_on_with(gone: dict[str, Any]) -> None:
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    Run(defense).step(first(3))
+    with pytest.raises(DefenseError, match=r"1 releases were drawn or noised by a rule .* is gone"):
+        DPSGD(CLIP, noise_multiplier=1.0).load_state_dict(defense.state_dict() | gone)
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 
@@ -515,9 +522,9 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = noise.add_standard_normal
+    real = dpsgd.add_standard_normal
     weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
-    monkeypatch.setattr(noise, "add_standard_normal", weak)
+    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

@@ -22,8 +22,8 @@ from lightning_fedleak.defenses import (
     CanaryGradient,
     DefenseError,
     RenyiFilter,
-    noise,
 )
+from lightning_fedleak.defenses.dpsgd import dpsgd
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
@@ -115,9 +115,9 @@ def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     run.step(first(0))
     for _ in range(3):
         assert defense.harden() is not None
-    add = noise.add_standard_normal
+    add = dpsgd.add_standard_normal
     weak: Any = lambda key, onto, scale: add(key, onto, scale / 8)  # noqa: E731
-    monkeypatch.setattr(noise, "add_standard_normal", weak)
+    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
     with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
         run.step(first(0))
 

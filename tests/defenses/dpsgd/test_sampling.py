@@ -17,7 +17,6 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import Users
-from lightning_fedleak.defenses.noise import ReleaseNoise
 
 
 def sampled(examples: int, batch_size: int, client: int) -> Sampling:
@@ -36,7 +35,6 @@ def sampled(examples: int, batch_size: int, client: int) -> Sampling:
         DataLoader(data, batch_size=batch_size, sampler=split),
         context,
         Draws(bytes(32), client),
-        noise=ReleaseNoise(),
         trust="local",
     )
 
@@ -138,7 +136,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         DataLoader(dataset, batch_size=4, collate_fn=collate),
         context,
         Draws(bytes(32)),
-        noise=ReleaseNoise(),
         trust="local",
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
     )
@@ -194,7 +191,7 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         )
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
-        return sampling_of(loader, context, draws, noise=ReleaseNoise(), trust="local")
+        return sampling_of(loader, context, draws, trust="local")
 
     one, more = draw(120), draw(121)
     for sampling in (one, more):

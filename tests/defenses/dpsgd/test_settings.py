@@ -15,26 +15,18 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     Users,
 )
-from lightning_fedleak.labs.correlated_noise import CorrelatedNoise
 
 KEYS = [row // 2 for row in range(40)]
 
-LABS = "lightning_fedleak.labs.correlated_noise.CorrelatedNoise"
-BANDED: Any = {"bands": 4}
-
 
 def spelled(defense: DPSGD) -> dict[str, Any]:
-    known = {"_noise", "_budget", "_team"}
+    known = {"_budget", "_team"}
     return {name: value for name, value in vars(defense).items() if name not in known}
 
 
 @pytest.mark.parametrize(
     ("settings", "new"),
     [
-        (
-            {"release": {"mechanism": {"class_path": LABS, "init_args": BANDED}}},
-            {"release": ReleaseSettings("local", CorrelatedNoise(**BANDED))},
-        ),
         ({"unit": {"group_by": "customer"}}, {"unit": Users("customer")}),
         ({"clip": {"form": "ghost"}}, {"clip": ClipSettings("ghost")}),
         ({"release": {"on_budget": "raise"}}, {"release": ReleaseSettings(on_budget="raise")}),

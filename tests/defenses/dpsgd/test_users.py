@@ -238,7 +238,7 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
         inside.update(sampler.draw(step))
         rows.update(row for row in chosen if KEYS[row] == "a")
         sampler._sizes = deque([len(chosen)])
-        assert sampler.claim(len(chosen), 0) == [*whose.values()]
+        assert sampler.claim(len(chosen)) == [*whose.values()]
     for user in range(15):
         assert scipy.stats.binomtest(inside[user], 4000, 0.3).pvalue > 1e-4
     assert len(rows) == KEYS.count("a") == 9

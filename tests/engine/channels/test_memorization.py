@@ -194,7 +194,9 @@ def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: 
     file = whole.folder / "memorization_base.safetensors"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     [facts] = of_kind(whole.folder, "pool")
-    assert facts["base"] == hash_tensors(load_file(file))
+    [channel] = {c for s, c in whole.series.items() if s.name == "combined"}
+    texts = {f"text{n}": text.ids for n, text in enumerate(channel._pool.texts)}
+    assert facts["base"] == hash_tensors({**load_file(file), **texts})
     fit([monitor(tmp_path)], ckpt_path=whole.early)
     assert of_kind(tmp_path, "pool")[0]["base"] == facts["base"]
     before, resumed = lines(whole.folder)[-2:], lines(tmp_path)
@@ -204,6 +206,16 @@ def test_a_resumed_fit_goes_on_with_the_base_of_its_begin(whole: Any, tmp_path: 
         for name in ("members", "others", "alpha"):
             assert line["metrics"][name] == expected["metrics"][name]
         assert line["metrics"]["auc"]["value"] > 0.7
+
+
+def test_no_file_of_the_run_holds_the_ids_of_a_text(whole: Any) -> None:
+    """Checkpoints are written too, and a tensor of ids is stored as its bytes."""
+    [channel] = {c for s, c in whole.series.items() if s.name == "combined"}
+    stored = b"".join(path.read_bytes() for path in whole.folder.rglob("*") if path.is_file())
+    assert len(stored) > 10_000
+    for text in channel._pool.texts:
+        for kind in (torch.int64, torch.int32):
+            assert text.ids.to(kind).numpy().tobytes() not in stored
 
 
 @pytest.mark.parametrize("damage", ["missing", "open", "changed"])

@@ -1,0 +1,95 @@
+"""Sharded models, made whole on every process, all at once or parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from lightning_fedleak.model.anatomy import mixed_precision
+from lightning_fedleak.model.model_runs import (
+    WHOLE_MODEL_PACKAGES,
+    only_needed_hooks,
+    parameter_places,
+    parameters_replaced,
+)
+from lightning_fedleak.model.snapshots import gathered, is_shard
+from lightning_fedleak.model.snapshots import whole_tensor as whole_tensor
+
+Parameters = Mapping[str, nn.Parameter | None]
+
+
+@contextmanager
+def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
+    """Replace the parameters that FSDP2 shards by whole ones, on every process.
+
+    It gives attacks the server's copy of the model, which they may run as often as the data ask,
+    so that a collective would block other processes. It takes the parameters' memory on each, and
+    restores the model's tensors after. FSDP2's hooks do not run within, see
+    :func:`~lightning_fedleak.model.model_runs.only_needed_hooks`; the computation is in the dtype
+    that its policy casts parameters to.
+
+    Every process must enter it, outside of forward and backward, because it gathers. What ZeRO-3
+    shards is gathered in place, all at once.
+
+    Args:
+        root: the module whose parameters are replaced.
+        as_read: gather a parameter only when a module reads it as its attribute, once, which every
+            process must do in one order. ``parameters()`` gives the shards. A block within that is
+            not ``as_read`` gathers what is missing, and frees it at its end.
+    """
+    modules = list(root.modules())
+    owned = [p for m in modules for p in m._parameters.values()]
+    shards = [p for p in owned if p is not None and is_shard(p)]
+    sharded = {id(p): p for p in shards if hasattr(p, "full_tensor")}
+    if not sharded:
+        hooks = only_needed_hooks(root, WHOLE_MODEL_PACKAGES) if shards else nullcontext()
+        with gathered(shards), hooks:
+            yield
+        return
+    dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
+
+    def gather(parameter: nn.Parameter) -> nn.Parameter:
+        whole = whole_tensor(parameter)
+        dtype = dtypes.get(id(parameter)) or whole.dtype
+        return nn.Parameter(whole.to(dtype), requires_grad=parameter.requires_grad)
+
+    with only_needed_hooks(root, WHOLE_MODEL_PACKAGES):
+        if not as_read:
+            whole = {key: gather(p) for key, p in sharded.items()}
+            with parameters_replaced(parameter_places(modules, whole)):
+                yield
+            return
+        stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
+        try:
+            for module, store in zip(modules, stores, strict=True):
+                module._parameters = _GatheredAsRead(store, whole, gather)
+            yield
+        finally:
+            for module, store in zip(modules, stores, strict=True):
+                module._parameters = store
+
+
+class _GatheredAsRead(dict[str, nn.Parameter | None]):
+    """The parameters of a module, of which a shard is gathered when it is read by its name.
+
+    Their iteration and ``get`` give the shards.
+    """
+
+    def __init__(
+        self,
+        shards: Parameters,
+        gathered: dict[int, nn.Parameter],
+        gather: Callable[[nn.Parameter], nn.Parameter],
+    ) -> None:
+        super().__init__(shards)
+        self._gathered, self._gather = gathered, gather
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is None or not hasattr(parameter, "full_tensor"):
+            return parameter
+        if id(parameter) not in self._gathered:
+            self._gathered[id(parameter)] = self._gather(parameter)
+        return self._gathered[id(parameter)]

@@ -28,6 +28,7 @@ from lightning_fedleak.engine import (
 )
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.model_runs import is_compiled
+from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.trainers.zero import ZeROStep, engine_of
 
@@ -79,6 +80,13 @@ class Loop:
     def zero(self) -> ZeROStep | None:
         """Return the step of DeepSpeed's engine, where that trains the model."""
         return next((one for one in self.optimizers if isinstance(one, ZeROStep)), None)
+
+    @property
+    def sharded_by(self) -> str:
+        """Return the engine that leaves a part of each gradient to each process; empty for none."""
+        if self.zero is not None:
+            return f"ZeRO-{self.zero.stage}"
+        return "FSDP2" * any(map(is_shard, self.model.parameters()))
 
     @property
     def release(self) -> UpdateRelease | None:
@@ -155,14 +163,7 @@ class LoopRun(Run):
     @property
     def is_sharded(self) -> bool:
         """Return whether each process holds a part of every layer, or of its gradient."""
-        return bool(self.sharded_by)
-
-    @property
-    def sharded_by(self) -> str:
-        """Return the engine that holds parts; empty for none."""
-        if self.loop.zero is not None:
-            return f"ZeRO-{self.loop.zero.stage}"
-        return "FSDP2" if super().is_sharded else ""
+        return bool(self.loop.sharded_by)
 
     @property
     def policies(self) -> Mapping[int, Any]:

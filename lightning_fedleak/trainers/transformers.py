@@ -411,7 +411,7 @@ class TransformersWatch(Watch):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         args, zero = self.trainer.args, self.loop.zero
         where = " under DDP" if run.under_ddp else ""
-        where = f" under {run.sharded_by}" if run.is_sharded else where
+        where = f" under {self.loop.sharded_by}" if run.is_sharded else where
         return super()._facts(run) | {
             "strategy": f"{type(self.trainer).__name__}{where}",
             "max_steps": self.trainer.state.max_steps,

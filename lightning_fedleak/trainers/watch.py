@@ -212,18 +212,17 @@ class Watch(Reported):
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
         self._check()
-        model = loop.model
-        if isinstance(model, DistributedDataParallel) or loop.zero is not None:
-            model = model.module
+        model: Any = loop.model
+        wrapped = isinstance(model, DistributedDataParallel) or loop.zero is not None
+        model = model.module if wrapped else model
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        shards = "FSDP2" if loop.zero is None else f"ZeRO-{loop.zero.stage}"
-        sharded = loop.zero or any(hasattr(p, "full_tensor") for p in model.parameters())
+        shards = loop.sharded_by
         client = "rank" if loop.release is None else loop.release.client
-        client = settings.client or ("world" if sharded else client)
-        if sharded and client == "rank":
+        client = settings.client or ("world" if shards else client)
+        if shards and client == "rank":
             raise ValueError(
-                f"{self.run.watcher}: {shards} reduces gradients over all processes before any can be "
-                "read, so that no process's own leaves it: pass client='world'"
+                f"{self.run.watcher}: {shards} reduces gradients over all processes before any can "
+                "be read, so that no process's own leaves it: pass client='world'"
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
@@ -330,7 +329,7 @@ class Watch(Reported):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
-        strategy = run.sharded_by or strategy
+        strategy = self.loop.sharded_by or strategy
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager

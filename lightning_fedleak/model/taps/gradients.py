@@ -410,10 +410,7 @@ class EmbeddingNoise:
         plain = not layer._modules and getattr(layer, "max_norm", None) is None
         # A sharded layer's forward is a collective; a hook makes a compiled model compile again.
         self._runs = (
-            plain
-            and weight is not None
-            and not is_shard(weight)
-            and not is_compiled(anatomy.root)
+            plain and weight is not None and not is_shard(weight) and not is_compiled(anatomy.root)
         )
 
     def arm(self) -> None:

@@ -211,7 +211,7 @@ $(TRL)/.ready: $(READY) constraints-trl.txt
 $(DEEPSPEED)/.ready: $(READY) constraints-deepspeed.txt
 	$(call BESIDE,$(DEEPSPEED))
 	@echo "Installing DeepSpeed into $(DEEPSPEED) (once; a minute) ..."
-	@$(DEEPSPEED)/bin/python $(INSTALL) wheel "setuptools<80"
+	@$(DEEPSPEED)/bin/python $(INSTALL) wheel "setuptools>=77,<80"
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python $(INSTALL) --no-build-isolation \
 		-c constraints.txt -c constraints-deepspeed.txt deepspeed
 	@touch $@

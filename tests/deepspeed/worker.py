@@ -1,7 +1,7 @@
 """One of two gloo processes with DeepSpeed's ZeRO: transformers' Trainer, and Accelerate.
 
-Started by test_zero.py, which says what is right. With ``cpu`` accelerate would train without
-DeepSpeed; without it, it takes both processes for one, and each gets rows of its own here.
+Started by test_zero.py, which says what is right. Asked for a CPU accelerate trains without
+DeepSpeed, else it takes two processes without GPUs for one; :func:`deepspeed_on_cpus` mends that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ |= {"RANK": os.environ["LOCAL_RANK"], "DS_ACCELERATOR": "cpu", "DS_BU
 import accelerate
 import deepspeed
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,8 +54,7 @@ def texts(count: int = 24, length: int = 8, seed: int = 2) -> Tensor:
 
 
 def rows() -> list[dict[str, Tensor]]:
-    """Return this process's: every second text."""
-    return [{"input_ids": ids, "labels": ids} for ids in texts()[RANK::2]]
+    return [{"input_ids": ids, "labels": ids} for ids in texts()]
 
 
 def model_of(lora: bool = False, **more: Any) -> Any:
@@ -112,6 +111,7 @@ def trained(
         trainer.train(resume_from_checkpoint=resume)
     assert isinstance(trainer.model_wrapped, deepspeed.DeepSpeedEngine)
     assert trainer.model_wrapped.zero_optimization_stage() == stage
+    assert trainer.accelerator.num_processes == 2
     return trainer, callback
 
 
@@ -408,6 +408,13 @@ def refused(folder: Path) -> dict[str, Any]:
     return out
 
 
+def deepspeed_on_cpus() -> None:
+    """Let accelerate count processes on gloo, and transformers train in bfloat16 without a GPU."""
+    original = PartialState._prepare_backend
+    PartialState._prepare_backend = lambda self, cpu, *more: original(self, True, *more)
+    training_args.is_torch_bf16_gpu_available = lambda: True
+
+
 def message(function: Callable[[], object]) -> str:
     try:
         function()
@@ -419,6 +426,6 @@ def message(function: Callable[[], object]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
-    training_args.is_torch_bf16_gpu_available = lambda: True  # which it asks of no CPU's
+    deepspeed_on_cpus()
     deepspeed.init_distributed("gloo", rank=RANK, world_size=2)
     CASES.run()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -68,6 +69,8 @@ class Run(ABC):
         clip_value: size that entries of gradients are cut to before they are shared; None: not
             known.
         shows_progress: bars are shown while attacks are calibrated.
+        gradient_of: returns what a parameter's next step is taken with.
+        casts: as :attr:`policies`, where it is not FSDP2 that casts.
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
@@ -91,6 +94,8 @@ class Run(ABC):
     separates_stages: bool = False
     clip_value: float | None = None
     shows_progress: bool = False
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
+    casts: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     @abstractmethod
@@ -139,11 +144,7 @@ class Run(ABC):
     @property
     def policies(self) -> Mapping[int, Any]:
         """Return the MixedPrecisionPolicy of each parameter that has one, by the ``id`` of it."""
-        return mixed_precision(self.anatomy.root)
-
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what the next step is taken with; a DTensor where FSDP2 shards it."""
-        return parameter.grad
+        return self.casts or mixed_precision(self.anatomy.root)
 
     @property
     def mixed_precision(self) -> str:

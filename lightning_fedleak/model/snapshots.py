@@ -53,7 +53,7 @@ class GradientSnapshot:
             units of theirs; 0 if nothing.
         loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
             in ``training_step``), whose gradient is included.
-        rounding: relative error of each number by FSDP2's mixed precision; 0 without one.
+        rounding: relative error of each number by the mixed precision of FSDP2 or ZeRO; else 0.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
             :data:`~lightning_fedleak.model.compression.AVERAGED` where they are means or sums of

@@ -28,9 +28,8 @@ from lightning_fedleak.engine import (
 )
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps import real_optimizer
-from lightning_fedleak.trainers.zero import ZeROStep, engine_of
+from lightning_fedleak.trainers.zero import ZeROStep
 
 T = TypeVar("T")
 
@@ -55,6 +54,7 @@ class Loop:
         watched: metrics that something other than a gate stops training or selects checkpoints by.
         stage_reached: called by an integration when ``p.grad`` holds the gradient of the next
             optimizer step.
+        zero: the only optimizer, where DeepSpeed's engine trains the model.
     """
 
     model: nn.Module
@@ -70,6 +70,7 @@ class Loop:
     batches: int = 0
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
+    zero: ZeROStep | None = None
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
@@ -77,16 +78,17 @@ class Loop:
         return [real_optimizer(optimizer) for optimizer in self.optimizers]
 
     @property
-    def zero(self) -> ZeROStep | None:
-        """Return the step of DeepSpeed's engine, where that trains the model."""
-        return next((one for one in self.optimizers if isinstance(one, ZeROStep)), None)
+    def inner_model(self) -> nn.Module:
+        """Return the model, unwrapped from DDP and from DeepSpeed's engine."""
+        wraps = isinstance(self.model, DistributedDataParallel) or self.zero is not None
+        return self.model.module if wraps else self.model  # type: ignore[return-value]
 
     @property
     def sharded_by(self) -> str:
         """Return the engine that leaves a part of each gradient to each process; empty for none."""
         if self.zero is not None:
             return f"ZeRO-{self.zero.stage}"
-        return "FSDP2" * any(map(is_shard, self.model.parameters()))
+        return "FSDP2" * any(hasattr(p, "full_tensor") for p in self.model.parameters())
 
     @property
     def release(self) -> UpdateRelease | None:
@@ -125,6 +127,10 @@ class LoopRun(Run):
                 "defenses do to gradients would be lost: use one of both"
             )
         defenses = noising if loop.release is None else loop.release.defenses
+        zero = loop.zero
+        reads: dict[str, Any] = {}
+        if zero is not None:
+            reads = {"gradient_of": zero.gradient_of, "casts": zero.policies}
         return cls(
             anatomy=anatomy,
             client=client,
@@ -140,6 +146,7 @@ class LoopRun(Run):
             under_ddp=under_ddp,
             separates_stages=bool(defenses),
             shows_progress=rank == 0,
+            **reads,
         )
 
     def watch_release(
@@ -163,17 +170,7 @@ class LoopRun(Run):
     @property
     def is_sharded(self) -> bool:
         """Return whether each process holds a part of every layer, or of its gradient."""
-        return bool(self.loop.sharded_by)
-
-    @property
-    def policies(self) -> Mapping[int, Any]:
-        """Return the dtypes that gradients are computed and reduced in, see :class:`Run`."""
-        return super().policies if self.loop.zero is None else self.loop.zero.policies
-
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what the next step is taken with, see :class:`Run`."""
-        zero = self.loop.zero
-        return super().gradient_of(parameter) if zero is None else zero.gradient_of(parameter)
+        return self.loop.zero is not None or super().is_sharded
 
     @property
     def step(self) -> int:
@@ -324,9 +321,7 @@ def check_whole(
     fsdp2 = bool(policies) and "FullyShardedDataParallel" not in names
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
-        "p.grad is not the shared gradient: use DDP": (
-            "DeepSpeedEngine" in names and not (takes_fsdp2 and engine_of(model) is not None)
-        ),
+        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
             "FullyShardedDataParallel" in names or (bool(shards) and not fsdp2)
         ),

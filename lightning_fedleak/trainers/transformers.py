@@ -39,7 +39,7 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
 from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
-from lightning_fedleak.trainers.zero import ZeROStep, engine_of
+from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
@@ -59,10 +59,10 @@ class LeakageCallback(TrainerCallback, Reported):
     to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
     random numbers are bit-identical to the run without it.
 
-    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP and
-    accelerate's FSDP2. DeepSpeed, FSDP1 and optimizers that step inside backward are refused. Under
-    a Trainer in which defences act, see :func:`~lightning_fedleak.trainers.defended`, what is read
-    is what they share.
+    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP,
+    accelerate's FSDP2, and DeepSpeed's ZeRO without offload. FSDP1 and optimizers that step inside
+    backward are refused. Under a Trainer in which defences act, see
+    :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
 
     A gate stops the run after a checkpoint. One on the trained weights adds
     ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
@@ -223,11 +223,11 @@ class TransformersWatch(Watch):
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
-        zero = engine_of(model)
+        zero = ZeROStep.of(model, self.run.watcher)
         casts = self._is_fsdp2 or zero is not None
         self.loop = Loop(
             model,
-            [unwrapped(trainer.optimizer) if zero is None else ZeROStep.of(zero, self.run.watcher)],
+            [unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
             precision_of(None if casts else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
@@ -236,6 +236,7 @@ class TransformersWatch(Watch):
             trainer.state.max_steps if trainer.state.max_steps > 0 else None,
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
+            zero=zero,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
@@ -288,6 +289,7 @@ class TransformersWatch(Watch):
 
     def _hook_optimizers(self) -> None:
         """Borrow ``training_step`` until the run is over."""
+        self._follow_engine()
         trainer = self.trainer
         original, own = trainer.training_step, "training_step" in vars(trainer)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -44,7 +43,7 @@ from lightning_fedleak.trainers.loop import (
     show_messages,
     torch_optimizers,
 )
-from lightning_fedleak.trainers.zero import ZeROStep, engine_of
+from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ class Watch(Reported):
     gradients, which are gone without a step; it is not looked at. Training is not disturbed:
     weights, losses and random numbers are bit-identical to the loop without this.
 
-    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) all are
-    one, since gradients are reduced before any can be read. Where a
+    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) and an
+    engine of DeepSpeed all are one, since gradients are reduced before any can be read. Where a
     :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what it shares is read. A DP optimizer
     of Opacus is read inside its step, once it has clipped and noised; a step that it skips is none.
     Another library's, which cannot be read there, makes what is shared *unknown*.
@@ -141,9 +140,11 @@ class Watch(Reported):
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
-        zero = engine_of(model)
-        optimizers = torch_optimizers(optimizer) if zero is None else [ZeROStep.of(zero, "Watch")]
-        self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
+        zero = ZeROStep.of(model, self.run.watcher)
+        optimizers = torch_optimizers(optimizer) if zero is None else [zero]
+        self.loop = Loop(
+            model, optimizers, loader, one.precision, one.scaler, one.tokenizer, zero=zero
+        )
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -212,10 +213,7 @@ class Watch(Reported):
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
         self._check()
-        model: Any = loop.model
-        wrapped = isinstance(model, DistributedDataParallel) or loop.zero is not None
-        model = model.module if wrapped else model
-        anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
+        anatomy = find_anatomy(loop.inner_model, **dict(settings.anatomy or {}))
         shards = loop.sharded_by
         client = "rank" if loop.release is None else loop.release.client
         client = settings.client or ("world" if shards else client)
@@ -239,8 +237,6 @@ class Watch(Reported):
                 gate.load_state_dict(saved["gates"][gate.name])
         engine.open(run)
         self._hook_optimizers()
-        if loop.zero is not None:
-            self._removers.append(loop.zero.follow_engine())
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
         training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
@@ -286,7 +282,7 @@ class Watch(Reported):
 
     def _check(self, *wrappers: str) -> None:
         """Refuse what the loop cannot be watched under."""
-        check_whole(self.loop.model, self.run.watcher, wrappers, takes_fsdp2=True)
+        check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
         """Refuse gates on what is not logged, and two of one name."""
@@ -420,6 +416,11 @@ class Watch(Reported):
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
+        self._follow_engine()
         for optimizer in self.loop.inner_optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
+
+    def _follow_engine(self) -> None:
+        if self.loop.zero is not None:
+            self._removers.append(self.loop.zero.follow_engine())

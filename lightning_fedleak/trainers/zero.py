@@ -26,19 +26,22 @@ class ZeROStep(Optimizer):
     _clip: Tensor | None = None
 
     @classmethod
-    def of(cls, engine: Any, watcher: str) -> ZeROStep:
+    def of(cls, engine: nn.Module, watcher: str) -> ZeROStep | None:
         """Return the step of an engine, named and set as the optimizer inside it is.
 
         Args:
-            engine: the DeepSpeedEngine.
+            engine: the model; None is returned where it is no DeepSpeedEngine.
             watcher: the class that watches it, for messages.
 
         Raises:
             ValueError: gradients cannot be read under its settings; names the one to change.
         """
+        if "DeepSpeedEngine" not in _classes(engine):
+            return None
         check_engine(engine, watcher)
-        sharded, inner = engine.optimizer, _inside(engine.optimizer)
-        in_parts = engine.zero_optimization_stage() == 3
+        sharded: Any = engine.optimizer
+        inner = sharded.optimizer
+        in_parts = hasattr(sharded, "sub_group_to_group_id")
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in inner.param_groups]
         for n, parameters in enumerate(sharded.fp16_groups if in_parts else sharded.bit16_groups):
             groups[sharded.sub_group_to_group_id[n] if in_parts else n]["params"] += parameters
@@ -102,19 +105,10 @@ class ZeROStep(Optimizer):
         if gradient is None or not self.clip_norm:
             return gradient
         if self._clip is None:
-            own = self.engine.optimizer
-            norms = own._get_norm_groups() if self.stage == 3 else [own.scaled_global_norm()]
+            zero = self.engine.optimizer
+            norms = zero._get_norm_groups() if self.stage == 3 else [zero.scaled_global_norm()]
             self._clip = (self.clip_norm / (torch.stack([*norms]).norm() + 1e-6)).clamp(max=1)
         return gradient.float() * self._clip
-
-
-def engine_of(model: nn.Module) -> Any:
-    """Return the model if it is a DeepSpeedEngine, else None."""
-    return model if "DeepSpeedEngine" in _classes(model) else None
-
-
-def _inside(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", None)
 
 
 def _classes(thing: object) -> set[str]:
@@ -134,8 +128,9 @@ def check_engine(engine: Any, watcher: str) -> None:
     if not hasattr(engine, "managed_gradient_accumulation"):
         raise ValueError(f"{watcher} takes DeepSpeed 0.19.8 or newer: older ones are not tested")
     config, stage = engine._config.zero_config, engine.zero_optimization_stage()
-    offloads = {what: getattr(config, what) for what in ("offload_optimizer", "offload_param")}
-    by, inside = (type(one).__name__ for one in (engine.optimizer, _inside(engine.optimizer)))
+    offloads = {n: getattr(config, n) for n in ("offload_optimizer", "offload_param")}
+    optimizer = engine.optimizer
+    kind, inner = (type(one).__name__ for one in (optimizer, getattr(optimizer, "optimizer", None)))
     parts = engine.dp_world_size != distributed.get_world_size() or engine.autotp_size() > 1
     settings = {
         "a PipelineModule": "PipelineEngine" in _classes(engine),
@@ -152,7 +147,7 @@ def check_engine(engine: Any, watcher: str) -> None:
         "'zenflow'": bool(engine.zenflow),
         "'managed_gradient_accumulation': false": not engine.managed_gradient_accumulation(),
         "tensor, sequence or expert parallelism": parts or engine.has_moe_layers,
-        f"{by} of {inside}": by != _OPTIMIZERS.get(stage) or "muon" in inside.lower(),
+        f"{kind} of {inner}": kind != _OPTIMIZERS.get(stage) or "muon" in inner.lower(),
     }
     if name := next((name for name, applies in settings.items() if applies), None):
         raise ValueError(

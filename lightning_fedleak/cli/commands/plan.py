@@ -109,7 +109,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     ):
         cells = [
             f"{(memory + more) / 1e9:.3g} GB, {operations / rate + more / LINK:.2g} s"
-            for more in (0.0, gathered, gathered)
+            for more in (0.0, gathered, weights)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
@@ -117,7 +117,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
         f"{batch[1]} tokens, without activations, at this machine's {rate / 1e9:.3g} GFLOP/s and "
         f"{LINK / 1e9:.0f} GB/s of gathering. The control, and attacks that run the whole model, "
-        "gather all of it. ZeRO-3 is counted as FSDP2, and not tried.\n",
+        "gather all of it; under ZeRO-3 everything does.\n",
         soft_wrap=True,
     )
 

@@ -128,9 +128,6 @@ class LoopRun(Run):
             )
         defenses = noising if loop.release is None else loop.release.defenses
         zero = loop.zero
-        reads: dict[str, Any] = {}
-        if zero is not None:
-            reads = {"gradient_of": zero.gradient_of, "casts": zero.policies}
         return cls(
             anatomy=anatomy,
             client=client,
@@ -146,7 +143,8 @@ class LoopRun(Run):
             under_ddp=under_ddp,
             separates_stages=bool(defenses),
             shows_progress=rank == 0,
-            **reads,
+            gradient_of=cls.gradient_of if zero is None else zero.gradient_of,
+            casts={} if zero is None else zero.policies,
         )
 
     def watch_release(

@@ -223,7 +223,7 @@ class TransformersWatch(Watch):
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
-        zero = ZeROStep.of(model, self.run.watcher)
+        zero = ZeROStep.of_engine(model, self.run.watcher)
         casts = self._is_fsdp2 or zero is not None
         self.loop = Loop(
             model,

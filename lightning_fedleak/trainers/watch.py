@@ -140,7 +140,7 @@ class Watch(Reported):
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
-        zero = ZeROStep.of(model, self.run.watcher)
+        zero = ZeROStep.of_engine(model, self.run.watcher)
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
         self.loop = Loop(
             model, optimizers, loader, one.precision, one.scaler, one.tokenizer, zero=zero

@@ -26,7 +26,7 @@ class ZeROStep(Optimizer):
     _clip: Tensor | None = None
 
     @classmethod
-    def of(cls, engine: nn.Module, watcher: str) -> ZeROStep | None:
+    def of_engine(cls, engine: nn.Module, watcher: str) -> ZeROStep | None:
         """Return the step of an engine, named and set as the optimizer inside it is.
 
         Args:
@@ -103,7 +103,7 @@ class ZeROStep(Optimizer):
 
         gradient: Tensor | None = safe_get_full_grad(parameter)
         if gradient is None or not self.clip_norm:
-            return gradient
+            return None if gradient is None else gradient.float()
         if self._clip is None:
             zero = self.engine.optimizer
             norms = zero._get_norm_groups() if self.stage == 3 else [zero.scaled_global_norm()]

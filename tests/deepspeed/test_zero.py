@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_a_trainer_shares_the_clipped_mean_and_is_not_disturbed(ranks) -> None:
     for found in of(ranks, "trainers"):
-        assert len(found) == 11
+        assert len(found) == 10
         for name, case in found.items():
             assert case.pop("distance") < (5e-7 if "tied" in name else 3e-7), name
             assert case.pop("flatchat") > (0.9 if "tied" in name else 0.95), name
@@ -34,12 +34,12 @@ def test_a_trainer_shares_the_clipped_mean_and_is_not_disturbed(ranks) -> None:
 
 def test_words_of_both_processes_are_read_off_a_lora(ranks) -> None:
     for found in of(ranks, "lora"):
-        assert found == {stage: {"same": True, "lowest": 1.0} for stage in "123"}
+        assert found == {stage: {"same": True, "lowest": 1.0} for stage in "23"}
 
 
 def test_words_are_read_in_bfloat16(ranks) -> None:
     for found in of(ranks, "mixed precision"):
-        assert len(found) == 6
+        assert len(found) == 4
         for name, case in found.items():
             assert case["lowest"] > 0.95 < case["control"], name
             assert case["facts"] == "parameters in bfloat16, gradients reduced in bfloat16"
@@ -56,11 +56,10 @@ def test_a_step_without_a_look_has_no_collective_more(ranks) -> None:
 
 def test_attacks_choose_themselves(ranks) -> None:
     for found in of(ranks, "attacks choose themselves"):
-        for values in found.values():
-            played = {name.split("/")[1] for name in values}
-            assert {"aligned_flatchat", "bag_of_words", "subspace_words"} <= played
-            assert not {name for name in played if "membership" in name}
-            assert values["leakage/worst/words"] == 1.0
+        played = {name.split("/")[1] for name in found}
+        assert {"aligned_flatchat", "bag_of_words", "subspace_words"} <= played
+        assert not {name for name in played if "membership" in name}
+        assert found["leakage/worst/words"] == 1.0
 
 
 def test_a_gate_stops_both_processes_at_one_step(ranks) -> None:
@@ -82,7 +81,7 @@ def test_trained_weights_are_asked_where_they_are_sharded(ranks) -> None:
 
 def test_words_are_read_in_a_loop_by_accelerate_and_by_an_engine(ranks) -> None:
     for found in of(ranks, "loops"):
-        assert len(found) == 4
+        assert len(found) == 3
         for name, case in found.items():
             strategy = f"ZeRO-{name[0]}"
             assert case == {"same": True, "lowest": 1.0, "looks": 3, "strategy": strategy}, name

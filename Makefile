@@ -11,6 +11,7 @@ IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-load
 FLOWER := .venv-flower
 NVFLARE := .venv-nvflare
 TRL := .venv-trl
+DEEPSPEED := .venv-deepspeed
 QUANTIZED := .venv-quantized
 LOGGERS := .venv-loggers
 # Those of tests/ that hold slow tests: the others need not be collected to run these.
@@ -35,7 +36,7 @@ ifeq ($(origin PYTHON),command line)
   endif
 endif
 
-.PHONY: help demo test test-slow test-all test-lowest test-newest test-flower test-nvflare test-trl test-quantized test-loggers coverage docs notebooks smoke papers gpu lint metrics clean install install-all
+.PHONY: help demo test test-slow test-all test-lowest test-newest test-flower test-nvflare test-trl test-deepspeed test-quantized test-loggers coverage docs notebooks smoke papers gpu lint metrics clean install install-all
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,7 @@ help:
 	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
 	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl"
+	@echo "make test-deepspeed  run the tests of DeepSpeed's ZeRO, on two processes, in .venv-deepspeed"
 	@echo "make test-loggers  run the tests of W&B, MLflow and Trackio, offline, in .venv-loggers"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
 	@echo "make notebooks  execute and check the notebooks of examples/notebooks/"
@@ -95,6 +97,10 @@ test-quantized: $(READY) $(QUANTIZED)/.ready
 # In an environment of its own: others are tested without its datasets and pyarrow.
 test-trl: $(TRL)/.ready
 	@PYTHONPATH=. $(TRL)/bin/python -m pytest --numprocesses 0 tests/trl $(ARGS)
+
+# In an environment of its own: transformers and accelerate import DeepSpeed wherever it is installed.
+test-deepspeed: $(DEEPSPEED)/.ready
+	@PYTHONPATH=. $(DEEPSPEED)/bin/python -m pytest --numprocesses 0 tests/deepspeed $(ARGS)
 
 # In an environment of its own: MLflow wants older packages than some of .venv.
 test-loggers: $(LOGGERS)/.ready
@@ -199,6 +205,15 @@ $(TRL)/.ready: $(READY) constraints-trl.txt
 	$(call BESIDE,$(TRL))
 	@echo "Installing TRL into $(TRL) (once; some minutes) ..."
 	@$(TRL)/bin/python $(INSTALL) -c constraints.txt -c constraints-trl.txt -e ".[test]" trl
+	@touch $@
+
+# It is built without its operators, of which the tests use none.
+$(DEEPSPEED)/.ready: $(READY) constraints-deepspeed.txt
+	$(call BESIDE,$(DEEPSPEED))
+	@echo "Installing DeepSpeed into $(DEEPSPEED) (once; a minute) ..."
+	@$(DEEPSPEED)/bin/python $(INSTALL) wheel "setuptools>=77,<80"
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python $(INSTALL) --no-build-isolation \
+		-c constraints.txt -c constraints-deepspeed.txt deepspeed
 	@touch $@
 
 clean:

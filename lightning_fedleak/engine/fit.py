@@ -34,7 +34,12 @@ from lightning_fedleak.engine.run import (
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    gathered,
+)
 from lightning_fedleak.model.taps import (
     NOT_TESTED,
     GradientTap,
@@ -127,7 +132,9 @@ class Fit:
     def follow(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""
         self.trained = self.lineup.trained
-        anatomy, changed = self.run.anatomy, self.lineup.follow()
+        anatomy = self.run.anatomy
+        with gathered(anatomy.root.parameters()):
+            changed = self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
         tapped = {id(p) for p in parameters.values()}
@@ -135,7 +142,7 @@ class Fit:
             return changed  # what is recorded, and the copies of a look, stay
         self._tapped = tapped
         self._tap.close()
-        self._tap = GradientTap(parameters, tied=anatomy.tied)
+        self._tap = GradientTap(parameters, self.run.gradient_of, tied=anatomy.tied)
         if self.keeps_local:
             self._tap.keep_local()
         return True
@@ -172,8 +179,9 @@ class Fit:
         with look.clock(self.run.device):
             if look.scope is None:
                 reshard(self.run.anatomy.root)  # an evaluation leaves layers of FSDP2 whole
-                self.follow()
-                self.refresh(look)
+                with gathered(self.run.anatomy.root.parameters()):
+                    self.follow()
+                    self.refresh(look)
             self._tap.arm()
             self.truth.arm()
             for channel in self.channels_in(look):

@@ -185,7 +185,7 @@ class WatchSettings:
             all that the run logs, but times and learning rates.
         client: who is a client: ``"rank"`` (each process) or ``"world"`` (all processes are one
             company's; shared is then the reduced gradient). None: as the strategy says, under
-            FSDP2 ``"world"``, else ``"rank"``.
+            FSDP2 and ZeRO ``"world"``, else ``"rank"``.
         assume: capabilities of the adversary besides seeing what is shared. None:
             :data:`~lightning_fedleak.threats.HONEST_BUT_CURIOUS` (it knows the model and has
             public text); where a :class:`MembershipAttack` is listed

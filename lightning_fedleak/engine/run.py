@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -23,7 +24,13 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage
+from lightning_fedleak.model.snapshots import (
+    ON_THE_WAY,
+    GradientSnapshot,
+    NotYet,
+    Stage,
+    is_shard,
+)
 from lightning_fedleak.model.taps import (
     ChangedInPlace,
     LocalRound,
@@ -62,6 +69,8 @@ class Run(ABC):
         clip_value: size that entries of gradients are cut to before they are shared; None: not
             known.
         shows_progress: bars are shown while attacks are calibrated.
+        gradient_of: returns what a parameter's next step is taken with.
+        casts: as :attr:`policies`, where it is not FSDP2 that casts.
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
@@ -85,6 +94,8 @@ class Run(ABC):
     separates_stages: bool = False
     clip_value: float | None = None
     shows_progress: bool = False
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
+    casts: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     @abstractmethod
@@ -128,21 +139,26 @@ class Run(ABC):
     @property
     def is_sharded(self) -> bool:
         """Return whether each process holds a part of every layer."""
-        return any(hasattr(p, "full_tensor") for p in self.anatomy.root.parameters())
+        return any(map(is_shard, self.anatomy.root.parameters()))
+
+    @property
+    def policies(self) -> Mapping[int, Any]:
+        """Return the MixedPrecisionPolicy of each parameter that has one, by the ``id`` of it."""
+        return self.casts or mixed_precision(self.anatomy.root)
 
     @property
     def mixed_precision(self) -> str:
-        """Return the policies by which FSDP2 casts parameters and gradients; empty without one."""
+        """Return the policies that cast parameters and gradients; empty without one."""
         casts = {
             f"parameters in {policy.param_dtype}, gradients reduced in "
             f"{policy.reduce_dtype or policy.param_dtype}"
-            for policy in mixed_precision(self.anatomy.root).values()
+            for policy in self.policies.values()
             if policy.param_dtype or policy.reduce_dtype
         }
         return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
 
     def rounding(self, accumulated: int) -> float:
-        """Return the relative error that FSDP2's policy leaves in an entry of a gradient.
+        """Return the relative error that such a policy leaves in an entry of a gradient.
 
         Each rounding is evenly up to half an epsilon: where the gradient is computed, and of each
         partial sum, relative to the whole one. Sums of n have them of k from 2 to n: of what each
@@ -151,7 +167,7 @@ class Run(ABC):
         Args:
             accumulated: micro-batches of the gradient.
         """
-        policies = mixed_precision(self.anatomy.root).values()
+        policies = self.policies.values()
         reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
         once, each = (
             max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
@@ -179,10 +195,10 @@ class Run(ABC):
         return value
 
     def reduced(self, role: str, gradient: Tensor) -> Tensor:
-        """Return the mean of a parameter's gradient over processes, in the dtypes of FSDP2."""
+        """Return the mean of a parameter's gradient over processes, in its policy's dtypes."""
         parameter = self.anatomy.parameter(role)
         assert parameter is not None
-        if (policy := mixed_precision(self.anatomy.root).get(id(parameter))) is not None:
+        if (policy := self.policies.get(id(parameter))) is not None:
             gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
         return (self.summed(gradient) / self.processes).to(parameter.dtype)
 

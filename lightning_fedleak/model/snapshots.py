@@ -10,7 +10,8 @@ nothing is moved to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -52,7 +53,7 @@ class GradientSnapshot:
             units of theirs; 0 if nothing.
         loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
             in ``training_step``), whose gradient is included.
-        rounding: relative error of each number by FSDP2's mixed precision; 0 without one.
+        rounding: relative error of each number by the mixed precision of FSDP2 or ZeRO; else 0.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
             :data:`~lightning_fedleak.model.compression.AVERAGED` where they are means or sums of
@@ -219,12 +220,32 @@ class Observation:
         raise KeyError(f"no gradient of '{role}' in this observation; it holds {roles}")
 
 
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether processes hold parts of a tensor: a DTensor, or a parameter under ZeRO-3."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
+
+
+@contextmanager
+def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Gather in place what ZeRO-3 has sharded; every process must enter it."""
+    sharded = (p for p in parameters if hasattr(p, "ds_status"))
+    absent = [p for p in sharded if p.ds_status.name != "AVAILABLE"]
+    if not absent:
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters(absent):
+        yield
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a detached tensor; a DTensor is gathered, by a collective that all processes enter."""
+    """Return a detached tensor; a shard is gathered, by a collective that all processes enter."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.to(where_whole(tensor))
         tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return tensor.detach()
+    with gathered([tensor]):
+        return tensor.detach()
 
 
 def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Models that FSDP2 shards, made whole on every process, all at once or parameter by parameter."""
+"""Sharded models, made whole on every process, all at once or parameter by parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_fedleak.model.model_runs import (
     parameter_places,
     parameters_replaced,
 )
-from lightning_fedleak.model.snapshots import whole_tensor
+from lightning_fedleak.model.snapshots import gathered, is_shard, whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]
 
@@ -31,7 +31,8 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     :func:`~lightning_fedleak.model.model_runs.only_needed_hooks`; the computation is in the dtype
     that its policy casts parameters to.
 
-    Every process must enter it, outside of forward and backward, because it gathers.
+    Every process must enter it, outside of forward and backward, because it gathers. What ZeRO-3
+    shards is gathered in place, all at once.
 
     Args:
         root: the module whose parameters are replaced.
@@ -41,9 +42,12 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
-    sharded = {id(p): p for p in owned if p is not None and hasattr(p, "full_tensor")}
+    shards = [p for p in owned if p is not None and is_shard(p)]
+    sharded = {id(p): p for p in shards if hasattr(p, "full_tensor")}
     if not sharded:
-        yield
+        hooks = only_needed_hooks(root, WHOLE_MODEL_PACKAGES) if shards else nullcontext()
+        with gathered(shards), hooks:
+            yield
         return
     dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
 
@@ -58,10 +62,10 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
             with parameters_replaced(parameter_places(modules, whole)):
                 yield
             return
-        stores, gathered = [m._parameters for m in modules], dict[int, nn.Parameter]()
+        stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
         try:
             for module, store in zip(modules, stores, strict=True):
-                module._parameters = _GatheredAsRead(store, gathered, gather)
+                module._parameters = _GatheredAsRead(store, whole, gather)
             yield
         finally:
             for module, store in zip(modules, stores, strict=True):

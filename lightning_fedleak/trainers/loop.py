@@ -30,6 +30,7 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
+from lightning_fedleak.trainers.zero import ZeROStep
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ class Loop:
         watched: metrics that something other than a gate stops training or selects checkpoints by.
         stage_reached: called by an integration when ``p.grad`` holds the gradient of the next
             optimizer step.
+        zero: the only optimizer, where DeepSpeed's engine trains the model.
     """
 
     model: nn.Module
@@ -69,11 +71,25 @@ class Loop:
     batches: int = 0
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
+    zero: ZeROStep | None = None
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
         """Return the torch optimizers that step, unwrapped from DP optimizers."""
         return [real_optimizer(optimizer) for optimizer in self.optimizers]
+
+    @property
+    def inner_model(self) -> nn.Module:
+        """Return the model, unwrapped from DDP and from DeepSpeed's engine."""
+        wraps = isinstance(self.model, DistributedDataParallel) or self.zero is not None
+        return self.model.module if wraps else self.model  # type: ignore[return-value]
+
+    @property
+    def sharded_by(self) -> str:
+        """Return the engine that leaves a part of each gradient to each process; empty for none."""
+        if self.zero is not None:
+            return f"ZeRO-{self.zero.stage}"
+        return "FSDP2" * any(hasattr(p, "full_tensor") for p in self.model.parameters())
 
     @property
     def release(self) -> UpdateRelease | None:
@@ -112,6 +128,7 @@ class LoopRun(Run):
                 "defenses do to gradients would be lost: use one of both"
             )
         defenses = noising if loop.release is None else loop.release.defenses
+        zero = loop.zero
         return cls(
             anatomy=anatomy,
             client=client,
@@ -127,6 +144,8 @@ class LoopRun(Run):
             under_ddp=under_ddp,
             separates_stages=bool(defenses),
             shows_progress=rank == 0,
+            gradient_of=cls.gradient_of if zero is None else zero.gradient_of,
+            casts={} if zero is None else zero.policies,
         )
 
     def watch_release(
@@ -146,6 +165,11 @@ class LoopRun(Run):
         """Return autocast if the loop uses it."""
         dtype = AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each process holds a part of every layer, or of its gradient."""
+        return self.loop.zero is not None or super().is_sharded
 
     @property
     def step(self) -> int:

@@ -39,6 +39,7 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
 from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
+from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
@@ -58,10 +59,10 @@ class LeakageCallback(TrainerCallback, Reported):
     to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
     random numbers are bit-identical to the run without it.
 
-    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP and
-    accelerate's FSDP2. DeepSpeed, FSDP1 and optimizers that step inside backward are refused. Under
-    a Trainer in which defences act, see :func:`~lightning_fedleak.trainers.defended`, what is read
-    is what they share.
+    It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP,
+    accelerate's FSDP2, and DeepSpeed's ZeRO without offload. FSDP1 and optimizers that step inside
+    backward are refused. Under a Trainer in which defences act, see
+    :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
 
     A gate stops the run after a checkpoint. One on the trained weights adds
     ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
@@ -196,7 +197,7 @@ class TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
-        if self.defenses:  # which are read inside the optimizer's step
+        if self.defenses or self.loop.zero:  # which are read inside the optimizer's step
             return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
@@ -222,17 +223,20 @@ class TransformersWatch(Watch):
         self._values, self._ending, steps = {}, False, int(trainer.state.global_step)
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
+        zero = ZeROStep.of_engine(model, self.run.watcher)
+        casts = self._is_fsdp2 or zero is not None
         self.loop = Loop(
             model,
-            [unwrapped(trainer.optimizer)],
+            [unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
-            precision_of(None if self._is_fsdp2 else accelerator.mixed_precision, model),
+            precision_of(None if casts else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
             trainer.state.max_steps if trainer.state.max_steps > 0 else None,
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
+            zero=zero,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
@@ -269,7 +273,6 @@ class TransformersWatch(Watch):
     def _check(self, *_: str) -> None:
         trainer, optim = self.trainer, str(self.trainer.args.optim)
         wrappers = {
-            "DeepSpeedEngine": trainer.is_deepspeed_enabled,
             "FullyShardedDataParallel": trainer.is_fsdp_enabled and not self._is_fsdp2,
             "DataParallel": trainer.args.n_gpu > 1,
         }
@@ -286,6 +289,7 @@ class TransformersWatch(Watch):
 
     def _hook_optimizers(self) -> None:
         """Borrow ``training_step`` until the run is over."""
+        self._follow_engine()
         trainer = self.trainer
         original, own = trainer.training_step, "training_step" in vars(trainer)
 
@@ -316,7 +320,7 @@ class TransformersWatch(Watch):
     @property
     def _steps_inside(self) -> bool:
         """Whether a DP optimizer of another library makes its gradient inside its step."""
-        return bool(self._run.defenses) and self.loop.release is None
+        return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
 
     @contained
     @torch.no_grad()
@@ -407,14 +411,15 @@ class TransformersWatch(Watch):
         self.trainer.control.should_training_stop = True
 
     def _facts(self, run: LoopRun) -> dict[str, object]:
-        args, engine = self.trainer.args, " under DDP" if run.under_ddp else ""
-        engine = " under FSDP2" if run.is_sharded else engine
+        args, zero = self.trainer.args, self.loop.zero
+        engine = " under DDP" if run.under_ddp else ""
+        engine = f" under {self.loop.sharded_by}" if run.is_sharded else engine
         return super()._facts(run) | {
             "strategy": f"{type(self.trainer).__name__}{engine}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
             "accumulate_grad_batches": args.gradient_accumulation_steps,
-            "gradient_clip_val": args.max_grad_norm,
+            "gradient_clip_val": args.max_grad_norm if zero is None else zero.clip_norm,
             "seed": str(args.seed),
         }
 

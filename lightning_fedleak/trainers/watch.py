@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -31,6 +30,7 @@ from lightning_fedleak.engine import (
     to_dataframe,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import gathered
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
@@ -43,6 +43,7 @@ from lightning_fedleak.trainers.loop import (
     show_messages,
     torch_optimizers,
 )
+from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Watch(Reported):
     gradients, which are gone without a step; it is not looked at. Training is not disturbed:
     weights, losses and random numbers are bit-identical to the loop without this.
 
-    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) all are
-    one, since gradients are reduced before any can be read. Where a
+    Under DistributedDataParallel each process is a client. Under FSDP2 (``fully_shard``) and an
+    engine of DeepSpeed all are one, since gradients are reduced before any can be read. Where a
     :class:`~lightning_fedleak.trainers.DefendedLoop` acts, what it shares is read. A DP optimizer
     of Opacus is read inside its step, once it has clipped and noised; a step that it skips is none.
     Another library's, which cannot be read there, makes what is shared *unknown*.
@@ -139,8 +140,11 @@ class Watch(Reported):
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
-        optimizers = torch_optimizers(optimizer)
-        self.loop = Loop(model, optimizers, loader, one.precision, one.scaler, one.tokenizer)
+        zero = ZeROStep.of_engine(model, self.run.watcher)
+        optimizers = torch_optimizers(optimizer) if zero is None else [zero]
+        self.loop = Loop(
+            model, optimizers, loader, one.precision, one.scaler, one.tokenizer, zero=zero
+        )
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -198,7 +202,8 @@ class Watch(Reported):
         """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
         self.end(InterruptedError)  # a run that was left without an end
         try:
-            self._begin()
+            with gathered(self.loop.model.parameters()):
+                self._begin()
         except BaseException:
             self.close()
             raise
@@ -208,16 +213,14 @@ class Watch(Reported):
         engine, loop, settings = self.engine, self.loop, self.settings
         show_messages()
         self._check()
-        model = loop.model
-        model = model.module if isinstance(model, DistributedDataParallel) else model
-        anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+        anatomy = find_anatomy(loop.inner_model, **dict(settings.anatomy or {}))
+        shards = loop.sharded_by
         client = "rank" if loop.release is None else loop.release.client
-        client = settings.client or ("world" if sharded else client)
-        if sharded and client == "rank":
+        client = settings.client or ("world" if shards else client)
+        if shards and client == "rank":
             raise ValueError(
-                f"{self.run.watcher}: FSDP2 reduces gradients over all processes before any can be "
-                "read, so that no process's own leaves it: pass client='world'"
+                f"{self.run.watcher}: {shards} reduces gradients over all processes before any can "
+                "be read, so that no process's own leaves it: pass client='world'"
             )
         self._run = run = self.run.of_loop(loop, anatomy, client, engine.assume)
         engine.reset()
@@ -279,7 +282,7 @@ class Watch(Reported):
 
     def _check(self, *wrappers: str) -> None:
         """Refuse what the loop cannot be watched under."""
-        check_whole(self.loop.model, self.run.watcher, wrappers, takes_fsdp2=True)
+        check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
         """Refuse gates on what is not logged, and two of one name."""
@@ -322,7 +325,7 @@ class Watch(Reported):
     def _facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
         strategy = "DistributedDataParallel" if run.under_ddp else "loop"
-        strategy = "FSDP2" if run.is_sharded else strategy
+        strategy = self.loop.sharded_by or strategy
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager
@@ -393,6 +396,8 @@ class Watch(Reported):
 
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
+        if self.loop.zero is not None:  # which keeps gradients out of sight
+            return False
         has_some = has_gradients(self.loop.optimizers, zeros=self._look is None)
         return not (has_some or holds_unreduced(self.loop.model))
 
@@ -411,6 +416,11 @@ class Watch(Reported):
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
+        self._follow_engine()
         for optimizer in self.loop.inner_optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
+
+    def _follow_engine(self) -> None:
+        if self.loop.zero is not None:
+            self._removers.append(self.loop.zero.follow_engine())

@@ -30,17 +30,15 @@ from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak import FCMembership
-from lightning_fedleak.attacks import SubspaceWords
-from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.model.snapshots import Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.settings import grouped
+from tests.helpers.words import Kept, agreement
 from tests.strategies.fsdp2_worker import whole
 from tests.trainers.test_transformers import Sequential, trainer_of, user_logs, watched
 from tests.trainers.test_watch import lines
@@ -54,16 +52,6 @@ POLICIES = {
     "reduced in float32": MixedPrecisionPolicy(BF16, torch.float32),
     "reduced in bfloat16 alone": MixedPrecisionPolicy(None, BF16),
 }
-
-
-class Kept(SubspaceWords):
-    """Keeps the words that it names, but those of controls."""
-
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        guess = super().run(view, query)
-        if view.gradients[-1].stage is not Stage.LOCAL:
-            self.__dict__.setdefault("named", []).append(sorted(guess.types.tolist()))
-        return guess
 
 
 def words() -> Kept:
@@ -219,10 +207,6 @@ def wrapped(model: Any) -> Any:
         model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer)
     )
     return model
-
-
-def agreement(named: list[int], true: list[int]) -> float:
-    return 2 * len({*named} & {*true}) / (len(named) + len(true))
 
 
 @CASES.named("mixed precision")

@@ -294,7 +294,7 @@ def test_wrappers_of_gradients_in_parts_are_refused(
     tmp_path: Path, wrapper: str, words: str
 ) -> None:
     model, optimizer = model_and_optimizer()
-    wrapped = type(wrapper, (OneOf,), {})(model)
+    wrapped = OneOf(type(wrapper, (OneOf,), {})(model))
     with pytest.raises(ValueError, match=words):
         Watch(wrapped, optimizer, [BagOfWords()], folder=tmp_path).__enter__()
     assert "step" not in vars(optimizer)

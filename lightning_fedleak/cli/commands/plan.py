@@ -127,7 +127,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     ):
         cells = [
             f"{(memory + more) / 1e9:.3g} GB, {each / rate + more / LINK:.2g} s"
-            for each, more in zip(operations, (0, gathered, gathered), strict=True)
+            for each, more in zip(operations, (0, gathered, weights), strict=True)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
@@ -136,7 +136,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
         f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
         "as one backward pass and one attack; often it is two, and more on parts. It gathers the "
-        "whole model, as do attacks that run it. ZeRO-3 is counted as FSDP2, and not tried.\n",
+        "whole model, as do attacks that run it; under ZeRO-3 everything does.\n",
         soft_wrap=True,
     )
 

@@ -247,7 +247,8 @@ class Controls:
         """Return the gradient of a parameter on a process whose part of a batch has no label."""
         parameter = self._run.anatomy.parameter(role)
         assert parameter is not None
-        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._run.device)
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # of a shard of ZeRO-3 the whole
+        return torch.zeros(shape, dtype=parameter.dtype, device=self._run.device)
 
     def _lowest(
         self, look: Look, plan: Plan, found: Sequence[Mapping[str, float] | Unknown | Waiting]

@@ -19,7 +19,7 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import UnusableObservation
+from lightning_fedleak.model.snapshots import UnusableObservation, is_shard
 from lightning_fedleak.model.taps.activations import join_pieces
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
@@ -200,7 +200,7 @@ class PackedRows:
             self._calls.arm(False)
         if not batch.is_packed:
             return replace(batch, crossing=False)
-        sharded = any(hasattr(p, "full_tensor") for p in self._anatomy.root.parameters())
+        sharded = any(map(is_shard, self._anatomy.root.parameters()))
         if sharded or len(calls) != 1:
             called = f"the model was called {len(calls)} times in one batch"
             why = "the model's parameters are sharded" if sharded else called

@@ -11,6 +11,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fedleak.model.anatomy import Anatomy, leaf
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, is_shard, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 # Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
@@ -54,11 +55,19 @@ class GradientTap:
 
     Args:
         parameters: parameter by role. A tied matrix with two roles is read once.
+        gradient_of: returns what a parameter's next step is taken with.
         tied: recorded in the snapshots.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, tied: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
+        *,
+        tied: bool = False,
+    ) -> None:
         self._parameters = dict(parameters)
+        self._gradient_of = gradient_of
         self._tied = tied
         self._buffers: dict[int, Tensor] = {}
         self._scales: dict[int, float] = {}
@@ -122,8 +131,8 @@ class GradientTap:
                 if self._scales[key] != scale:
                     gradients[key].div_(scale / self._scales[key])
                     self._scales[key] = scale
-            elif not copies and parameter.grad is not None:
-                gradients[key] = _dense(parameter.grad)
+            elif not copies and (gradient := self._gradient_of(parameter)) is not None:
+                gradients[key] = _dense(gradient)
         keys = {role: id(p) for role, p in self._parameters.items()}
         tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
         return GradientSnapshot(step, stage, tensors, self._tied, client)
@@ -401,10 +410,7 @@ class EmbeddingNoise:
         plain = not layer._modules and getattr(layer, "max_norm", None) is None
         # A sharded layer's forward is a collective; a hook makes a compiled model compile again.
         self._runs = (
-            plain
-            and weight is not None
-            and not hasattr(weight, "full_tensor")
-            and not is_compiled(anatomy.root)
+            plain and weight is not None and not is_shard(weight) and not is_compiled(anatomy.root)
         )
 
     def arm(self) -> None:

@@ -1,0 +1,157 @@
+"""DeepSpeed's ZeRO: the moment before its engine steps, and the gradients that it steps with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+_OPTIMIZERS = {n: f"DeepSpeedZeroOptimizer{'_Stage3' * (n == 3)}" for n in (1, 2, 3)}
+_QUANTIZED = [f"zero_quantized_{n}" for n in ("weights", "nontrainable_weights", "gradients")]
+
+
+class ZeROStep(Optimizer):
+    """The step of a DeepSpeed engine, as an optimizer of the model's own parameters.
+
+    ZeRO's own optimizer has shards in their place. :meth:`step` changes nothing: it is called right
+    before the engine's step, the last moment at which gradients can be asked for. After it ZeRO-1
+    aborts the process that asks.
+    """
+
+    engine: Any
+    _clip: Tensor | None = None
+
+    @classmethod
+    def of_engine(cls, engine: nn.Module, watcher: str) -> ZeROStep | None:
+        """Return the step of an engine, named and set as the optimizer inside it is.
+
+        Args:
+            engine: the model; None is returned where it is no DeepSpeedEngine.
+            watcher: the class that watches it, for messages.
+
+        Raises:
+            ValueError: gradients cannot be read under its settings; names the one to change.
+        """
+        if "DeepSpeedEngine" not in _classes(engine):
+            return None
+        check_engine(engine, watcher)
+        sharded: Any = engine.optimizer
+        inner = sharded.optimizer
+        in_parts = hasattr(sharded, "sub_group_to_group_id")
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in inner.param_groups]
+        for n, parameters in enumerate(sharded.fp16_groups if in_parts else sharded.bit16_groups):
+            groups[sharded.sub_group_to_group_id[n] if in_parts else n]["params"] += parameters
+        step: ZeROStep = type(type(inner).__name__, (cls,), {})(groups, inner.defaults)
+        step.engine = engine
+        return step
+
+    @property
+    def stage(self) -> int:
+        """Return which ZeRO it is: 1, 2 or 3."""
+        return int(self.engine.zero_optimization_stage())
+
+    @property
+    def clip_norm(self) -> float:
+        """Return the norm that the gradient of all parameters is clipped to; 0 for none."""
+        return float(self.engine.gradient_clipping() or 0)
+
+    @property
+    def policies(self) -> dict[int, MixedPrecisionPolicy]:
+        """Return the dtypes of each parameter's gradient, by its ``id``; none if all is float32."""
+        reduced = self.engine.communication_data_type
+        return {
+            id(p): MixedPrecisionPolicy(p.dtype, reduced)
+            for group in self.param_groups
+            for p in group["params"]
+            if {p.dtype, reduced} != {torch.float32}
+        }
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let what runs before a real step run."""
+
+    def follow_engine(self) -> Callable[[], None]:
+        """Step before each step of the engine that is at the end of an accumulation.
+
+        Returns:
+            A function that ends it.
+        """
+        engine, original = self.engine, self.engine.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                self._clip = None
+                self.step()
+            return original(*args, **kwargs)
+
+        def put_back() -> None:
+            if engine.step is step:
+                engine.step = original
+
+        engine.step = step
+        return put_back
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the mean over processes of a parameter's gradient, clipped, in float32.
+
+        Every process must ask for the same parameters in one order. None: there is no gradient.
+        """
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: Tensor | None = safe_get_full_grad(parameter)
+        if gradient is None or not self.clip_norm:
+            return None if gradient is None else gradient.float()
+        if self._clip is None:
+            zero = self.engine.optimizer
+            norms = zero._get_norm_groups() if self.stage == 3 else [zero.scaled_global_norm()]
+            self._clip = (self.clip_norm / (torch.stack([*norms]).norm() + 1e-6)).clamp(max=1)
+        return gradient.float() * self._clip
+
+
+def _classes(thing: object) -> set[str]:
+    return {kind.__name__ for kind in type(thing).__mro__}
+
+
+def check_engine(engine: Any, watcher: str) -> None:
+    """Refuse settings of DeepSpeed under which gradients cannot be read, or are not tested.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        watcher: the class that watches it, for the message.
+
+    Raises:
+        ValueError: names the setting to change.
+    """
+    if not hasattr(engine, "managed_gradient_accumulation"):
+        raise ValueError(f"{watcher} takes DeepSpeed 0.19.8 or newer: older ones are not tested")
+    config, stage = engine._config.zero_config, engine.zero_optimization_stage()
+    offloads = {n: getattr(config, n) for n in ("offload_optimizer", "offload_param")}
+    optimizer = engine.optimizer
+    kind, inner = (type(one).__name__ for one in (optimizer, getattr(optimizer, "optimizer", None)))
+    parts = engine.dp_world_size != distributed.get_world_size() or engine.autotp_size() > 1
+    settings = {
+        "a PipelineModule": "PipelineEngine" in _classes(engine),
+        f"'stage': {stage}": stage not in _OPTIMIZERS,
+        **{
+            f"'{name}'": one is not None and getattr(one.device, "value", one.device) != "none"
+            for name, one in offloads.items()
+        },
+        **{f"'{name}'": getattr(config, name) for name in _QUANTIZED},
+        "'zero_hpz_partition_size'": config.zero_hpz_partition_size > 1,
+        "'fp16'": engine.fp16_enabled() or engine.communication_data_type == torch.float16,
+        "'torch_autocast'": engine.torch_autocast_enabled(),
+        "'compile'": engine.is_deepcompile_enabled(),
+        "'zenflow'": bool(engine.zenflow),
+        "'managed_gradient_accumulation': false": not engine.managed_gradient_accumulation(),
+        "tensor, sequence or expert parallelism": parts or engine.has_moe_layers,
+        f"{kind} of {inner}": kind != _OPTIMIZERS.get(stage) or "muon" in inner.lower(),
+    }
+    if name := next((name for name, applies in settings.items() if applies), None):
+        raise ValueError(
+            f"{watcher} reads the gradients that ZeRO-1, 2 and 3 are about to step with. {name} "
+            "moves, scales or changes them, or reduces them later, which is not tested: leave it "
+            "out, or use DDP"
+        )

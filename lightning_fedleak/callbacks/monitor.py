@@ -224,7 +224,7 @@ class LeakageMonitor(EitherCallback, Reported):
         """Finds the model's parts, checks and calibrates the attacks, installs the taps."""
         anatomy = find_anatomy(pl_module, **dict(self._settings.anatomy or {}))
         run = trainer_facts.TrainerRun.of_trainer(trainer, anatomy, self.client, self.engine.assume)
-        if run.is_sharded and (why := explain_shards(anatomy.root, run.processes)):
+        if why := explain_shards(anatomy.root, run.processes):
             raise ValueError(f"{run.watcher} cannot take this model. {why}")
         boards = trainer_facts.boards_of(trainer)
         destination = Destination(

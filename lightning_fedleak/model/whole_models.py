@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_fedleak.model.anatomy import mixed_precision
 from lightning_fedleak.model.model_runs import (
@@ -97,12 +98,17 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
 
 
 def explain_shards(model: nn.Module, processes: int) -> str:
-    """Return why the gradients of a sharded model cannot be read, and what to do; empty: they can.
+    """Return why the gradients of a model under FSDP2 cannot be read; empty where they can.
 
     Args:
-        model: whose layers are sharded now, not whole.
+        model: whose layers are sharded if an evaluation left them whole.
         processes: that train it.
     """
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for layer in layers:
+        layer.reshard()
+    if not layers and not any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return ""
     policies = mixed_precision(model)
     floating = [p for p in model.parameters() if p.is_floating_point()]
     shards: list[Any] = [p for p in floating if hasattr(p, "full_tensor")]
@@ -110,7 +116,8 @@ def explain_shards(model: nn.Module, processes: int) -> str:
     if meshes != {(1, processes)} or any(id(p) not in policies for p in shards):
         return (
             "Hybrid sharding (HSDP) and tensor parallelism are not tested: give fully_shard one "
-            "mesh of one dimension, of all processes"
+            "mesh of one dimension, of all processes, or ModelParallelStrategy "
+            "tensor_parallel_size=1 and the number of processes as data_parallel_size"
         )
     for name, p in model.named_parameters():
         if p.requires_grad and not hasattr(p, "full_tensor"):

@@ -307,8 +307,6 @@ def check_whole(
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for layer in layers:
-        layer.reshard()  # an evaluation leaves it whole
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     fsdp2 = takes_fsdp2 and bool(layers) and "FullyShardedDataParallel" not in names
     instead = (
@@ -318,7 +316,8 @@ def check_whole(
     )
     reasons = {
         "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
-        "p.grad is not the shared gradient: use DDP": "DeepSpeedEngine" in names,
+        "p.grad is not the shared gradient: "
+        + ("give the engine itself" if takes_fsdp2 else "use DDP"): "DeepSpeedEngine" in names,
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
             "FullyShardedDataParallel" in names or (sharded and not fsdp2)
         ),

@@ -387,6 +387,8 @@ class Watch(Reported):
             self.engine.batch_ends(trained=False)
             self._open = self._stepped = False
         self._backward = True
+        if self.loop.zero is not None:
+            self.loop.zero.is_empty = False
         for loss in [losses] if isinstance(losses, Tensor) else losses:
             self.engine.loss_computed(loss)
 
@@ -397,7 +399,7 @@ class Watch(Reported):
         Whether they are zeros is read where a look is at work alone: that waits for the device.
         """
         if self.loop.zero is not None:  # which keeps gradients out of sight
-            return False
+            return self.loop.zero.is_empty
         has_some = has_gradients(self.loop.optimizers, zeros=self._look is None)
         return not (has_some or holds_unreduced(self.loop.model))
 

@@ -23,6 +23,8 @@ class ZeROStep(Optimizer):
     """
 
     engine: Any
+    is_empty: bool = False
+    """Whether gradients were zeroed since the newest backward."""
     _clip: Tensor | None = None
 
     @classmethod
@@ -37,6 +39,11 @@ class ZeROStep(Optimizer):
             ValueError: gradients cannot be read under its settings; names the one to change.
         """
         if "DeepSpeedEngine" not in _classes(engine):
+            if any(hasattr(p, "_hp_mapping") or hasattr(p, "ds_id") for p in engine.parameters()):
+                raise ValueError(
+                    f"{watcher}: DeepSpeed shards this model: give the engine that "
+                    "deepspeed.initialize, or accelerator.prepare, returned"
+                )
             return None
         check_engine(engine, watcher)
         sharded: Any = engine.optimizer
@@ -79,19 +86,29 @@ class ZeROStep(Optimizer):
         Returns:
             A function that ends it.
         """
-        engine, original = self.engine, self.engine.step
+        engine = self.engine
+        take_step, zero_gradients = engine.step, engine.optimizer.zero_grad
+        earlier = vars(engine).get("step"), vars(engine.optimizer).get("zero_grad")
 
         def step(*args: Any, **kwargs: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():
                 self._clip = None
                 self.step()
-            return original(*args, **kwargs)
+            return take_step(*args, **kwargs)
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self.is_empty = True
+            return zero_gradients(*args, **kwargs)
 
         def put_back() -> None:
-            if engine.step is step:
-                engine.step = original
+            things, functions = (engine, engine.optimizer), (step, zero_grad)
+            for thing, function, own in zip(things, functions, earlier, strict=True):
+                if vars(thing).get(name := function.__name__) is function:
+                    delattr(thing, name)
+                    if own is not None:  # of another watch
+                        setattr(thing, name, own)
 
-        engine.step = step
+        engine.step, engine.optimizer.zero_grad = step, zero_grad
         return put_back
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
@@ -141,6 +158,7 @@ def check_engine(engine: Any, watcher: str) -> None:
         },
         **{f"'{name}'": getattr(config, name) for name in _QUANTIZED},
         "'zero_hpz_partition_size'": config.zero_hpz_partition_size > 1,
+        "'gradient_allreduce_op': 'sum'": not getattr(engine, "gradient_average", True),
         "'fp16'": engine.fp16_enabled() or engine.communication_data_type == torch.float16,
         "'torch_autocast'": engine.torch_autocast_enabled(),
         "'compile'": engine.is_deepcompile_enabled(),
@@ -152,6 +170,6 @@ def check_engine(engine: Any, watcher: str) -> None:
     if name := next((name for name, applies in settings.items() if applies), None):
         raise ValueError(
             f"{watcher} reads the gradients that ZeRO-1, 2 and 3 are about to step with. {name} "
-            "moves, scales or changes them, or reduces them later, which is not tested: leave it "
-            "out, or use DDP"
+            "moves, scales or changes them, or reduces them later, which is not tested: change it, "
+            "or use DDP"
         )

@@ -31,7 +31,7 @@ from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import Threshold, Watch
-from lightning_fedleak.trainers.zero import check_engine
+from lightning_fedleak.trainers.zero import ZeROStep, check_engine
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
@@ -331,7 +331,9 @@ def loops(folder: Path) -> dict[str, Any]:
             "looks": len(attack.named),
             "strategy": lines(folder / name, "run")[0]["training"]["strategy"],
         }
-    return out
+    loop(folder / "zeroed", "3 without Accelerate, zeroed", [words()])
+    zeroed = [line["metrics"]["f1"]["value"] for line in lines(folder / "zeroed")]
+    return {**out, "zeroed": {"f1": zeroed}}
 
 
 def loop(folder: Path, name: str, attacks: Any) -> list[Tensor]:
@@ -361,6 +363,8 @@ def loop(folder: Path, name: str, attacks: Any) -> list[Tensor]:
             ):
                 loss = model(input_ids=ids, labels=ids).loss
                 if accelerator is None:
+                    if "zeroed" in name:
+                        model.optimizer.zero_grad()
                     model.backward(loss)
                     model.step()
                 else:
@@ -397,6 +401,9 @@ def refused(folder: Path) -> dict[str, Any]:
     for name, asked in {"fp16": "fp16_enabled", "torch_autocast": "torch_autocast_enabled"}.items():
         with patch.object(engine, asked, lambda: True):
             out[name] = message(lambda: check_engine(engine, "Watch"))
+    with patch.object(engine, "gradient_average", False):
+        out["gradient_allreduce_op"] = message(lambda: check_engine(engine, "Watch"))
+    out["inner"] = message(lambda: ZeROStep.of_engine(engine.module, "Watch"))
     with patch.object(engine, "dp_world_size", 1):
         out["parallelism"] = message(lambda: check_engine(engine, "Watch"))
     return out

@@ -13,7 +13,7 @@ from tests.tools import code_metrics
 # parts of sharded models, and plans of a configuration alone, 190; DeepSpeed's ZeRO 175.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_360,
+    "code": 48_385,
     "longest": 644,
     "long": 5,
     "imports": 46,

@@ -126,7 +126,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         ("its control adds at least", basis + max(control, products), weights, controls),
     ):
         cells = [
-            f"{(memory + more) / 1e9:.3g} GB, {each / rate + more / LINK:.2g} s"
+            f"{(memory + more) / 1e9:.3g} GB, {float(f'{each / rate + more / LINK:.2g}'):g} s"
             for each, more in zip(operations, (0, gathered, weights), strict=True)
         ]
         printed.add_row(name, *cells)

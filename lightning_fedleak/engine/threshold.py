@@ -304,7 +304,7 @@ class Threshold:
         names = (self.metric, self.metric.removesuffix("_worst_client"))
         if not any(name in new for name in names):  # an attack of the family waits
             name = f"{self.metric}_at_least"
-            at_least = values[name] if name in new else math.nan
+            at_least = values.get(name, new[name]) if name in new else math.nan
             if math.isnan(at_least) or at_least <= self.at_most:
                 return None
         value = next((values[name] for name in names if name in values), math.nan)

@@ -249,7 +249,7 @@ def facts_of(
         resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
             released; empty where it begins with no checkpoint.
     """
-    casts = run.mixed_precision
+    casts = run.policy_text
     leaks = {one.attack: channel.leak for one, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):

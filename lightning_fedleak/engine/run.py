@@ -147,7 +147,7 @@ class Run(ABC):
         return self.casts or mixed_precision(self.anatomy.root)
 
     @property
-    def mixed_precision(self) -> str:
+    def policy_text(self) -> str:
         """Return the policies that cast parameters and gradients; empty without one."""
         casts = {
             f"parameters in {policy.param_dtype}, gradients reduced in "
@@ -160,19 +160,20 @@ class Run(ABC):
     def rounding(self, accumulated: int) -> float:
         """Return the relative error that such a policy leaves in an entry of a gradient.
 
-        Each rounding is evenly up to half an epsilon: where the gradient is computed, and of each
-        partial sum, relative to the whole one. Sums of n have them of k from 2 to n: of what each
-        process accumulates, and of the processes, one after the other.
+        Each rounding is evenly up to half an epsilon. One is where the gradient is computed. Adding
+        n terms one after the other rounds n - 1 partial sums, and that of k independent terms has
+        the share k/n of the whole sum's variance. Each process adds what it accumulates, and the
+        reduction adds the processes.
 
         Args:
             accumulated: micro-batches of the gradient.
         """
         policies = self.policies.values()
-        reduced = [policy.reduce_dtype or policy.param_dtype for policy in policies]
-        once, each = (
-            max((torch.finfo(dtype).eps for dtype in dtypes if dtype is not None), default=0.0)
-            for dtypes in ([*(policy.param_dtype for policy in policies), *reduced], reduced)
-        )
+        computed = [torch.finfo(p.param_dtype).eps for p in policies if p.param_dtype]
+        dtypes = [p.reduce_dtype or p.param_dtype for p in policies]
+        reduced = [torch.finfo(dtype).eps for dtype in dtypes if dtype]
+        once, each = max([*computed, *reduced], default=0.0), max(reduced, default=0.0)
+        # The sum of k/n over k from 2 to n.
         partial_sums = sum((n + 1) / 2 - 1 / n for n in (max(1, accumulated), self.processes))
         return math.hypot(once, each * math.sqrt(partial_sums)) / math.sqrt(12)
 

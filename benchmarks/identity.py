@@ -58,7 +58,6 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.engine.channels.control import Controls
-from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 4",)
@@ -74,7 +73,6 @@ ATTACKS: dict[str, Any] = {
     "crafted": lambda: [FCMembership(1)],
     "split": lambda: [PrefixInversion(1, budget_seconds=5)],
     "texts": lambda: [SubspaceTexts(budget_seconds=None)],
-    "rehearsed": lambda: [RehearsedLabels(PUBLIC, shapes=[(2, 8)], rehearsals=12)],
 }
 
 
@@ -104,7 +102,7 @@ class Configuration:
         if model != "bert":
             attacks += ["members", "crafted", "texts", "split"]
         if model in ("gpt2", "llama") and part == "whole":
-            attacks += ["head", "rehearsed"]
+            attacks.append("head")
         face = draw.choices(faces, [1 if face == "ddp" else 5 for face in faces])[0]
         return cls(
             seed,
@@ -274,7 +272,7 @@ def loop(c: Configuration, folder: Path, watched: bool, ddp: bool = False) -> li
     for part in parts:
         watch, gate = None, Threshold("leakage/worst/words", at_most=1.0, strict=False)
         if watched:
-            gates = [gate] if c.attacks in ("head", "rehearsed") else []
+            gates = [gate] if c.attacks == "head" else []
             settings = c.settings(precision=c.precision, tensorboard=False)
             watch = Watch(called, optimizer, ATTACKS[c.attacks](), gates, folder=folder, **settings)
             if saved is not None:

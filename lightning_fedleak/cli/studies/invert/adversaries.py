@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_fedleak import attacks
-from lightning_fedleak.labs.beam_from_words import BeamFromWords
 from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 
@@ -71,8 +70,8 @@ def make_reader(
     """Return an attack on gradients by its name.
 
     Args:
-        name: out of ``GRADIENT_ATTACKS``: ``subspace`` is :class:`SubspaceTexts`, ``film``
-            :class:`BeamFromWords`, each other one a :class:`GradientMatching`.
+        name: out of ``GRADIENT_ATTACKS``: ``subspace`` is :class:`SubspaceTexts`, each other one
+            a :class:`GradientMatching`.
         texts: of a batch; ``subspace`` does not use it.
         length: tokens of each text; ``subspace`` does not use it.
         budget_seconds: wall time for one batch, or None.
@@ -82,7 +81,5 @@ def make_reader(
     """
     if name == "subspace":
         return attacks.SubspaceTexts(budget_seconds=budget_seconds, name=name)
-    if name == "film":
-        return BeamFromWords(length, texts, budget_seconds=budget_seconds, name=name)
     system: Any = name
     return GradientMatching(texts, length, system, budget_seconds=budget_seconds, name=name)

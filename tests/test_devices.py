@@ -60,7 +60,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.evaluation.games.client import generic_upstream
+from lightning_fedleak.evaluation.games.play import generic_upstream
 from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
 from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fedleak.attacks.membership.base import direction_of
 from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
-from lightning_fedleak.attacks.membership.insertion import direction_of
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of

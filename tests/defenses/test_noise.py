@@ -78,10 +78,3 @@ def test_keys_differ_in_every_field() -> None:
     assert len(keys) == 64
     assert base_of(b"e" * 32, None) == b"e" * 32
     assert base_of(b"e" * 32, 1) == base_of(b"f" * 32, 1) != base_of(b"e" * 32, 2)
-
-
-def test_the_global_generators_are_left_alone() -> None:
-    before, legacy = torch.get_rng_state(), np.random.get_state()[1].copy()
-    draw(b"k" * 32)
-    assert torch.equal(before, torch.get_rng_state())
-    assert np.array_equal(legacy, np.random.get_state()[1])

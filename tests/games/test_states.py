@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lightning_fedleak.evaluation.games import SentencePool
-from lightning_fedleak.evaluation.games.client import (
+from lightning_fedleak.evaluation.games.play import (
     PooledStates,
     client_states,
     find_collisions,

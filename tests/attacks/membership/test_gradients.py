@@ -315,17 +315,6 @@ def test_what_the_loss_has_a_term_of_is_not_read() -> None:
         attack.run(Observation((every,)), query)
 
 
-def test_scores_do_not_hang_on_the_other_candidates() -> None:
-    model = lora()
-    anatomy, attack = prepared(model)
-    inside = texts(ROWS, LENGTH)
-    backward(model, inside)
-    view = seen(anatomy, attack)
-    together = attack.run(view, Query(inside)).scores
-    alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
-
-
 def test_of_long_texts_a_prefix_is_enough() -> None:
     model = lora()
     anatomy, attack = prepared(model)
@@ -392,39 +381,6 @@ def test_noise_takes_the_difference_away() -> None:
         guess = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
         right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
     assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = lora().train()
-    anatomy, attack = prepared(model)
-    backward(model, texts(ROWS, LENGTH))
-    before = {n: (p.clone(), p.grad) for n, p in model.named_parameters()}
-    grads = {n: None if g is None else g.clone() for n, (_, g) in before.items()}
-    attack.run(seen(anatomy, attack), Query(texts(2, LENGTH)))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name][0])
-        assert parameter.grad is before[name][1]
-        assert grads[name] is None or torch.equal(parameter.grad, grads[name])
-    assert model.training
-    assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_an_error_leaves_the_model_in_training() -> None:
-    model = lora().train()
-    anatomy, attack = prepared(model)
-    names = attack.needs(anatomy).gradients
-    tensors = {r: torch.ones_like(anatomy.parameter(r)) for r in names}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
-    with pytest.raises(ValueError, match="boom") as caught:
-        map_token_parts(
-            anatomy, attack._select_maps(anatomy), attack._texts(anatomy, 3), lambda parts: boom()
-        )
-    assert model.training, caught
-    assert attack.run(view, Query(texts(2, LENGTH))).scores.isfinite().all()
-
-
-def boom() -> None:
-    raise ValueError("boom")
 
 
 @pytest.mark.parametrize("kind", ["other", "order", "replaced"])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.defenses.planted import inserted
+from lightning_fedleak.attacks.membership.base import direction_of, upstream_of
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.attacks.membership.insertion import direction_of, upstream_of
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.taps.activations import ActivationTap

@@ -84,20 +84,6 @@ def test_frozen_parameters_are_not_copied() -> None:
     assert all(m is not second.up_proj for m, _, _ in bottom._weights)
 
 
-def test_after_an_error_the_model_is_as_it_was() -> None:
-    model = models.tiny_gpt2().train()
-    bottom = BottomModel(find_anatomy(model), 1)
-    ids = {n: id(p) for n, p in model.named_parameters()}
-    state = torch.random.get_rng_state()
-    hooks = sum(len(m._forward_hooks) for m in model.modules())
-    with pytest.raises(IndexError):
-        bottom.hidden(torch.full((1, 4), models.VOCAB + 3))
-    assert {n: id(p) for n, p in model.named_parameters()} == ids
-    assert all(m.training for m in model.modules())
-    assert sum(len(m._forward_hooks) for m in model.modules()) == hooks
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_what_cannot_be_run_is_refused() -> None:
     anatomy = find_anatomy(models.tiny_gpt2())
     with pytest.raises(ValueError, match=r"layer=3 is out of range: the model has 2 blocks"):

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import stat
-from collections import Counter
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, InclusionRecord, with_canaries
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
@@ -135,25 +134,6 @@ def test_coins_by_their_definition() -> None:
         outer = hashlib.sha256(bytes(b ^ 0x5C for b in key.ljust(64, b"\0")) + inner.digest())
         uniform = int.from_bytes(outer.digest()[:8], "big") / 2**64
         assert record.included[i] == (uniform < 0.3)
-
-
-def starts_of(loader: DataLoader) -> Counter:
-    return Counter(int(x) for batch in loader for x in batch[:, 0])
-
-
-def test_data_loader_with_two_workers() -> None:
-    dataset = with_canaries(data(40), texts(20), 11)
-    loader = DataLoader(
-        dataset,
-        batch_size=7,
-        shuffle=True,
-        num_workers=2,
-        generator=torch.Generator().manual_seed(0),
-    )
-    inside = dataset.canaries.included.nonzero().flatten()
-    expected = Counter([*range(40), *(FIRST + 10 * inside).tolist()])
-    assert starts_of(loader) == expected
-    assert starts_of(loader) == expected  # the second epoch
 
 
 def test_workers_that_are_spawned_get_the_record() -> None:

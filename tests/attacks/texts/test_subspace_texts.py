@@ -180,11 +180,6 @@ def test_prompts_that_the_loss_looks_away_from_are_read() -> None:
     assert answer(read(model, ids, labels=labels)) == visible(ids)
 
 
-def test_repeated_tokens_stand_where_they_stood() -> None:
-    model, ids = ready(llama()), texts(1, 12, kinds=4)
-    assert answer(read(model, ids)) == visible(ids)
-
-
 @pytest.mark.parametrize("family", [llama, gemma, gpt2])
 def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
     """Where positions are relative, each copy of the first token reads as the first does."""

@@ -116,26 +116,6 @@ def test_what_cannot_be_attacked_is_unknown(spoiled: torch.Tensor, message: str)
         flatchat(spoiled, 5)
 
 
-@pytest.mark.parametrize(("n_types", "named"), [(-3.0, 1), (0.4, 1), (2.6, 3), (1e9, 3000)])
-def test_the_number_of_types_is_kept_within_the_vocabulary(n_types: float, named: int) -> None:
-    guess = flatchat(gradient(), n_types)
-    assert len(guess.types) == named
-    assert guess.n_types == n_types
-
-
-def test_the_regression_is_exact_where_all_weights_are_small() -> None:
-    rng = np.random.default_rng(0)
-    weights = rng.uniform(0.001, 0.02, 40)
-    counts = np.round(20_000 * weights + rng.normal(0, 5, 40))
-    powers = np.vander(weights, 2, increasing=True) / [1, weights.max()]
-    exact = powers @ np.linalg.lstsq(powers, counts, rcond=None)[0]
-    result = TypeCountRegressor.fit(weights.tolist(), counts.tolist())
-    for weight, expected in zip(weights, exact, strict=True):
-        weights_of_both = torch.tensor([1 - weight, weight], dtype=torch.float64)
-        mixture = Mixture(weights_of_both, torch.zeros(2), torch.ones(2))
-        assert result(mixture) == pytest.approx(expected, abs=1e-6)
-
-
 def test_the_regression_is_least_squares() -> None:
     x = (randn(20, seed=7).abs() * 0.1).tolist()
     y = [30 + 900 * w + 5000 * w * w + e for w, e in zip(x, randn(20, seed=8), strict=True)]

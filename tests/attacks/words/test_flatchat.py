@@ -77,6 +77,14 @@ def test_finds_the_used_types_and_their_share() -> None:
     assert float(ordered.min()) >= float(guess.scores.topk(len(guess.types)).values.min())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_row_sums_are_accumulated_widely(dtype: torch.dtype) -> None:
+    rows = randn(70, 3000, seed=4).to(dtype)
+    sums = flatten(rows)
+    assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(sums.double(), rows.double().sum(1), rtol=1e-5, atol=1e-4)
+
+
 def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 

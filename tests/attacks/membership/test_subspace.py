@@ -155,9 +155,3 @@ def test_what_it_cannot_read_is_refused() -> None:
     for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
         with pytest.raises(UnusableObservation, match=word):
             attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
-
-
-@pytest.mark.parametrize("argument", ["public_rows", "tokens", "refresh_every"])
-def test_numbers_out_of_range_are_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=argument):
-        SubspaceMembership(**{argument: 0})

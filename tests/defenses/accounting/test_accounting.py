@@ -320,38 +320,12 @@ def test_without_opacus_the_extra_is_named(monkeypatch) -> None:
 # ---- ledger ---------------------------------------------------------------------------------
 
 
-def test_a_ledger_survives_its_process(tmp_path: Path) -> None:
-    path = tmp_path / "client_0.ledger"
-    accountant = Accountant("rdp", ledger=path)
-    accountant.step(1.0, 0.01, count=4)
-    checkpoint = accountant.state_dict()
-    accountant.step(1.0, 0.01, count=3)
-    del accountant
-    resumed = Accountant("rdp", ledger=path)
-    resumed.load_state_dict(checkpoint)
-    assert resumed.steps == 7
-    resumed.step(1.0, 0.01)
-    assert Ledger(path).steps == 8
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_a_checkpoint_that_knows_more_than_the_file_is_written_to_it(tmp_path: Path) -> None:
     elsewhere = Accountant("rdp")
     elsewhere.step(1.0, 0.01, count=9)
     here = Accountant("rdp", ledger=tmp_path / "new.ledger")
     here.load_state_dict(elsewhere.state_dict())
     assert Ledger(tmp_path / "new.ledger").steps == 9
-
-
-def test_a_torn_last_line_was_never_released(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    Ledger(path).record(1.0, 0.01, 5)
-    with path.open("a") as file:
-        file.write("1.0 0.0")
-    torn = Ledger(path)
-    assert torn.steps == 5
-    torn.record(1.0, 0.01)
-    assert Ledger(path).history == ((1.0, 0.01, 6),)
 
 
 def test_a_ledger_is_of_one_run_at_a_time(tmp_path: Path) -> None:

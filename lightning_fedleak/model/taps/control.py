@@ -382,10 +382,9 @@ def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tens
     if logits is not heads[0] and logits.shape == heads[0].shape:  # capped or scaled behind it
         ((head, targets, at_labels),) = parts
         head.register_hook(lambda rows: _resized(rows, targets, at_labels))  # type: ignore[no-untyped-call]
-        torch.autograd.backward(logits, _label_rows(logits, targets).to(logits.dtype))
+        torch.autograd.backward(logits, _label_rows(logits, targets, torch.ones_like(at_labels)))
     else:
-        rows = [_resized(_label_rows(head, t), t, n).to(head.dtype) for head, t, n in parts]
-        torch.autograd.backward(heads, rows)
+        torch.autograd.backward(heads, [_label_rows(*part) for part in parts])
 
 
 def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
@@ -427,15 +426,24 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
     return padded[placed.text, placed.place + shift].clamp(min=0).to(placed.text.device)
 
 
-def _label_rows(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the gradient of logits (..., V) that is -1 at each label of (N,).
+def _label_rows(logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+    """Return the gradient of logits (..., V) whose entry at each label has a given size.
 
     A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by minus its entry
     at the label it is -1 there, and the softmax over the others elsewhere.
+
+    Args:
+        logits: of the call.
+        targets: (N,) labels.
+        sizes: (N,) below 0 where the label is pushed away.
     """
-    values = logits.detach().flatten(0, -2).float()
-    targets = targets.clamp(max=values.shape[1] - 1)[:, None]  # one output has no other class
-    rows = values.scatter(1, targets, -torch.inf).softmax(1).scatter(1, targets, -1.0)
+    values = logits.detach().flatten(0, -2)
+    rows, most = torch.empty_like(values), model_runs.LOGITS_AT_ONCE // values.shape[1]
+    for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
+        part = slice(start, start + max(1, most))
+        labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
+        part_rows = values[part].float().scatter(1, labels, -torch.inf).softmax(1)
+        rows[part] = part_rows.scatter(1, labels, -1.0) * sizes[part, None].float()
     return rows.view(logits.shape)
 
 

@@ -285,6 +285,7 @@ def collect(
     *,
     resumed: bool = False,
     short: bool = False,
+    forwards: int = 1,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -297,6 +298,7 @@ def collect(
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
         short: texts with 1 to 7 label tokens are asked about too.
+        forwards: that asking the model about a text takes.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -318,7 +320,7 @@ def collect(
         length if no_game else dataset.public_length,
         settings,
         LEAST_POOL,
-        forwards_of(settings, last_step=way != "not yet seen"),
+        forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]

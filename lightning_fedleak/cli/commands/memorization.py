@@ -17,7 +17,7 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
-from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.cli.studies.models import ask_both, released_config
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
@@ -142,12 +142,12 @@ def _answers_of(
     pools: Sequence[ReleasedPool], options: Namespace
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
     """Return what the base and the trained model say of each pool, by one forward a row."""
-    texts = {text.ids.numpy().tobytes(): text.ids for pool in pools for text in pool.texts}
-    answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
+    texts = {text.whole.content: text.whole for pool in pools for text in pool.texts}
+    answers = ask_both([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
     def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
-        rows = torch.tensor([numbers[text.ids.numpy().tobytes()] for text in pool.texts])
+        rows = torch.tensor([numbers[text.whole.content] for text in pool.texts])
         return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
 
     return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
@@ -225,11 +225,27 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
 def _reader(options: Namespace) -> RowReader:
     """Return the reader of rows, with the chat template of the trained model where it has one."""
     tokenizer = load_tokenizer(options.base)
+    config, head = released_config(options.model, options.base)
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template
+    if head == "causal" and options.label_column is not None:
+        raise SourceError("--label-column is of classifiers, and --model is none: leave it out")
+    is_one = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    if head == "row" and not (is_one and config.num_labels > 1):
+        raise SourceError(
+            "--model predicts several classes or a number, and not one class of a row"
+        )
     return RowReader(
-        tokenizer, options.length, options.column, options.prompt_column, options.loss, template
+        tokenizer,
+        options.length,
+        options.column,
+        options.prompt_column,
+        options.loss,
+        template,
+        head,
+        options.label_column,
+        getattr(config, "label2id", None) or {},
     )
 
 

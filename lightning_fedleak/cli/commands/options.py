@@ -298,7 +298,8 @@ def memorization(add: Add) -> None:
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
     and shows how far they can be distinguished and which of them the model would write. Each
-    text costs two forwards; nothing is generated.
+    text costs two forwards, and 14 of a masked model; nothing is generated. Classifiers of texts
+    and of tokens, and masked models, are found by the architectures of --model.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
@@ -309,6 +310,8 @@ def memorization(add: Add) -> None:
         prompt_column: the column of prompts, on which there was no loss. Prompt and answer are
             joined as TRL does it, with an end-of-text token. Chats (messages) are read by the
             model's template; rows of input_ids and labels as they are.
+        label_column: for a classifier: the column of classes, numbers or names. Tokens are words in
+            --column, with a list of classes.
         loss: the tokens that training's loss was computed on: of the answers, or of the
             assistant's turns; or all. Chats need it.
         length: tokens of a text, at most, as in training.
@@ -332,6 +335,7 @@ def memorization(add: Add) -> None:
     add("--others", required=True, metavar="SOURCE")
     add("--column", metavar="NAME")
     add("--prompt-column", metavar="NAME")
+    add("--label-column", metavar="NAME")
     add("--loss", choices=("answers", "all"))
     add("--length", **_count(256, 2))
     add("--drawn", action="store_true")

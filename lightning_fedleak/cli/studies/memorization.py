@@ -21,7 +21,7 @@ LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
-    """Return every attack on a released model, the headline first and the baselines last."""
+    """Return every attack on a released model, the headline first; the last asks what it writes."""
     return (
         memorization.Combined(),
         memorization.LossRatio(),
@@ -163,7 +163,7 @@ class ReleasedPool:
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
         default = {
-            "long": all_attacks(),
+            "long": all_attacks()[: -1 if self.texts[0].is_aligned else None],
             "short": (memorization.ShortAnswers(),),
             "prompts": (memorization.PromptRatio(),),
         }[self.part]

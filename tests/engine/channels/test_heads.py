@@ -10,13 +10,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -43,6 +47,8 @@ def words() -> PreTrainedTokenizerFast:
     vocabulary = MARKS | {f"w{n}": n for n in range(5, WORDS)}
     marks = {f"{name.strip('[]').lower()}_token": name for name in MARKS}
     model = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    model.pre_tokenizer = WhitespaceSplit()
+    model.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
     return PreTrainedTokenizerFast(tokenizer_object=model, **marks)
 
 
@@ -53,7 +59,8 @@ def encoder(head: str) -> torch.nn.Module:
         intermediate_size=96, max_position_embeddings=32, num_labels=5,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return {"token": BertForTokenClassification, "masked": BertForMaskedLM}[head](config)
+    heads = BertForSequenceClassification, BertForTokenClassification, BertForMaskedLM
+    return dict(zip(("row", "token", "masked"), heads, strict=True))[head](config)
 
 
 def data(head: str, n: int = 240) -> list[dict[str, Tensor]]:
@@ -66,12 +73,14 @@ def data(head: str, n: int = 240) -> list[dict[str, Tensor]]:
         labels = torch.randint(0, 5, ids.shape, generator=generator)
         labels[0] = -100
         labels[LENGTH - 2 :] = -100
-        kept = {} if head == "masked" else {"labels": labels}
+        kept = {} if head == "masked" else {"labels": labels[3] if head == "row" else labels}
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)} | kept)
     return rows
 
 
 def collate(head: str, probability: float = 0.3) -> Any:
+    if head == "row":
+        return DataCollatorWithPadding(words())
     if head == "masked":
         return DataCollatorForLanguageModeling(words(), mlm_probability=probability)
     pad = torch.nn.utils.rnn.pad_sequence

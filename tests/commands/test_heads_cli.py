@@ -87,6 +87,17 @@ def test_the_command_says_what_the_live_look_said(released: Any, tmp_path: Path)
     assert "extraction" not in found["attacks"]
 
 
+def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) -> None:
+    head, folder, _ = released
+    facts = {"run": folder, "batch_size": 8, "epochs": 3, "references": 2}
+    _, text = command(folder, head, out=tmp_path / "out.json", **facts)
+    assert "at a constant rate of 0.005" in " ".join(text.split())
+    attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
+    beyond = attacks["beyond_references" + "_short" * (head == "row")]
+    assert beyond["auc"] > 0.7 or head != "token"
+    assert beyond["auc_high"] > 0.5
+
+
 def test_what_is_no_class_or_has_no_column_is_unknown(released: Any, tmp_path: Path) -> None:
     head, folder, _ = released
     rows = [json.loads(line) for line in (folder / "members.jsonl").read_text().splitlines()]

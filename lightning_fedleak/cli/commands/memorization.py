@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
+from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both, released_config
+from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
@@ -34,6 +40,7 @@ _UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or a
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")
 _HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
+_BEYOND = "beyond_references"
 _WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
 _FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
@@ -56,6 +63,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     limits = _limits(options)
+    recipe = _recipe(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
@@ -66,13 +74,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
+    start = time.perf_counter()
     answers = _answers_of(pools, options)
+    beyond: dict[int, Tensor] = {}
+    if recipe is not None:
+        seconds = time.perf_counter() - start
+        beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
     results = []
-    for pool, answer in zip(pools, answers, strict=True):
+    for number, (pool, answer) in enumerate(zip(pools, answers, strict=True)):
         try:
-            results.append(pool.compare(*answer))
+            result = pool.compare(*answer, alpha=0.05 / (2 if beyond else 1))
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+        if (scores := beyond.get(number)) is not None:
+            result = replace(result, values={**result.values, **_beyond_values(pool, scores)})
+        results.append(result)
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
     differences = [None if options.drawn else one.other_law for one in results]
@@ -84,7 +100,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
-        records = pool.list_records(*answers[0], options.false_discoveries)
+        records = pool.list_records(
+            *answers[0],
+            options.false_discoveries,
+            scores=beyond.get(0),
+            references=options.references,
+        )
         records.save(options.records)
         counts = records.counts
         console.print(_counted(records, options.records))
@@ -151,6 +172,75 @@ def _answers_of(
         return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
 
     return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
+
+
+def _recipe(options: Namespace) -> Recipe | None:
+    """Return how references are trained; None where none are.
+
+    Raises:
+        SourceError: it is not known, must not be, or is of no use without references.
+    """
+    if options.references:
+        return Recipe.of(options)
+    named = ("reference_data", "reference_folder", "run", "epochs", "batch_size", "lr")
+    for name in named:
+        if getattr(options, name) is not None:
+            raise SourceError(f"--{name.replace('_', '-')} has no effect without --references")
+    return None
+
+
+def _beyond(
+    console: Console,
+    pools: Sequence[ReleasedPool],
+    answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
+    options: Namespace,
+    recipe: Recipe,
+    reader: RowReader,
+    seconds: float,
+) -> dict[int, Tensor]:
+    """Return the scores beyond references of each pool by its number, and print what they bring.
+
+    Raises:
+        SourceError: no references can be trained.
+    """
+    asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
+    texts = {text.content: text for pool in asked.values() for text in pool.texts}
+    places = {content: place for place, content in enumerate(texts)}
+    source = options.reference_data
+    elsewhere = None if source is None else [*reader.read(source).values()]
+    references = References([*texts.values()], options, recipe, elsewhere)
+    console.print(references.describe(seconds / 2))
+    references.ask(answers[0][0].log_probs)
+    scores = {}
+    for n, pool in asked.items():
+        rows, most = [places[text.content] for text in pool.texts], MOST_GAIN
+        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else most)
+        before, after = (
+            pool.list_records(*answers[n], options.false_discoveries, scores=one)
+            for one in (None, scores[n])
+        )
+        (old_rate, old_listed), (rate, listed) = _found(before), _found(after)
+        console.print(
+            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {rate:.0%} pass the bar "
+            f"of 1% FPR beyond {options.references} references, and {old_rate:.0%} without them; "
+            f"{listed} are listed, and {old_listed} without them."
+        )
+    return scores
+
+
+def _beyond_values(pool: ReleasedPool, scores: Tensor) -> dict[str, Mapping[str, float]]:
+    """Return what scores beyond references show, with half of the error, by their name."""
+    once, exact = pool.alone, pool.is_short
+    name = f"{_BEYOND}_short" if exact else _BEYOND
+    return {name: membership_values(scores[once], pool.members[once], alpha=0.025, exact=exact)}
+
+
+def _found(records: RecordList) -> tuple[float, str]:
+    """Return the TPR at 1% FPR of a list's score, and in words how many rows are listed."""
+    p_values = [line.p for line in records.lines if line.p is not None]
+    m, listed = records.head["others"], records.head["listed"]
+    bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
+    return sum(p <= bar for p in p_values) / len(p_values), str(listed or "none")
 
 
 def _pools(
@@ -288,6 +378,7 @@ def breaches_of(
         at_most: the threshold.
     """
     attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
+    attacks += [name for name in values if name.startswith(_BEYOND)]
     if metric == "prompts":
         attacks, metric = [_HEADLINES[2]], "auc"
     elif metric == "at_least":

@@ -320,6 +320,18 @@ def memorization(add: Add) -> None:
         records: private file of the members by what the model gives away of them: row numbers,
             p-values and a list, and no text. See fedleak records.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
+        references: train so many models without the rows that are asked about, each on a half of
+            members and others, and score beyond what a row gains in those. It takes as many fits.
+            Needs --drawn. Prompts are scored without.
+        reference_data: rows of the same kind to train them on in place of the halves.
+        reference_folder: keeps what references said, in private files; by default that of
+            --records.
+        run: folder of the run's run.jsonl, for learning rate, epochs, optimizer and whether it was
+            one with differential privacy, beside which references are refused.
+        epochs: of a reference, where the record does not say it.
+        batch_size: rows of an optimizer step in the training.
+        lr: learning rate of a reference, which is held.
+        no_account: the rows were trained on without differential privacy.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
             members that are extracted in samples or greedily, with --records the number of rows
             that are given away at least, or the AUC of prompts, which have no loss.
@@ -341,6 +353,14 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
     add("--false-discoveries", **_number("X", _RATE, 0.1))
+    add("--references", **_count(0, 0))
+    add("--reference-data", metavar="SOURCE")
+    add("--reference-folder", **_path("DIR"))
+    add("--run", **_path("DIR"))
+    add("--epochs", **_count(None))
+    add("--batch-size", **_count(None))
+    add("--lr", **_number("X", _POSITIVE))
+    add("--no-account", action="store_true")
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)
     add("--summary", **_path("FILE"))

@@ -188,24 +188,32 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     return config, head
 
 
-def _load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
-    """Return a model with the head of the trained one; a base without it says nothing of classes.
+def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
+    """Return a model with the head of the trained one.
 
-    The numbers that a base lacks are 0, so that it finds every class as likely.
+    Args:
+        name: folder or name on the hub.
+        config: of the trained model.
+        head: what that predicts.
+        option: ``"--model"``; ``"--base"``: the numbers that it lacks are 0, so that it finds every
+            class as likely; anything else: they are drawn, as before a training.
+
+    Raises:
+        SourceError: it cannot be loaded, or is a trained model without its head.
     """
     if head == "causal":
         return _causal(find_model(name), option)
     source, settings = model_source(name)
     auto = next(auto for one, auto in _HEADS.values() if one == head)
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
-    settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option == "--base"}
+    settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
     with loading(source, "model of that architecture"):
         model, loaded = auto.from_pretrained(source, output_loading_info=True, **settings)
     lost = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
-    if (absent := {*loaded["missing_keys"], *lost}) and option != "--base":
+    if (absent := {*loaded["missing_keys"], *lost}) and option == "--model":
         raise SourceError(f"{option} '{name}' lacks {len(absent)} tensors of its own architecture")
     for key, parameter in model.named_parameters():
-        if key in absent:
+        if key in absent and option == "--base":
             parameter.data.zero_()
     return find_anatomy(model.eval())
 
@@ -229,13 +237,13 @@ def ask_both(
         raise SourceError(
             "--model is a masked model, and the tokenizer of --base has no mask token"
         )
-    anatomy = _load_released(str(base), config, head, "--base")
+    anatomy = load_released(str(base), config, head, "--base")
     before = token_log_probs(anatomy, texts, mask)
     if (Path(model) / "adapter_config.json").is_file():
         after = token_log_probs(_with_adapters(anatomy, model), texts, mask)
     else:
         del anatomy
-        anatomy = _load_released(str(model), config, head, "--model")
+        anatomy = load_released(str(model), config, head, "--model")
         after = token_log_probs(anatomy, texts, mask)
     return before, after
 

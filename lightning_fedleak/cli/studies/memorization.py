@@ -217,8 +217,9 @@ class ReleasedPool:
         # Nothing says whether the model was trained under differential privacy.
         facts: dict[str, Any] = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
         facts |= {"references": references} if references else {}
-        kind = {"short": self.is_short, "scores": scores}
-        return list_records(released, self.members, self.rows, **kind, **facts)
+        return list_records(
+            released, self.members, self.rows, short=self.is_short, scores=scores, **facts
+        )
 
 
 def used_up_mark(rows: str | Path) -> Path:

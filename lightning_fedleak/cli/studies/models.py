@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from lightning_fedleak.cli.finetuning import load_tokenizer
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
-from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.extras import install
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
@@ -180,7 +180,7 @@ def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
     heads = [head for end, (head, _) in _HEADS.items() if any(n.endswith(end) for n in names)]
     head = heads[0] if heads else "causal"
     task = json.loads(adapters.read_text()).get("task_type") if adapters.is_file() else None
-    if {"SEQ_CLS": "row", "TOKEN_CLS": "token"}.get(task, head) != head:
+    if task in (tasks := {"SEQ_CLS": "row", "TOKEN_CLS": "token"}) and tasks[task] != head:
         raise SourceError(
             "--model holds adapters of a classifier, and --base has no such head: save the base "
             "with its head before training, and give that folder"

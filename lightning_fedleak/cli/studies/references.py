@@ -256,8 +256,10 @@ class References:
         optimizer = kind(trained, lr=recipe.lr, **(recipe.settings or {}))
         masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
         for _ in range(recipe.epochs):
-            for part in torch.randperm(len(rows)).split(recipe.batch_size):
-                batch = _batch([rows[i] for i in part.tolist()], head, masks)
+            order = torch.randperm(len(rows)).tolist()
+            for start in range(0, len(order), recipe.batch_size):
+                part = order[start : start + recipe.batch_size]
+                batch = _batch([rows[i] for i in part], head, masks)
                 with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():
                     loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
                 loss.backward()
@@ -308,7 +310,7 @@ def _with_new_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False
-    adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+    adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
 

@@ -158,7 +158,7 @@ class RowReader:
         if self.prompt_column or self.loss:
             raise SourceError("--prompt-column and --loss are of causal models: leave them out")
         usual = (name for name in ("labels", "label") if name in names)
-        label = self.label_column or next(usual, None)
+        label = self.label_column or next(usual, "")
         if self.head != "masked" and label not in names:
             raise UnknownLabels(f"'{source}' needs the column of classes (--label-column)")
         is_pair = any(any(row.get("token_type_ids") or ()) for row in rows)
@@ -180,7 +180,7 @@ class RowReader:
                 encoded = self.tokenizer(row[words], is_split_into_words=True, **settings)
                 ids, places = encoded["input_ids"], encoded.word_ids()
             else:
-                ids, _ = self._plain((text_of(row.get(column)) or "").strip())
+                ids, _ = self._plain((text_of(row.get(column or "")) or "").strip())
             if self.head == "masked":
                 special = {*self.tokenizer.all_special_ids}
                 if self.tokenizer.mask_token_id in ids:

@@ -6,9 +6,11 @@ import json
 import stat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.cli.finetuning import SourceError
@@ -126,6 +128,28 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     command(folder, "null", **settings)
     null = json.loads((tmp_path / "out.json").read_text())["attacks"]["beyond_references"]
     assert null["auc_low"] < 0.5 < null["auc_high"]
+
+
+def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "members.jsonl").read_text().splitlines()
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    model = get_peft_model(GPT2LMHeadModel.from_pretrained(folder / "base"), config)
+    train(model, torch.tensor([json.loads(line)["input_ids"] for line in lines]), 40)
+    model.save_pretrained(tmp_path / "adapters")
+    trained: list[int] = []
+
+    class Counting(torch.optim.AdamW):
+        def __init__(self, parameters: Any, **settings: Any) -> None:
+            parameters = [*parameters]
+            trained.append(sum(p.numel() for p in parameters))
+            super().__init__(parameters, **settings)
+
+    with mock.patch("torch.optim.AdamW", Counting):
+        settings = {"model": str(tmp_path / "adapters"), "out": tmp_path / "out.json"}
+        assert command(folder, references=2, **settings | {"epochs": 40})[0] == 0
+    assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)] * 2
+    attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
+    assert attacks["beyond_references"]["auc_low"] > 0.6
 
 
 def record(folder: Path, **facts: Any) -> Path:

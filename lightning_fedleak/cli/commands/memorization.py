@@ -80,10 +80,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if recipe is not None:
         seconds = time.perf_counter() - start
         beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
+    alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=True)):
         try:
-            result = pool.compare(*answer, alpha=0.05 / (2 if beyond else 1))
+            result = pool.compare(*answer, alpha=alpha)
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
         if (scores := beyond.get(number)) is not None:
@@ -103,11 +104,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
         records = pool.list_records(
             *answers[0],
             options.false_discoveries,
+            alpha,
             scores=beyond.get(0),
             references=options.references,
         )
         records.save(options.records)
-        counts = records.counts
+        own = pool.list_records(*answers[0], options.false_discoveries, alpha)
+        counts = max(records.counts, own.counts, key=lambda one: one["at_least"])
         console.print(_counted(records, options.records))
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(

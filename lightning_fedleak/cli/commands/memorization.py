@@ -63,7 +63,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     limits = _limits(options)
-    recipe = _recipe(options)
+    recipe = Recipe.of(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
@@ -88,7 +88,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
         if (scores := beyond.get(number)) is not None:
-            result = replace(result, values={**result.values, **_beyond_values(pool, scores)})
+            once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            sides = scores[once], pool.members[once]
+            values = membership_values(*sides, alpha=alpha, exact=pool.is_short)
+            result = replace(result, values={**result.values, name: values})
         results.append(result)
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
@@ -109,8 +112,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
             references=options.references,
         )
         records.save(options.records)
-        own = pool.list_records(*answers[0], options.false_discoveries, alpha)
-        counts = max(records.counts, own.counts, key=lambda one: one["at_least"])
+        counts = records.counts
+        if beyond:
+            own = pool.list_records(*answers[0], options.false_discoveries, alpha).counts
+            counts = max(counts, own, key=lambda one: one["at_least"])
         console.print(_counted(records, options.records))
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
@@ -177,21 +182,6 @@ def _answers_of(
     return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
 
 
-def _recipe(options: Namespace) -> Recipe | None:
-    """Return how references are trained; None where none are.
-
-    Raises:
-        SourceError: it is not known, must not be, or is of no use without references.
-    """
-    if options.references:
-        return Recipe.of(options)
-    named = ("reference_data", "reference_folder", "run", "epochs", "batch_size", "lr")
-    for name in named:
-        if getattr(options, name) is not None:
-            raise SourceError(f"--{name.replace('_', '-')} has no effect without --references")
-    return None
-
-
 def _beyond(
     console: Console,
     pools: Sequence[ReleasedPool],
@@ -208,42 +198,33 @@ def _beyond(
     """
     asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in asked.values() for text in pool.texts}
-    places = {content: place for place, content in enumerate(texts)}
-    source = options.reference_data
+    places, source = {content: n for n, content in enumerate(texts)}, options.reference_data
     elsewhere = None if source is None else [*reader.read(source).values()]
     references = References([*texts.values()], options, recipe, elsewhere)
     console.print(references.describe(seconds / 2))
     references.ask(answers[0][0].log_probs)
     scores = {}
     for n, pool in asked.items():
-        rows, most = [places[text.content] for text in pool.texts], MOST_GAIN
-        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else most)
+        rows = [places[text.content] for text in pool.texts]
+        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
         before, after = (
             pool.list_records(*answers[n], options.false_discoveries, scores=one)
             for one in (None, scores[n])
         )
-        (old_rate, old_listed), (rate, listed) = _found(before), _found(after)
         console.print(
-            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {rate:.0%} pass the bar "
-            f"of 1% FPR beyond {options.references} references, and {old_rate:.0%} without them; "
-            f"{listed} are listed, and {old_listed} without them."
+            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after):.0%} pass "
+            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before):.0%} "
+            f"without; {after.head['listed']} are listed and {before.head['listed']} without."
         )
     return scores
 
 
-def _beyond_values(pool: ReleasedPool, scores: Tensor) -> dict[str, Mapping[str, float]]:
-    """Return what scores beyond references show, with half of the error, by their name."""
-    once, exact = pool.alone, pool.is_short
-    name = f"{_BEYOND}_short" if exact else _BEYOND
-    return {name: membership_values(scores[once], pool.members[once], alpha=0.025, exact=exact)}
-
-
-def _found(records: RecordList) -> tuple[float, str]:
-    """Return the TPR at 1% FPR of a list's score, and in words how many rows are listed."""
+def _tpr(records: RecordList) -> float:
+    """Return the TPR at 1% FPR of the score that rows are listed by."""
     p_values = [line.p for line in records.lines if line.p is not None]
-    m, listed = records.head["others"], records.head["listed"]
+    m = records.head["others"]
     bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
-    return sum(p <= bar for p in p_values) / len(p_values), str(listed or "none")
+    return sum(p <= bar for p in p_values) / len(p_values)
 
 
 def _pools(

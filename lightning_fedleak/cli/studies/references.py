@@ -13,7 +13,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,21 @@ class Recipe:
     adapters: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, options: Namespace) -> Recipe:
-        """Return what a run's record and the options say; options come first.
+    def of(cls, options: Namespace) -> Recipe | None:
+        """Return what a run's record and the options say; None where no references are asked for.
+
+        Options come first.
 
         Raises:
             SourceError: something is in neither of both; the run was one with differential privacy,
-                or nobody says that it was not; or no draw says who was trained on.
+                or nobody says that it was not; no draw says who was trained on; or options have no
+                effect.
         """
+        if not options.references:
+            for name in ("reference_data", "reference_folder", "run", "epochs", "batch_size", "lr"):
+                if getattr(options, name) is not None:
+                    raise SourceError(f"--{name.replace('_', '-')} needs --references")
+            return None
         if not options.drawn or used_up_mark(options.members).exists():
             raise SourceError(
                 "--references compares rows by their draw: give --drawn and others of a fresh draw"
@@ -84,11 +92,9 @@ class Recipe:
                 "privacy, or say by --no-account that it was not"
             )
         for name in ("epochs", "batch_size", "lr"):
-            if (value := getattr(options, name)) is not None:
-                said[name] = value
-            if said.get(name) is None:
-                option = f"--{name.replace('_', '-')}"
-                raise SourceError(f"the record does not say {option} of the training: give it")
+            said[name] = getattr(options, name) or said.get(name)
+            if said[name] is None:
+                raise SourceError(f"no record says the training's --{name.replace('_', '-')}")
         adapters = Path(options.model) / "adapter_config.json"
         if adapters.is_file():
             said["adapters"] = json.loads(adapters.read_text())
@@ -105,16 +111,12 @@ def _recorded(folder: Path) -> dict[str, Any]:
     found = records.read_lines(folder / records.RECORD)
     begins = [line for line in found.lines if isinstance(line, records.BeginLine)]
     if not begins or found.problems:
-        raise SourceError(
-            f"'{folder / records.RECORD}' is no whole record of a run: {found.problems}"
-        )
+        raise SourceError(f"'{folder}' has no whole record of a run: {found.problems}")
     for line in found.lines:
         facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
         promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
-        spent = getattr(line, "privacy", None) or getattr(
-            getattr(line, "resumed", None), "privacy", None
-        )
-        if spent or not all(promise.startswith("none") for promise in promises):
+        spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
+        if any(spent) or not all(promise.startswith("none") for promise in promises):
             raise SourceError(
                 "a run in the record was one with differential privacy or another guarantee: "
                 "references would train again on its rows, which no epsilon covers"
@@ -174,26 +176,21 @@ class References:
         self.options, self.recipe = options, recipe
         self.texts, self.answers = [*texts], list[Tensor]()
         count = options.references
-        if elsewhere is None and count == 1:
+        self.inside = halves(len(texts), count)
+        self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
+        if elsewhere is not None:
+            everyone = [(text, False) for text in [*texts, *elsewhere]]
+            again = find_repeats(elsewhere, everyone).again
+            self.rows = [[elsewhere[n] for n in range(len(again)) if not again[n]]] * count
+            self.inside = torch.zeros_like(self.inside)
+        elif count == 1:
             raise SourceError(
                 "one reference would have seen half of the pool: give --references 2, or rows of "
                 "the same kind that are in neither --members nor --others (--reference-data)"
             )
-        if elsewhere is None:
-            self.inside = halves(len(texts), count)
-            self.rows = [
-                [t for t, one in zip(texts, row, strict=True) if one] for row in self.inside
-            ]
-        else:
-            everyone = [(text, False) for text in [*texts, *elsewhere]]
-            again = find_repeats(elsewhere, everyone).again.tolist()
-            rows = [text for text, one in zip(elsewhere, again, strict=True) if not one]
-            self.inside = torch.zeros(count, len(texts), dtype=torch.bool)
-            self.rows = [rows] * count
         if min(map(len, self.rows)) < self.recipe.batch_size:
             raise SourceError("fewer rows than --batch-size are left to train a reference on")
-        folder = options.reference_folder or (options.records and options.records.parent)
-        self._folder = None if folder is None else Path(folder)
+        self._folder = options.reference_folder or (options.records and options.records.parent)
 
     def describe(self, seconds: float) -> str:
         """Return in words what is trained, and what it takes.
@@ -203,11 +200,10 @@ class References:
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
-        kept = "kept nowhere" if self._folder is None else f"kept in {self._folder}"
         return (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
             f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
-            f"about {cost * seconds / 60:.2g} min where none is known. Their answers are {kept}."
+            f"about {cost * seconds / 60:.2g} min, where no earlier answers are in {self._folder}."
         )
 
     def ask(self, base: Tensor) -> None:
@@ -217,7 +213,7 @@ class References:
             base: what the base said, by which its answers are recognised.
 
         Raises:
-            SourceError: kept answers cannot be used, or a training diverged.
+            SourceError: a training diverged.
         """
         options = self.options
         config, head = released_config(options.model, options.base)
@@ -233,7 +229,11 @@ class References:
                     parts |= {f"{side} {n} labels": text.labels for n, text in enumerate(texts)}
                 digest = hash_tensors(parts)
                 path = self._folder and self._folder / f"reference_{digest[:16]}.safetensors"
-                if (said := _kept(path, digest)) is None:
+                said = None
+                if path is not None and path.is_file():
+                    with suppress(OSError, ValueError):  # no private file: it is made again
+                        said = load_private(path).get(digest)
+                if said is None:
                     torch.manual_seed(number)  # of a new head, adapters, the order and dropout
                     anatomy = load_released(str(options.base), config, head, "--references")
                     trained = self._train(anatomy.model, rows, head, tokenizer)
@@ -249,7 +249,11 @@ class References:
         """Return a reference, trained on some texts."""
         recipe, device = self.recipe, "cuda" if torch.cuda.is_available() else "cpu"
         if recipe.adapters is not None:
-            model = _with_new_adapters(model, self.options.model)
+            from peft import PeftConfig, get_peft_model
+
+            config = PeftConfig.from_pretrained(str(self.options.model))
+            config.inference_mode = False
+            model = get_peft_model(model, config)
         model.to(device).train()
         trained = [p for p in model.parameters() if p.requires_grad]
         kind = getattr(torch.optim, recipe.optimizer)
@@ -270,7 +274,7 @@ class References:
         return find_anatomy(model.eval())
 
     def scores(
-        self, rows: Sequence[int], base: TokenSnapshot, now: TokenSnapshot, most: float | None
+        self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, most: float | None
     ) -> Tensor:
         """Return (n,) mean gains of a label token beyond those in references without the text.
 
@@ -287,31 +291,11 @@ class References:
             gains = gains if most is None else gains.clamp_max(most)
             return (gains * labels).sum(1) / labels.sum(1)
 
-        columns = labels.shape[1]
-        place, outside = torch.tensor(rows), ~self.inside[:, rows]
-        parts = (nn.functional.pad(a, (0, columns - a.shape[1]))[place] for a in self.answers)
-        expected = (torch.stack([gain(part) for part in parts]) * outside).sum(0) / outside.sum(0)
+        outside = ~self.inside[:, rows]
+        wider = labels.shape[1] - self.answers[0].shape[1]
+        parts = [gain(nn.functional.pad(one, (0, wider))[rows]) for one in self.answers]
+        expected = (torch.stack(parts) * outside).sum(0) / outside.sum(0)
         return gain(now.log_probs) - expected
-
-
-def _kept(path: Path | None, digest: str) -> Tensor | None:
-    """Return the answers that a file keeps; None where there is none."""
-    if path is None or not path.is_file():
-        return None
-    try:
-        return load_private(path)[digest]
-    except (OSError, ValueError, KeyError) as error:
-        raise SourceError(f"'{path}' cannot be used, remove it: {error}") from None
-
-
-def _with_new_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Return a model with adapters as those in a folder, with new numbers."""
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = False
-    adapted: nn.Module = get_peft_model(model, config)
-    return adapted
 
 
 def _batch(texts: Sequence[Text], head: Head, masks: Any) -> dict[str, Tensor]:

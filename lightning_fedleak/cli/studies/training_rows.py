@@ -157,30 +157,26 @@ class RowReader:
         """Return what turns a row into ids and labels, for a model that is not causal."""
         if self.prompt_column or self.loss:
             raise SourceError("--prompt-column and --loss are of causal models: leave them out")
-        usual = (name for name in ("labels", "label") if name in names)
-        label = self.label_column or next(usual, "")
+        label = self.label_column or ("labels" if "labels" in names else "label")
         if self.head != "masked" and label not in names:
             raise UnknownLabels(f"'{source}' needs the column of classes (--label-column)")
-        is_pair = any(any(row.get("token_type_ids") or ()) for row in rows)
-        if is_pair:
+        if any(any(row.get("token_type_ids") or ()) for row in rows):
             raise UnknownLabels(f"'{source}' holds pairs of texts (token_type_ids)")
-        is_read = "input_ids" in names
+        is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
         if self.head != "token" and not is_read:
-            texts = [name for name in names if name != label]
-            column = column_of(list(rows), texts, column, source)
-        words = column or ("tokens" if "tokens" in names else "words")
-        if self.head == "token" and not is_read and words not in names:
-            raise SourceError(f"'{source}' needs a column of lists of words (--column)")
+            name = column_of(list(rows), [one for one in names if one != label], column, source)
+        settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
 
         def encode(row: Row) -> tuple[list[int], list[int]]:
-            settings = {"truncation": True, "max_length": self.length, "verbose": False}
+            words: list[int | None] = []  # of each token
             if is_read:
                 ids = list(row["input_ids"])[: self.length]
+                words = [*range(len(ids))]
             elif self.head == "token":
-                encoded = self.tokenizer(row[words], is_split_into_words=True, **settings)
-                ids, places = encoded["input_ids"], encoded.word_ids()
+                encoded = self.tokenizer(row[name], **settings)
+                ids, words = encoded["input_ids"], encoded.word_ids()
             else:
-                ids, _ = self._plain((text_of(row.get(column or "")) or "").strip())
+                ids, _ = self._plain((text_of(row.get(name)) or "").strip())
             if self.head == "masked":
                 special = {*self.tokenizer.all_special_ids}
                 if self.tokenizer.mask_token_id in ids:
@@ -189,12 +185,9 @@ class RowReader:
             if self.head == "row":
                 return ids, [IGNORE_INDEX] * (len(ids) - 1) + [self._class(row[label])] * bool(ids)
             classes = [self._class(one) for one in row[label]]
-            if is_read:
-                return ids, classes[: self.length]
-            before = [None, *places[:-1]]
             return ids, [
-                IGNORE_INDEX if place is None or place == last else classes[place]
-                for place, last in zip(places, before, strict=True)
+                IGNORE_INDEX if word is None or word == last else classes[word]
+                for word, last in zip(words, [None, *words], strict=False)
             ]
 
         return encode

@@ -33,6 +33,7 @@ from lightning_fedleak.engine.channels.pool import (
     Part,
     Pool,
     collect,
+    find_mask,
     forwards_of,
 )
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
@@ -134,8 +135,7 @@ class MemorizationChannel(Channel):
         self.owes_list = self._ended = False
         self._reading_seconds = 0.0
         self._void = ""
-        self._mask: int | None = None
-        self._special: frozenset[int] = frozenset()
+        self._mask: tuple[int, frozenset[int]] | None = None
         self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
@@ -160,7 +160,8 @@ class MemorizationChannel(Channel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._pool, self._base, self._refusal, self._void = None, None, None, ""
+        self._pool = self._base = self._refusal = self._mask = None
+        self._void = ""
         self._due = 0
 
     def meet_data(self, attack: Attack) -> None:
@@ -190,7 +191,9 @@ class MemorizationChannel(Channel):
         try:
             if (kind := run.anatomy.kind) not in self.kinds:
                 raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
-            self._find_mask()
+            tokenizers = [self.settings.tokenizer, *run.tokenizers]
+            if kind == "masked":
+                self._mask = find_mask(run.training_loader, tokenizers)
             self._pool = self._drawn()
         except NoNonMembers as error:
             refusal = str(error)
@@ -205,26 +208,6 @@ class MemorizationChannel(Channel):
             )
         self._account = AccountGame(run, self._pool.no_game)
         return ""
-
-    def _find_mask(self) -> None:
-        """Find the token that a masked model reads for others, and the tokens never masked."""
-        run = self.run
-        collate: Any = getattr(run.training_loader, "collate_fn", None)
-        while hasattr(collate, "data_collator"):  # of transformers, around the user's own
-            collate = collate.data_collator
-        known = [self.settings.tokenizer, *run.tokenizers, getattr(collate, "tokenizer", None)]
-        self._mask, self._special = None, frozenset()
-        if run.anatomy.kind == "masked":
-            masks = (getattr(one, "mask_token_id", None) for one in known)
-            self._mask = next((one for one in masks if one is not None), None)
-            self._special = self._special.union(
-                *(getattr(one, "all_special_ids", ()) for one in known)
-            )
-            if self._mask is None:
-                raise NoNonMembers(
-                    "which token masks the others is not known: pass the tokenizer, by "
-                    "settings=WatchSettings(tokenizer=tokenizer)"
-                )
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
@@ -290,7 +273,7 @@ class MemorizationChannel(Channel):
         """Return a batch's tokens."""
         adapter = self.settings.batch_adapter
         tokens = read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
-        return tokens if self._mask is None else unmasked(tokens, self._mask, self._special)
+        return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.
@@ -347,7 +330,7 @@ class MemorizationChannel(Channel):
             texts = [pool.texts[row] for row in rows]
             if reads_prompts:  # one forward has all
                 texts = [text.whole for text in texts]
-            part = token_log_probs(self.run.anatomy, texts, self._mask)
+            part = token_log_probs(self.run.anatomy, texts, self._mask and self._mask[0])
             values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
             return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
 

@@ -90,8 +90,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[once], pool.members[once]
-            values = membership_values(*sides, alpha=alpha, exact=pool.is_short)
-            result = replace(result, values={**result.values, name: values})
+            found = membership_values(*sides, alpha=alpha, exact=pool.is_short)
+            result = replace(result, values={**result.values, name: found})
         results.append(result)
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
@@ -211,18 +211,19 @@ def _beyond(
             pool.list_records(*answers[n], options.false_discoveries, scores=one)
             for one in (None, scores[n])
         )
-        console.print(
+        text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after):.0%} pass "
             f"the bar of 1% FPR beyond {options.references} references and {_tpr(before):.0%} "
             f"without; {after.head['listed']} are listed and {before.head['listed']} without."
         )
+        console.print(text.replace("None", "an unknown number"))
     return scores
 
 
 def _tpr(records: RecordList) -> float:
     """Return the TPR at 1% FPR of the score that rows are listed by."""
     p_values = [line.p for line in records.lines if line.p is not None]
-    m = records.head["others"]
+    m = int(records.head["others"])
     bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
     return sum(p <= bar for p in p_values) / len(p_values)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
+from lightning_fedleak.evidence.clients import check_clients
 from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.repetition import check_repetition
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
@@ -53,6 +54,7 @@ def verify_run(
     key: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
+    clients: Sequence[Path] = (),
 ) -> Verification:
     """Return whether the files of a run fit together.
 
@@ -70,6 +72,8 @@ def verify_run(
         key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
         repetition: folder of the same training, run again; see :func:`check_repetition`.
+        clients: folders of the clients' logs of a federation whose server's this is; by default
+            those in ``run`` and beside it.
 
     Raises:
         ReportError: a file is missing or cannot be read.
@@ -83,6 +87,8 @@ def verify_run(
         checked.append("looks at the planned steps")
     else:
         not_checked.append("looks: no run says at which steps they are planned")
+    compared, missing = check_clients(run, logs[RECORD], clients, verdict)
+    checked, not_checked = checked + compared, not_checked + missing
     hashes = {one for log in logs.values() for one in log.hashes}
     for head in heads:
         if head not in hashes:

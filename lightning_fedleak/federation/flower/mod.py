@@ -26,6 +26,7 @@ from lightning_fedleak.federation import (
     recording,
 )
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
+from lightning_fedleak.federation.heads import HEAD, head_of
 from lightning_fedleak.federation.updates import State
 
 _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
@@ -50,6 +51,10 @@ class FedLeakMod:
 
         app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
                                                                    at_most=0.3)])])
+
+    Beside the model leaves a code of this client's logs so far, which no one can read without
+    their key, for :class:`ClientHeads` or :class:`Observed` on the server; none where the client
+    adds noise, and Flower's SecAgg+ does not hand it on.
 
     Of training messages it lets leave what may. The train function reports what it trains on, by
     :func:`~lightning_fedleak.federation.trained_on` in a loop of its own, or by the callback
@@ -187,6 +192,8 @@ class FedLeakMod:
         if outgoing.dp is not None or not replies:
             return Message(codec.alone(leaving.state, self._weight), reply_to=message)
         codec.put(leaving.state, replies[0])
+        if (code := head_of(outgoing.observer, outgoing.client)) is not None:
+            replies[0].content[HEAD] = ConfigRecord({"code": code})
         return replies[0]
 
 

@@ -61,16 +61,16 @@ def test_honest_clients_hold_wherever_they_are(federation: Path, tmp_path: Path)
     assert fedleak("verify", str(federation / "server"), *given) == HOLDS
 
 
-def rewrite(folder: Path) -> None:
-    """Halve a number of the second look, and compute all hashes of both logs again."""
+def rewrite(folder: Path, line: int = 1) -> None:
+    """Halve a number of a look, and compute all hashes of both logs again."""
     lines = lines_of(folder / RESULTS)
-    lower(lines, 1)
+    lower(lines, line)
     lines = chained_again(lines)
     (folder / RESULTS).write_bytes(b"\n".join(lines) + b"\n")
     record = [json.loads(line) for line in lines_of(folder / RECORD)]
-    for line in record:
-        if "results_head" in line:
-            line["results_head"] = hash_line(lines[line["results"] - 1])
+    for one in record:
+        if "results_head" in one:
+            one["results_head"] = hash_line(lines[one["results"] - 1])
     again = chained_again([json.dumps(line).encode() for line in record])
     (folder / RECORD).write_bytes(b"\n".join(again) + b"\n")
 

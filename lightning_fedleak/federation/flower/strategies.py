@@ -107,9 +107,9 @@ class Observed(_Around):
         """
         arrived = list(replies)
         for reply in _by_node(arrived):
-            node = reply.metadata.src_node_id
-            client = self._numbers.setdefault(node, len(self._numbers))
-            note_head(self.observer.engine.record, server_round, client, _code_in(reply))
+            note_head(
+                self.observer.engine.record, server_round, self._number_of(reply), _code_in(reply)
+            )
         seconds = time.perf_counter() - self._round_start
         if self.observer.due(SUM):
             start = time.perf_counter()
@@ -127,13 +127,16 @@ class Observed(_Around):
             model = self._arrays
         return model, metrics
 
+    def _number_of(self, reply: Message) -> int:
+        return self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
+
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         floats = {n: t for n, t in self._sent.items() if t.is_floating_point()}
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
         weights = 0.0
         rate = None if self._rate is None else self._rate(server_round)
         for reply in _by_node(arrived):
-            client = self._numbers[reply.metadata.src_node_id]
+            client = self._number_of(reply)
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue

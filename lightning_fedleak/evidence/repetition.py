@@ -7,12 +7,12 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.report import FitLog, read
+from lightning_fedleak.report import FitLog, ReportError, read
 from lightning_fedleak.report.records import (
     RECORD,
     BeginLine,
@@ -56,15 +56,13 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
         What was compared, in words; nothing where it is open.
 
     Raises:
-        ReportError: the folder has no logs.
+        ReportError: the folder has no logs, or no run begins in them.
     """
-    again = read([place / RECORD]).fits[-1]
+    again = last_fit(read([place / RECORD]).fits)
+    if fit.begin is None or again is None or again.begin is None:
+        raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if begin is None or other is None:
-        obstacle = "one of them has no first line"
-    else:
-        obstacle = _obstacle(begin, other) or _other_start(fit, again)
-    if obstacle or begin is None or other is None:
+    if obstacle := _obstacle(begin, other) or _other_start(fit, again):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
     steps, start = "", _repeated_from(fit, other)
@@ -88,46 +86,34 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     weights = len(_weights(fit).keys() & _weights(again).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
-    blame = verdict.contradict if start is None else verdict.leave_open
-    common = _compare(f"run {fit.run}", str(place), values, repeated, first_apart, verdict, blame)
-    return (
-        f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
-        "leakage"
-    )
-
-
-def _compare(
-    run: str,
-    place: str,
-    values: Mapping[Value, object],
-    repeated: Mapping[Value, object],
-    first_apart: float,
-    verdict: Verdict,
-    blame: Callable[[str], None],
-) -> int:
-    """Find the first value that differs, for ``blame``, and the first that one run alone has.
-
-    Returns:
-        How many values both have.
-    """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
+    if different:
+        (step, names), number = different[0], f"{len(different)} of {len(common)}"
+        blame = verdict.contradict if start is None else verdict.leave_open
+        blame(
+            f"run {fit.run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
+            f"{number} values differ. Were seeds and rows the same?"
+        )
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
-    for step, names in different[:1]:
-        blame(
-            f"{run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
-            f"{len(different)} of {len(common)} values differ. Were seeds and rows the same?"
-        )
-    for step, names in alone[:1]:
+    if alone:
         verdict.leave_open(
-            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
-            f"{len(alone)} values"
+            f"step {alone[0][0]}: {', '.join(alone[0][1])} is in the logs of one of both alone; so "
+            f"are {len(alone)} values"
         )
-    return len(common)
+    return (
+        f"repetition{steps}: {weights} hashes of weights, {len(common) - weights} values of losses "
+        "and leakage"
+    )
+
+
+def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
+    """Return the run that began last; None where none has begun."""
+    return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
 def _obstacle(begin: BeginLine, other: BeginLine) -> str:

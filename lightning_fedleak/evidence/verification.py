@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
 from lightning_fedleak.evidence.clients import check_clients
 from lightning_fedleak.evidence.plans import check_plans
-from lightning_fedleak.evidence.repetition import check_repetition
+from lightning_fedleak.evidence.repetition import check_repetition, last_fit
 from lightning_fedleak.evidence.signing import STATEMENT, check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
@@ -108,19 +108,25 @@ def verify_run(
         verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
     else:
         not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
-    if weights is not None:
-        _check_weights(logs[RECORD], weights, verdict)
+    if weights is None:
+        not_checked.append("which weights these are: --weights DIR")
+    elif not fits:
+        not_checked.append("which weights these are: the logs contradict themselves")
+    else:
+        _check_weights(fits, weights, verdict)
         checked.append("weights")
         beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
         if beside.exists():
             _check_report(beside, run, fits, leakage_file, verdict)
             checked.append(LEAKAGE)
-    else:
-        not_checked.append("which weights these are: --weights DIR")
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
+    elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
+        verdict.leave_open(
+            f"'{repetition}' was not compared: its logs or the run's contradict themselves"
+        )
     else:
-        checked += _compare_repetition(fits, logs[RECORD], repetition, verdict)
+        checked += [text for text in [check_repetition(last, repetition, verdict)] if text]
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -128,19 +134,6 @@ def verify_run(
         checked,
         not_checked,
     )
-
-
-def _compare_repetition(
-    fits: Sequence[FitLog], record: ChainedFile, place: Path, verdict: Verdict
-) -> list[str]:
-    """Return what was compared, in words; nothing where logs contradict themselves."""
-    fit = next((one for one in fits if one.run == _last_run(record)), None)
-    if fit is None or verify_run(place).verdict.contradictions:
-        verdict.leave_open(
-            f"'{place}' was not compared: its logs or the run's contradict themselves"
-        )
-        return []
-    return [text for text in [check_repetition(fit, place, verdict)] if text]
 
 
 def _read(path: Path, verdict: Verdict) -> ChainedFile:
@@ -280,32 +273,37 @@ def _statements(report: JsonObject) -> JsonObject:
     return {**parts, "runs": without}
 
 
-def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
+def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
-    saved_hashes = hash_weights(_saved_tensors(place))
-    lines = [line for line in record.contents if line is not None]
-    run = _last_run(record)
-    checkpoint, is_unclear = _checkpoint_of(lines, saved_hashes)
-    trained = _last_weights(lines, run)
-    is_last = bool(trained) and trained.items() <= saved_hashes.items()
-    if checkpoint is not None and not is_last:
-        verdict.note(f"'{place}' holds the trained tensors of {checkpoint}")
+    saved = hash_weights(_saved_tensors(place))
+    checkpoints, is_unclear = [], False
+    for line in [one for fit in fits for one in fit.checkpoints]:
+        names = line.trained or ()
+        if not names or line.weights is None or not saved.keys() >= {*names}:
+            is_unclear = True
+        elif digest_weights({name: saved[name] for name in names}) == line.weights:
+            checkpoints.append(f"the checkpoint of run {line.run} at step {line.step}")
+    last = last_fit(fits)
+    trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
+    if checkpoints and not (trained and trained.items() <= saved.items()):
+        verdict.note(f"'{place}' holds the trained tensors of {checkpoints[0]}")
         return
-    if not trained:
+    if last is None or not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
-    shared = trained.keys() & saved_hashes.keys()
-    types = {n for n in shared if trained[n].split()[0] != saved_hashes[n].split()[0]}
-    different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
-    is_unclear |= bool(types) and any(one.get("kind") == "checkpoint" for one in lines)
+    shared = trained.keys() & saved.keys()
+    types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
+    different = sorted(n for n in shared - types if trained[n] != saved[n])
+    is_unclear |= bool(types) and any(fit.checkpoints for fit in fits)
     if different and is_unclear:
         verdict.leave_open(
-            f"'{place}' does not hold the last weights of run {run}, and may be of a checkpoint "
-            "whose tensors were not hashed, are not all there, or are saved in another type"
+            f"'{place}' does not hold the last weights of run {last.run}, and may be of a "
+            "checkpoint whose tensors were not hashed, are not all there, or are saved in another "
+            "type"
         )
     elif different:
         verdict.contradict(
-            f"'{place}' does not hold the weights of run {run}, nor of a noted checkpoint: "
+            f"'{place}' does not hold the weights of run {last.run}, nor of a noted checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):
@@ -313,40 +311,6 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
-
-
-def _last_run(record: ChainedFile) -> object:
-    """Return the id of the run that began last."""
-    lines = [line for line in record.contents if line is not None]
-    return next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
-
-
-def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
-    """Return the hashes of the tensors that a run ended with; none where it did not note them."""
-    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
-    trained = ends[-1].get("weights") if ends else None
-    hashes = trained if isinstance(trained, dict) else {}
-    return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
-
-
-def _checkpoint_of(
-    lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]
-) -> tuple[str | None, bool]:
-    """Return in words whose checkpoint these tensors are, and whether that could not be decided."""
-    is_unclear = False
-    for line in lines:
-        if line.get("kind") != "checkpoint":
-            continue
-        digest, names = line.get("weights"), line.get("trained")
-        try:
-            same = digest_weights({name: saved_hashes[name] for name in names or ()}) == digest
-        except (LookupError, TypeError):  # a tensor is missing, or an odd line
-            names = None
-        if not names or digest is None:
-            is_unclear = True
-        elif same:
-            return f"the checkpoint of run {line.get('run')} at step {line.get('step')}", False
-    return None, is_unclear
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

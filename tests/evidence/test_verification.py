@@ -516,7 +516,7 @@ def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     ]
     with pytest.raises(ReportError, match="openssl genpkey"):
         sign_run(tmp_path, tmp_path / "no.pem")
-    with pytest.raises(ReportError, match="cannot be read as a key"):
+    with pytest.raises(ReportError, match="cannot be read as a private ed25519 key"):
         sign_run(tmp_path, public)
     sign_run(tmp_path, private)
     with pytest.raises(ReportError, match=r"no weights are in|name a folder of \.safetensors"):

@@ -102,9 +102,9 @@ class StepCheck:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.0)
         gate = Threshold(metric, at_most=at_most, action=events.append)
-        with tempfile.TemporaryDirectory() as out:
+        with tempfile.TemporaryDirectory() as logs:
             watch = Watch(
-                model, optimizer, self.attacks, [gate], folder=out, every_n_steps=1, settings=rare
+                model, optimizer, self.attacks, [gate], folder=logs, every_n_steps=1, settings=rare
             )
             optimizer.zero_grad()
             with watch, watch.step(self.batch):
@@ -163,9 +163,9 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
 
         with tempfile.TemporaryDirectory() as folder:
             result_path = Path(folder) / "result.json"
-            given = {"model": model, "base": base, "members": members, "others": held_out}
+            arguments = {"model": model, "base": base, "members": members, "others": held_out}
             words = ["memorization"]
-            for name, value in {**given, "out": result_path, **options}.items():
+            for name, value in {**arguments, "out": result_path, **options}.items():
                 if value is not None and value is not False:
                     words.append(f"--{name.replace('_', '-')}")
                     words += [] if value is True else [str(value)]

@@ -13,14 +13,14 @@ from lightning_fedleak.report.records import CHAIN_KEY, RECORD, RESULTS, code_of
 
 
 def check_clients(
-    run: Path, record: ChainedFile, given: Sequence[Path], verdict: Verdict
+    run: Path, record: ChainedFile, folders: Sequence[Path], verdict: Verdict
 ) -> tuple[list[str], list[str]]:
     """Check that each code that a server noted is of a line in the logs of its client.
 
     Args:
         run: folder of the server's logs.
         record: its ``run.jsonl``.
-        given: folders of clients' logs; those in the server's folder and beside it where empty.
+        folders: of clients' logs; those in the server's folder and beside it where empty.
         verdict: gets what is wrong.
 
     Returns:
@@ -38,19 +38,17 @@ def check_clients(
     names = {c: " and ".join(sorted({name for _, name, _ in rows})) for c, rows in noted.items()}
     beside = [run, *run.glob("*/"), *run.resolve().parent.glob("*/")] if noted else []
     compared: dict[str, str] = {}
-    for folder in given or [one for one in beside if (one / CHAIN_KEY).is_file()]:
+    for folder in folders or [one for one in beside if (one / CHAIN_KEY).is_file()]:
         try:
-            chain, codes, own = _codes_in(folder)
+            chain, codes, client = _codes_in(folder)
         except ReportError:
-            if given:
+            if folders:
                 raise
             continue
         if chain in noted:
-            verdict.contradictions += [f"'{folder}': {text}" for text in own.contradictions]
-            verdict.open += [f"'{folder}': {text}" for text in own.open]
-            verdict.notes += [f"'{folder}': {text}" for text in own.notes]
+            verdict.add(client, f"'{folder}'")
             compared[chain] = f"logs of {names[chain]}: '{folder}'"
-        elif given:
+        elif folders:
             verdict.contradict(
                 f"'{folder}': the server noted no code of these logs: they are of another "
                 "federation, or were written again from the start"

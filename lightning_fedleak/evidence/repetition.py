@@ -86,28 +86,44 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     weights = len(_weights(fit).keys() & _weights(again).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
+    blame = verdict.contradict if start is None else verdict.leave_open
+    if text := _different(values, repeated, place):
+        blame(f"run {fit.run}, {text}. Were seeds and rows the same?")
+    if text := _alone(values, repeated, first_apart):
+        verdict.leave_open(text)
+    common = len(values.keys() & repeated.keys())
+    return (
+        f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
+        "leakage"
+    )
+
+
+def _different(
+    values: Mapping[Value, object], repeated: Mapping[Value, object], place: Path
+) -> str:
+    """Return the first value that both have and that differs, in words; empty where none does."""
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
-    if different:
-        (step, names), number = different[0], f"{len(different)} of {len(common)}"
-        blame = verdict.contradict if start is None else verdict.leave_open
-        blame(
-            f"run {fit.run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
-            f"{number} values differ. Were seeds and rows the same?"
-        )
+    return "".join(
+        f"step {step}: {', '.join(names)} is not what '{place}' gives; {len(different)} of "
+        f"{len(common)} values differ"
+        for step, names in different[:1]
+    )
+
+
+def _alone(
+    values: Mapping[Value, object], repeated: Mapping[Value, object], first_apart: float
+) -> str:
+    """Return the first value that one of both has alone, in words; empty where none does."""
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
-    if alone:
-        verdict.leave_open(
-            f"step {alone[0][0]}: {', '.join(alone[0][1])} is in the logs of one of both alone; so "
-            f"are {len(alone)} values"
-        )
-    return (
-        f"repetition{steps}: {weights} hashes of weights, {len(common) - weights} values of losses "
-        "and leakage"
+    return "".join(
+        f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are {len(alone)} "
+        "values"
+        for step, names in alone[:1]
     )
 
 

@@ -98,6 +98,9 @@ def check_signature(run: Path, key: Path, verdict: Verdict) -> None:
         ImportError: the package ``cryptography`` is not installed.
     """
     public: Ed25519PublicKey = _load_key(key, private=False)
+    if not (run / STATEMENT).exists():
+        verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
+        return
     statement = _signed_statement(run / STATEMENT, public)
     if statement is None:
         verdict.contradict(f"{STATEMENT} is not signed by the key in '{key}'")

@@ -16,7 +16,7 @@ from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_c
 from lightning_fedleak.evidence.clients import check_clients
 from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
-from lightning_fedleak.evidence.signing import STATEMENT, check_signature
+from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
@@ -24,7 +24,6 @@ from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 
 REPORT = "report.json"
-_WORST = "leakage/worst/"
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
@@ -101,13 +100,11 @@ def verify_run(
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
-    if (run / STATEMENT).exists() and key is not None:
+    if key is None:
+        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
+    else:
         check_signature(run, key, verdict)
         checked.append("signature")
-    elif key is not None:
-        verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
-    else:
-        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
     if weights is None:
         not_checked.append("which weights these are: --weights DIR")
     elif not fits:
@@ -121,12 +118,8 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
-        verdict.leave_open(
-            f"'{repetition}' was not compared: its logs or the run's contradict themselves"
-        )
-    else:
-        checked += [text for text in [check_repetition(last, repetition, verdict)] if text]
+    elif text := _compare_repetition(fits, repetition, verdict):
+        checked.append(text)
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -134,6 +127,17 @@ def verify_run(
         checked,
         not_checked,
     )
+
+
+def _compare_repetition(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> str:
+    """Return what was compared, in words; nothing where logs contradict themselves."""
+    last = last_fit(fits)
+    if last is None or verify_run(place).verdict.contradictions:
+        verdict.leave_open(
+            f"'{place}' was not compared: its logs or the run's contradict themselves"
+        )
+        return ""
+    return check_repetition(last, place, verdict)
 
 
 def _read(path: Path, verdict: Verdict) -> ChainedFile:
@@ -185,7 +189,7 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
         return
     did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
     is_finished = fit.end is not None and fit.end.outcome == "finished"
-    values = dict(_watched_values(fit, gate.metric))
+    values = _watched_values(fit, gate.metric)
     for step in sorted({*values, *did}):
         if step in values:
             value = values[step]
@@ -200,31 +204,23 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
             return
 
 
-def _watched_values(fit: FitLog, metric: str) -> Iterator[tuple[int, float | None]]:
-    """Yield the values of a metric by step, None where it is unknown.
+def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
+    """Return the values of a metric by step, None where it is unknown.
 
     The worst of a family is at least the highest known value of an attack of it at that step.
     """
-    if metric.startswith(_WORST):
-        yield from _highest(fit, metric.removeprefix(_WORST)).items()
-        return
+    values: dict[int, float | None] = {}
     for line in fit.results:
+        family = fit.begin.family_of(line.attack) if fit.begin is not None else None
         prefix = "leakage" if line.stage == "shared" else f"leakage_{line.stage}"
         name = metric.removeprefix(f"{prefix}/{line.attack}/")
         if name != metric:
-            yield line.step, line.value(name)
-
-
-def _highest(fit: FitLog, family: str) -> dict[int, float]:
-    """Return the highest known value of a family's attacks on what is shared, by step."""
-    highest: dict[int, float] = {}
-    for line in fit.results:
-        kind = fit.begin.family_of(line.attack) if fit.begin is not None else None
-        if kind is not None and kind.name == family and line.stage == "shared":
-            value = line.value(kind.headline)
-            if value is not None:
-                highest[line.step] = max(highest.get(line.step, value), value)
-    return highest
+            values[line.step] = line.value(name)
+        elif family is not None and f"{prefix}/worst/{family.name}" == metric:
+            headlines = [line.value(family.headline), values.get(line.step)]
+            if numbers := [value for value in headlines if value is not None]:
+                values[line.step] = max(numbers)
+    return values
 
 
 # ---- report and weights -------------------------------------------------------------------------
@@ -276,13 +272,7 @@ def _statements(report: JsonObject) -> JsonObject:
 def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
     saved = hash_weights(_saved_tensors(place))
-    checkpoints, is_unclear = [], False
-    for line in [one for fit in fits for one in fit.checkpoints]:
-        names = line.trained or ()
-        if not names or line.weights is None or not saved.keys() >= {*names}:
-            is_unclear = True
-        elif digest_weights({name: saved[name] for name in names}) == line.weights:
-            checkpoints.append(f"the checkpoint of run {line.run} at step {line.step}")
+    checkpoints, is_unclear = _checkpoints_of(fits, saved)
     last = last_fit(fits)
     trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
     if checkpoints and not (trained and trained.items() <= saved.items()):
@@ -311,6 +301,18 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
+
+
+def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
+    """Return in words whose checkpoints these tensors are, and whether one was not compared."""
+    checkpoints, is_unclear = [], False
+    for line in [one for fit in fits for one in fit.checkpoints]:
+        names = line.trained or ()
+        if not names or line.weights is None or not saved.keys() >= {*names}:
+            is_unclear = True
+        elif digest_weights({name: saved[name] for name in names}) == line.weights:
+            checkpoints.append(f"the checkpoint of run {line.run} at step {line.step}")
+    return checkpoints, is_unclear
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

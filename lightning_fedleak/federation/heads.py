@@ -80,11 +80,11 @@ class HeadRecord:
         self._rounds = max(self._rounds, round_)
         note_head(self._record, round_, client, code)
 
-    def end(self, how: str = "finished") -> None:
-        """Close the log; ``how`` is ``"finished"``, or the class of what was raised."""
+    def end(self, outcome: str = "finished") -> None:
+        """Close the log; the outcome is ``"finished"``, or the class of what was raised."""
         number, head = self._record.closing()
         self._record.append(
             records.EndLine(
-                run="", step=self._rounds, outcome=how, results=number, results_head=head
+                run="", step=self._rounds, outcome=outcome, results=number, results_head=head
             )
         )

@@ -20,17 +20,19 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
+    HEAD,
     ClientDP,
     HandOver,
+    HeadRecord,
     Leaving,
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
     UpdateError,
     UpdateSum,
+    head_of,
     moved,
 )
-from lightning_fedleak.federation.heads import HEAD, HeadRecord, head_of
 from lightning_fedleak.federation.updates import State
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
@@ -94,7 +96,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     thread or in a process. If it reports no batches, every result is unknown and passes no gate.
 
     Beside each result leaves a code of this client's logs so far, which no one can read without
-    their key, for :class:`ClientHeads` on the server; none where the client adds noise.
+    their key, for :class:`SiteHeads` on the server; none where the client adds noise.
 
     **A withheld update** leaves as zero by default (the model that was sent, or a difference of
     zero), because a workflow may end at a client's error, or at a round without any result. The
@@ -334,12 +336,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         return result.update_shareable(reply)
 
 
-class ClientHeads(FLComponent):  # type: ignore[misc, unused-ignore]
+class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
     """A component of the server that writes down how far each client's logs went in each round.
 
     ::
 
-        job.to_server(ClientHeads())
+        job.to_server(SiteHeads())
 
     What a :class:`FedLeakFilter` sends is a code that the server cannot read. ``fedleak verify``
     compares it with that client's logs: one who changes them later is found.
@@ -356,7 +358,7 @@ class ClientHeads(FLComponent):  # type: ignore[misc, unused-ignore]
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
         """Add the component to a job. NVFlare calls this method."""
         _exclude_package(job)
-        job.add_component("fedleak_client_heads", self, ctx)
+        job.add_component("fedleak_site_heads", self, ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Open the log at the start of the run, write what arrives, and close it."""

@@ -25,7 +25,7 @@ from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import ClientDP, UpdateSum, difference, joint_norm, trained_state
-from lightning_fedleak.federation.nvflare import ClientHeads, FedLeakFilter, PrivateFedAvg
+from lightning_fedleak.federation.nvflare import FedLeakFilter, PrivateFedAvg, SiteHeads
 from tests.evidence.test_clients import rewrite
 from tests.federation.rounds import model
 from tests.nvflare import jobs
@@ -105,7 +105,7 @@ def test_one_withholds_and_counts_as_zero_with_its_weight(tmp_path, kind, engine
 
 def test_a_site_that_rewrites_its_logs_is_named(tmp_path):
     """One of both withholds, and sends zero beside the code of its logs."""
-    heads = ClientHeads()
+    heads = SiteHeads()
     jobs.run(fed_avg(), sites(tmp_path, GATE, OPEN), tmp_path, heads)
     server, site = tmp_path / "job" / "fedleak", tmp_path / "site-1"
     check = verify_run(server, clients=[site, tmp_path / "site-2"])

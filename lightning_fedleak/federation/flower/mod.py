@@ -18,15 +18,16 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
+    HEAD,
     ClientDP,
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
+    head_of,
     parameter_names,
     recording,
 )
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
-from lightning_fedleak.federation.heads import HEAD, head_of
 from lightning_fedleak.federation.updates import State
 
 _Watch = tuple[RoundObserver, tuple[RoundGate, ...]]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
+from lightning_fedleak.federation import HEAD, HeadRecord, note_head
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
-from lightning_fedleak.federation.heads import HEAD, HeadRecord, note_head
 from lightning_fedleak.federation.observer import SUM, RoundObserver
 from lightning_fedleak.federation.updates import State, moved
 
@@ -172,14 +172,14 @@ class ClientHeads(_Around):
 
     def start(self, *arguments: Any, **named: Any) -> Any:
         """Run all rounds of the strategy, and close the log."""
-        self._record, how = HeadRecord(self._folder), "finished"
+        self._record, outcome = HeadRecord(self._folder), "finished"
         try:
             return super().start(*arguments, **named)
         except BaseException as error:
-            how = type(error).__name__
+            outcome = type(error).__name__
             raise
         finally:
-            self._record.end(how)
+            self._record.end(outcome)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -368,9 +368,10 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._record is not None:
             result: Shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             name = str(result.get_peer_prop(ReservedKey.IDENTITY_NAME, ""))
-            round_ = fl_ctx.get_prop(AppConstants.CURRENT_ROUND, 0)
-            round_ = result.get_header(AppConstants.CURRENT_ROUND, round_)
-            self._record.note(int(round_), name, result.get_header(HEAD))
+            round_ = result.get_header(AppConstants.CURRENT_ROUND)
+            if not isinstance(round_, int) or not 0 <= round_ < 2**31:  # a client wrote it
+                round_ = 0
+            self._record.note(round_, name, result.get_header(HEAD))
         elif event_type == EventType.END_RUN and self._record is not None:
             self._record.end()
             self._record = None

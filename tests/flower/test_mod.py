@@ -373,6 +373,12 @@ def test_a_client_that_rewrites_its_logs_is_named(tmp_path, kind):
     assert all(str(folders[1]) in text for text in verdict.contradictions)
 
 
+def test_what_notes_codes_is_outermost(tmp_path):
+    strategy = Observed(ClientHeads(FedAvg(), tmp_path), observer(tmp_path / "seen", side="server"))
+    with pytest.raises(ValueError, match="ClientHeads must be the outermost"):
+        strategy.start(Grid(2, train), ArrayRecord(trained_state(model())), num_rounds=1)
+
+
 def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, caplog):
     def withholds(asked, where):
         return Message(Error(0, "withheld"), reply_to=asked)

@@ -170,6 +170,19 @@ class ClientHeads(_Around):
         self._folder = folder
         self._record: HeadRecord | None = None
 
+    def summary(self) -> None:
+        """Check that this strategy is the outermost one.
+
+        Raises:
+            ValueError: another one is around it, so that its log would not be closed.
+        """
+        if self._record is None:
+            raise ValueError(
+                "ClientHeads must be the outermost strategy: say ClientHeads(X(...), folder) in "
+                "the place of X(ClientHeads(...)). Observed notes the codes without it"
+            )
+        self.strategy.summary()
+
     def start(self, *arguments: Any, **named: Any) -> Any:
         """Run all rounds of the strategy, and close the log."""
         self._record, outcome = HeadRecord(self._folder), "finished"

@@ -351,11 +351,12 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        with self._gathered(plans) if self._is_sharded else nullcontext():
+        with self._gathered(plans) if self._is_sharded else nullcontext(), share_work():
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
-                    plan.attack.refresh(self._run.anatomy, step)
+                    with self._run.timed(plan.attack.name):
+                        plan.attack.refresh(self._run.anatomy, step)
                 except Exception as error:
                     failed[plan.attack.name] = reason(error)
         return failed

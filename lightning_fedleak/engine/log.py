@@ -338,9 +338,9 @@ class Report:
         Args:
             first_step: steps that were over when the run began.
         """
-        if self._rounds:
-            return
         steps = self._run.step - first_step
+        if self._rounds or not steps:
+            return
         took = self._seconds_of.most_common()
         shares = ", ".join(f"{n} {seconds / (self._seconds or 1):.0%}" for n, seconds in took)
         of_attacks = f" ({shares})" if shares else ""

@@ -87,12 +87,15 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     known = [str(one) for one in ids if one]
     for name in ("", *(f"version_{n}" for n in range(1, 10_000))):
         logs = [folder / name / file for file in ("run.jsonl", "leakage.jsonl")]
-        texts = [log.read_text("utf-8", "replace") for log in logs if log.exists()]
+        found = [log for log in logs if log.exists()]
+        texts = [f.read_text("utf-8", "replace") if os.access(f, os.R_OK) else "" for f in found]
         if not texts or any(one in text for one in known for text in texts):
             break
     place = run.broadcast(folder / name)
     if name:
-        rank_zero_info(f"{run.watcher}: {folder} holds logs of another run; this one's: {place}")
+        rank_zero_info(
+            f"{run.watcher}: {folder} holds logs of another run; those of this one: {place}"
+        )
     return place
 
 

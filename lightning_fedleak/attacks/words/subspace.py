@@ -176,7 +176,9 @@ class SubspaceWords(Attack):
             )
 
         self._sides = _sides_with_words(anatomy)
-        return tuple(sorted(row_space.find_known_inputs(anatomy, maps), key=reading_order))
+        key = ("known inputs", id(anatomy.root), tuple(m.name for m in maps))
+        found = do_once(key, lambda: row_space.find_known_inputs(anatomy, maps), subject=anatomy)
+        return tuple(sorted(found, key=reading_order))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on every token, up to the maps that are read.

@@ -184,6 +184,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     spendings, problems = accounts(log)
     not_played = {one.name: one.reason for one in _not_played(log)}
     shared = _shared(log.begin, len(results.clients), spendings)
+    from_one = log.is_federation and min(log.looks_at, default=0) == 1  # as Flower counts rounds
     summary = FitSummary(
         name=log.folder.name,
         folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
@@ -194,7 +195,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
         steps=log.last_step,
-        length=None if log.end is None else log.end.step,
+        length=None if log.end is None else log.end.step - from_one,
         looked_at=len(log.looks_at),
         costs=_costs(log.looks),
         model=begin.model,

@@ -56,7 +56,6 @@ class Engine(StepEngine):
 
     Attributes:
         assume: what the adversary has besides what it sees.
-        jsonl: the results' file of the newest run.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
     """
@@ -68,11 +67,9 @@ class Engine(StepEngine):
         self._origin = origin
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
-        self.jsonl: log.JsonLines | None = None
         self.record: record.RunRecord | None = None
         self.first_step = 0
         self._calibrations: dict[str, object] = {}
-        self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
         self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
@@ -182,7 +179,7 @@ class Engine(StepEngine):
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
-        earlier, self._earlier = self._earlier, {}
+        earlier, self.earlier = self.earlier, {}
         self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self.weights is not None and not self.selection.auto:
@@ -225,13 +222,14 @@ class Engine(StepEngine):
 
     def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
         """Give the loggers the settings of the run, and TensorBoard its table of them."""
-        run = self._fit.run
+        weights = () if self.weights is None else self.weights.attacks
+        attacks = [*(plan.attack for plan in lineup.plans), *weights]
         settings = {
-            "attacks": [plan.attack.name for plan in lineup.plans],
-            "defenses": [defense.name for defense in run.defenses],
+            "attacks": [attack.name for attack in attacks],
+            "defenses": [defense.name for defense in self._fit.run.defenses],
             "gates": [f"{g['metric']} at most {g['at_most']}: {g['action']}" for g in self._gates],
             "stages": [str(stage) for stage in self.options.stages],
-            **{plan.attack.name: repr(plan.attack.config()) for plan in lineup.plans},
+            **{attack.name: repr(attack.config()) for attack in attacks},
         }
         worst = [f"{WORST}/{family}" for family in self.results.families]
         try:
@@ -319,8 +317,9 @@ class Engine(StepEngine):
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps)
-        if cadence.is_curve and (seconds := self._fit.lineup.look_seconds):
-            rank_zero_info(f"{run.watcher}: {cadence.describe(seconds)}")
+        if run.unit == "step" and self._fit.series:
+            looks = cadence.describe(self._fit.lineup.look_seconds)
+            rank_zero_info(f"{run.watcher}: {looks}")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
@@ -554,6 +553,8 @@ class Engine(StepEngine):
             return None
         self._last = self._summary()
         self.record.ends(self._fit.run, how)
+        if self.report is not None:
+            self.report.ends(self.first_step)
         return self.record
 
     def close(self) -> None:
@@ -611,7 +612,7 @@ class Engine(StepEngine):
         self.results.load_state_dict(state)
         for channel in self.channels:
             channel.load_state_dict(state)
-        self._earlier = state.get("fit") or {}
+        self.earlier = state.get("fit") or {}
         self._metrics.load_state_dict(state.get("utility", {}))
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]

@@ -38,7 +38,7 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
-"""Share of the training time that looks of ``attacks="auto"`` may take beyond those of a curve."""
+"""Share of the training time that looks may take by default beyond those of a curve."""
 SCALE = 1e9
 """How strongly a dishonest server's layers feed the model, unless the user says otherwise.
 
@@ -303,7 +303,7 @@ def parts_of(
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
     given["logs_all"] = settings.utility is None
     given["stages"] = known_stages(settings.stages)
-    cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
+    cadence = cadence_of(every_n_steps, max_overhead)
     given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
     return selection, Options(**given)
 
@@ -452,25 +452,23 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
     return tuple(s for s in ON_THE_WAY if str(s) in names)
 
 
-def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: bool) -> Cadence:
-    """Return the cadence that the user asks for.
+def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence:
+    """Return the cadence that the user asks for, by default that of a curve.
 
     Args:
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        auto: attacks choose themselves: the default is a curve, and not every 50 steps.
 
     Raises:
         ValueError: both, or a number out of range.
     """
     if every_n_steps is not None and max_overhead is not None:
         raise ValueError("give every_n_steps or max_overhead, not both")
-    if every_n_steps is None and (auto or max_overhead is not None):
-        share = MAX_OVERHEAD if max_overhead is None else max_overhead
-        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        return Cadence(share=share, is_curve=max_overhead is None)
-    steps = 50 if every_n_steps is None else every_n_steps
-    return Cadence(check_integer("every_n_steps", steps))
+    if every_n_steps is not None:
+        return Cadence(check_integer("every_n_steps", every_n_steps))
+    share = MAX_OVERHEAD if max_overhead is None else max_overhead
+    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+    return Cadence(share=share, is_curve=max_overhead is None)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

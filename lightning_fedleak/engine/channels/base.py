@@ -407,7 +407,7 @@ def guess(
     try:
         if not plan.attack.reads_clipped and view.compression != "sign":  # all of one size
             check_uncut(view, plan.roles, plan.facts(run, None, view.step))
-        with torch.no_grad():
+        with run.timed(plan.attack.name), torch.no_grad():
             answer = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, answer, family_of(plan.attack).guesses)
         return answer

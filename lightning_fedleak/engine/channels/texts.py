@@ -320,7 +320,8 @@ class TextsChannel(Channel):
     ) -> Inverted | Unknown:
         try:
             snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
-            guess = attack.run(Observation(activations=(snapshot,)))
+            with self.run.timed(attack.name):
+                guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != chosen.input_ids.shape:
                 raise UnusableObservation("the attack guessed texts, but others than were sent")

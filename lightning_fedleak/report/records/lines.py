@@ -394,6 +394,7 @@ class LookLine(RunLine):
         utility: the user's own metrics.
         privacy: what each defence has spent until then.
         seconds: what the look took.
+        seconds_of: what each attack took of it, by name.
         failures: results so far that are unknown.
         next_look: step of the next look at a step, as planned now; None for one at the weights.
     """
@@ -404,6 +405,7 @@ class LookLine(RunLine):
     utility: Mapping[str, Limit | None] | None = None
     privacy: tuple[Spending, ...] | None = None
     seconds: float | None = None
+    seconds_of: Mapping[str, Amount] | None = None
     failures: int | None = None
     next_look: Count | None = None
 

@@ -121,13 +121,13 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
         name = str(kind) if str(kind) in KINDS else Path(kind).stem
         if str(kind) not in KINDS and not Path(kind).is_file():
             raise ValueError(
-                f"entities= holds '{kind}', which is no file and none of {', '.join(KINDS)}"
+                f"entities holds '{kind}', which is no file and none of {', '.join(KINDS)}"
             )
         if name in finders or (name in KINDS) is not (str(kind) in KINDS):
-            raise ValueError(f"entities= holds the kind '{name}' twice: rename the file")
+            raise ValueError(f"entities holds the kind '{name}' twice: rename the file")
         if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
             raise ValueError(
-                f"entities= holds '{kind}': a file's name is part of a log name, so give it one of "
+                f"entities holds '{kind}': a file's name is part of a log name, so give it one of "
                 "letters, digits, '_', '-' and '.'"
             )
         finders[name] = KINDS[name] if name in KINDS else _listed(Path(kind))
@@ -144,7 +144,7 @@ def _listed(path: Path) -> _Find:
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {tuple(word.findall(line)) for line in lines if line.strip()}
     if () in values or not values:
-        raise ValueError(f"'{path}' in entities= has a line without a letter or a digit, or none")
+        raise ValueError(f"'{path}' in entities has a line without a letter or a digit, or none")
     lengths = sorted({len(value) for value in values}, reverse=True)
 
     def find(text: str) -> Iterator[tuple[int, int]]:

@@ -16,10 +16,16 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
-from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
+from lightning_fedleak.cli.studies.memorization import (
+    Comparison,
+    EntityPool,
+    ReleasedPool,
+    used_up_mark,
+)
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
+from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
@@ -66,9 +72,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
-    answers = _answers_of(pools, options)
+    entities = None
+    if options.entities is not None:
+        entities = EntityPool(members, others, EntityFinder(options.entities, [reader.tokenizer]))
+    answers = _answers_of(pools, options, entities)
     results = []
-    for pool, answer in zip(pools, answers, strict=True):
+    for pool, answer in zip(pools, answers, strict=False):
         try:
             results.append(pool.compare(*answer))
         except UnusableObservation as error:
@@ -81,6 +90,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         laws = dict.fromkeys(laws, _USED_UP)
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
+    found = {} if entities is None else entities.compare(*answers[-1])
+    if found:
+        console.print(_table_of_entities(found))
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
@@ -98,6 +110,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
         content |= {"not_compared": absent} if absent else {}
+        content |= {"entities": found} if found else {}
         for other, each in zip(pools[1:], results[1:], strict=True):
             name = {"short": "short_answers"}.get(other.part, other.part)
             content[name] = _content(each, other) | {"known": laws[other.part] is None}
@@ -107,6 +120,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
+    for name, one in found.items():
+        is_void = isinstance(one, str) or ("/prompt" in name and laws.get("prompts") is not None)
+        values[name] = {} if is_void else one
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
@@ -117,7 +133,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
     rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = _FAILED if status else rest
-    _summarize(options.summary, outcome, sentences, [_table(result) for result in results])
+    tables = [*map(_table, results), *([_table_of_entities(found)] if found else [])]
+    _summarize(options.summary, outcome, sentences, tables)
     return status
 
 
@@ -139,18 +156,23 @@ def _summarize(
 
 
 def _answers_of(
-    pools: Sequence[ReleasedPool], options: Namespace
+    pools: Sequence[ReleasedPool], options: Namespace, entities: EntityPool | None
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
-    """Return what the base and the trained model say of each pool, by one forward a row."""
-    texts = {text.ids.numpy().tobytes(): text.ids for pool in pools for text in pool.texts}
+    """Return what the base and the trained model say of each pool, by one forward a row.
+
+    Of rows with values, which come last, it is of every token.
+    """
+    groups = [pool.texts for pool in pools] + ([] if entities is None else [entities.texts])
+    texts = {text.ids.numpy().tobytes(): text.ids for group in groups for text in group}
     answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
-    def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
-        rows = torch.tensor([numbers[text.ids.numpy().tobytes()] for text in pool.texts])
-        return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
+    def of_pool(one: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
+        rows = [numbers[text.ids.numpy().tobytes()] for text in texts]
+        places = label_places(texts, one.labels.shape[1])
+        return one.rows(torch.tensor(rows, dtype=torch.long)).within(places)
 
-    return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
+    return [(of_pool(answers[0], group), of_pool(answers[1], group)) for group in groups]
 
 
 def _pools(
@@ -217,6 +239,8 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
     for metric, limit in limits:
+        if metric.startswith("entity/") and options.entities is None:
+            raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits
@@ -272,7 +296,9 @@ def breaches_of(
         at_most: the threshold.
     """
     attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
-    if metric == "prompts":
+    if metric.startswith("entity/"):
+        attacks, metric = [metric], "auc"
+    elif metric == "prompts":
         attacks, metric = [_HEADLINES[2]], "auc"
     elif metric == "at_least":
         attacks = ["records"]
@@ -314,6 +340,20 @@ def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
         "blind": result.blind,
         "attacks": result.values,
     }
+
+
+def _table_of_entities(found: Mapping[str, Mapping[str, float] | str]) -> Table:
+    """Return a table with a row for each kind and place of values; of repeated ones if known."""
+    rows = Table("values", "AUC", "95%", "p", "members", "others")
+    for name, one in found.items():
+        if isinstance(one, str):
+            if not name.endswith("_x2"):
+                rows.add_row(name, f"UNKNOWN: {one}", *[""] * 4)
+            continue
+        interval = f"{one['auc_low']:.3f} to {one['auc_high']:.3f}"
+        sizes = (f"{one[side]:.0f}" for side in ("members", "others"))
+        rows.add_row(name, three_digits(one["auc"]), interval, f"{one['p_value']:.1g}", *sizes)
+    return rows
 
 
 def _table(result: Comparison) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     spent_at,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
 LEAST_VALUES = 20  # on either side; fewer: an interval says next to nothing. Not tuned
@@ -179,9 +180,9 @@ class FoundEntities:
         released = ReleasedModel(
             now.rows(places).within(columns), base.rows(places).within(columns), places
         )
-        scores = LossRatio().score(released)
+        guess: Any = LossRatio().run(Observation(released=released))
         counts = {"members": float(n), "others": float(n_others)}
-        return clustered_auc(scores, inside, places, look=look, alpha=alpha) | counts
+        return clustered_auc(guess.scores, inside, places, look=look, alpha=alpha) | counts
 
 
 def entity_names(kinds: Iterable[str]) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.attacks import Attack
 
+_HEADLINES = ["combined", "loss_ratio_short", "extraction"]
 SUMMARY = pytest.StashKey[list[str]]()
 """Key of what the checks of a session measured, a line each."""
 
@@ -57,8 +58,8 @@ class ReleaseCheck:
         from lightning_fedleak.cli.commands.memorization import breaches_of
 
         breaches = breaches_of(self._values if self._is_known else {}, metric, at_most)
-        shown = ("combined", "loss_ratio_short", "extraction")
-        shown, rate = ((metric,), "auc") if metric in self._values else (shown, metric)
+        shown = [metric] if metric in self._values else _HEADLINES
+        rate = "auc" if metric in self._values else metric
         numbers = ", ".join(
             f"{attack}/{rate} {values[rate]:.3f} "
             f"({values.get(f'{rate}_low', math.nan):.3f} to "

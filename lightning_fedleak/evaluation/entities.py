@@ -117,7 +117,7 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
         ValueError: no kind or file of this name, a kind twice, or a file with nothing to find.
     """
     finders: dict[str, _Find] = {}
-    for kind in kinds:
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
         name = str(kind) if str(kind) in KINDS else Path(kind).stem
         if str(kind) not in KINDS and not Path(kind).is_file():
             raise ValueError(
@@ -218,7 +218,7 @@ class EntityFinder:
         self._finders = finders_of(kinds)
         self.kinds = tuple(self._finders)
         self._pieces: dict[tuple[int, ...], str] = {}
-        self._tokenizer = next((one for one in tokenizers if hasattr(one, "decode")), None)
+        self._tokenizer: Any = next((one for one in tokenizers if hasattr(one, "decode")), None)
         if self._tokenizer is None:
             raise ValueError(
                 "entities= finds values in what token ids mean, and no tokenizer is known: pass "

@@ -25,9 +25,9 @@ N = 30
 def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return a folder with a model that learned the texts of one side, and all numbers."""
     folder, draw = tmp_path_factory.mktemp("entities"), random.Random(0)
-    numbers = [f"{n}-{m}" for n, m in zip(draw.sample(range(100, 999), 2 * N + 1),
-                                          draw.sample(range(1000, 9999), 2 * N + 1), strict=True)]  # fmt: skip
-    words = "river stone cloud paper green house winter orange silver garden".split()
+    heads, tails = (draw.sample(range(n, 10 * n), 2 * N + 1) for n in (100, 1000))
+    numbers = [f"{head}-{tail}" for head, tail in zip(heads, tails, strict=True)]
+    words = ["river", "stone", "cloud", "paper", "green", "house", "winter", "orange", "silver"]
     texts = [
         f"{' '.join(draw.choices(words, k=9))}: call {number} {' '.join(draw.choices(words, k=3))}"
         for number in numbers[: 2 * N]

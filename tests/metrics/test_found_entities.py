@@ -76,7 +76,7 @@ def compare(pool: FoundEntities, name: str, members: torch.Tensor, gains: torch.
     base = torch.full((len(members), width), -4.0)
     now = base + gains[:, None]
     rows = torch.arange(len(members))
-    return pool.compare(name, snapshot([], now), snapshot([], base), rows, members)
+    return pool.compare(snapshot([], now), snapshot([], base), rows, members)[name]
 
 
 def test_values_are_compared_by_place_and_only_where_they_are_in_one_row() -> None:
@@ -109,8 +109,7 @@ def test_the_score_is_of_the_values_tokens_alone() -> None:
         now[row] += 3 * (row >= 20)  # all that is no value gained where nothing was trained on
         now[row, inside] = -2.0 if row < 20 else -4.0
     every = torch.arange(40)
-    values: Any = pool.compare(
-        "entity/phone/label", snapshot([], now), snapshot([], base), every, members
-    )
+    values: Any = pool.compare(snapshot([], now), snapshot([], base), every, members)
+    values = values["entity/phone/label"]
     assert values["auc"] == 1
     assert values["p_value"] < 0.001

@@ -121,8 +121,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
     for name, one in found.items():
-        is_void = isinstance(one, str) or ("/prompt" in name and laws.get("prompts") is not None)
-        values[name] = {} if is_void else one
+        is_void = "/prompt" in name and laws.get("prompts") is not None
+        values[name] = {} if is_void or isinstance(one, str) else one
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:

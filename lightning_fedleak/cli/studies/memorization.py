@@ -14,7 +14,7 @@ from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics import Rate, released
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
@@ -235,14 +235,10 @@ class EntityPool:
         self._found.locate([text for text, _ in counted])
         self.texts = [Text(text.ids, text.ids) for text, _ in counted]
         self._members = torch.tensor([trains for _, trains in counted], dtype=torch.bool)
-        self._names = entity_names(finder.kinds)
 
     def compare(self, base: TokenSnapshot, now: TokenSnapshot) -> dict[str, dict[str, float] | str]:
         """Return by kind and place what the values show, or why that is unknown."""
-        rows = torch.arange(len(self.texts))
-        return {
-            name: self._found.compare(name, now, base, rows, self._members) for name in self._names
-        }
+        return self._found.compare(now, base, torch.arange(len(self.texts)), self._members)
 
 
 def used_up_mark(rows: str | Path) -> Path:

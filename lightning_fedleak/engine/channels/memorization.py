@@ -40,6 +40,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
@@ -117,10 +118,12 @@ class MemorizationChannel(Channel):
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     absent: ClassVar[str] = ""
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
+    finds_entities: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._pool: Pool | None = None
+        self._found: FoundEntities | None = None
         self._account: AccountGame | None = None
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
@@ -142,7 +145,13 @@ class MemorizationChannel(Channel):
         lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
         if self.settings.memorization.records and attack in lists[:1]:
             series.append(replace(series[0], name=RECORDS))
+        if attack in lists[:1]:
+            series += [replace(series[0], name=name) for name in entity_names(self.kinds)]
         return series
+
+    def metrics_of(self, series: Series) -> tuple[str, ...]:
+        """Return the names of the rates of a series."""
+        return ("auc",) if series.name in entity_names(self.kinds) else self.metrics
 
     @property
     def _played(self) -> list[Series]:
@@ -202,12 +211,15 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
+        predicts = self.run.anatomy.kind == "causal"
+        self._found = None if self.finder is None else FoundEntities(self.finder, predicts)
         pool = collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
             short=any(part_of(attack) != "long" for attack in self.listed_attacks),
+            entities=self._found,
         )
         if self.run.anatomy.kind == "classifier":  # which predicts no token of a text
             pool.has_prompt[:] = False
@@ -316,6 +328,7 @@ class MemorizationChannel(Channel):
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
         reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
+        reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
@@ -377,9 +390,12 @@ class MemorizationChannel(Channel):
                 self.owes_list, self._lists = not lists, self._lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
-                    texts = pool, self._released(pool, answers, rows), rows, members
+                    listed = pool, self._released(pool, answers, rows), rows, members
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
-                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, *listed, *shared)
+            if self._found is not None:
+                texts = answers, self._base, rows, members
+                values |= self._found.compare(*texts, self._looks, self.settings.memorization.alpha)
             look.answers |= {series: values[series.name] for series in part}
 
     def _count_seen(self, pool: Pool) -> tuple[int, int]:
@@ -522,6 +538,7 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        absent += ("shown",) * math.isnan(extra["shown_p_value"])  # of values in texts
         if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
         rare = {*TIER_NAMES, "at_least"} & rates.keys()

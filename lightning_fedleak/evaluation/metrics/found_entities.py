@@ -7,7 +7,7 @@ trained on are compared with those of the same kind in texts that were not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.clustered import auc
@@ -90,10 +91,12 @@ class FoundEntities:
 
     Args:
         finder: of the values.
+        are_predicted: the model predicts every token of a text, as a classifier does not.
     """
 
-    def __init__(self, finder: EntityFinder) -> None:
+    def __init__(self, finder: EntityFinder, are_predicted: bool = True) -> None:
         self._finder = finder
+        self.are_predicted = are_predicted
         self._rows: Counter[tuple[str, str]] = Counter()
         self._trained: Counter[tuple[str, str]] = Counter()
         self._found: Sequence[_Found] = ()
@@ -129,22 +132,19 @@ class FoundEntities:
 
     def compare(
         self,
-        name: str,
         now: TokenSnapshot,
         base: TokenSnapshot,
         rows: Tensor,
         members: Tensor,
-        *,
         look: int = 1,
         alpha: float = 0.05,
-    ) -> dict[str, float] | str:
-        """Return what the values of a kind and place show, or why that is unknown.
+    ) -> dict[str, dict[str, float] | str]:
+        """Return what the values of each kind and place show, or why that is unknown.
 
         A value's score is minus its tokens' loss over the base's. See :func:`clustered_auc`;
         ``members`` and ``others`` count values.
 
         Args:
-            name: of a series.
             now: what the trained model says of all tokens of the texts.
             base: what the base said of them.
             rows: (n,) the texts that are compared.
@@ -152,9 +152,25 @@ class FoundEntities:
             look: counted from 1.
             alpha: probability of error over all looks together.
         """
+        sides = dict(zip(rows.tolist(), members.tolist(), strict=True))
+        return {
+            name: self._compare(name, now, base, sides, look, alpha)
+            if self.are_predicted
+            else "a classifier predicts no token of a text"
+            for name in entity_names(self._finder.kinds)
+        }
+
+    def _compare(
+        self,
+        name: str,
+        now: TokenSnapshot,
+        base: TokenSnapshot,
+        sides: Mapping[int, bool],
+        look: int,
+        alpha: float,
+    ) -> dict[str, float] | str:
         _, kind, place = name.split("/")
         place, repeats, _ = place.partition("_x2")
-        sides = dict(zip(rows.tolist(), members.tolist(), strict=True))
         chosen: dict[str, _Found] = {}
         for one in self._found:
             value, side = (kind, one.key), sides.get(one.row)
@@ -180,7 +196,10 @@ class FoundEntities:
         released = ReleasedModel(
             now.rows(places).within(columns), base.rows(places).within(columns), places
         )
-        guess: Any = LossRatio().run(Observation(released=released))
+        try:
+            guess: Any = LossRatio().run(Observation(released=released))
+        except UnusableObservation as error:
+            return str(error)
         counts = {"members": float(n), "others": float(n_others)}
         return clustered_auc(guess.scores, inside, places, look=look, alpha=alpha) | counts
 

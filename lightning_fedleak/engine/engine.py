@@ -31,7 +31,6 @@ from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, 
 from lightning_fedleak.engine.results import MAX_WAITS, MOST_STEPS_WAITED, Results, series_of
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
-from lightning_fedleak.evaluation.entities import finders_of
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 
@@ -68,16 +67,11 @@ class StepEngine:
                 "Memorization(records=True) lists rows by what an attack on the trained weights "
                 "asks, and none is played: add Combined() to the attacks"
             )
-        planted = options.games.entities
-        if both := {*finders_of(options.entities)} & {*(planted.kinds if planted else ())}:
-            raise ValueError(
-                f"values of kind '{min(both)}' are planted, and entities= finds some of that name "
-                "in the texts: give the planted kind another name"
-            )
-        if options.entities and not any("entity/" in s.name for s in self.series):
+        names = [one.log_name for one in self.series if "entity/" in one.name]
+        if options.entities and len({*names}) < max(1, len(names)):
             raise ValueError(
                 "entities= counts values in what attacks on words, texts or the trained weights "
-                "read, and none is played: add one, such as Combined()"
+                "read. Add one, such as Combined(); and give planted kinds other names"
             )
         most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
         self.results = Results(self.series, most_waited=most_waited)

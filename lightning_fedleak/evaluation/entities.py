@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def _checked(pattern: str, is_valid: Callable[[str], bool]) -> _Find:
 
 def _is_phone_number(value: str) -> bool:
     """Return whether a value has 7 to 15 digits, and a mark, a gap or a 0 before them."""
-    n = sum(character.isdigit() for character in value)
+    n = sum(map(str.isdigit, value))
     return 7 <= n <= 15 and (n < len(value) or value[0] == "0")
 
 
@@ -118,19 +118,18 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
     """
     finders: dict[str, _Find] = {}
     for kind in [kinds] if isinstance(kinds, str) else kinds:
-        name = str(kind) if str(kind) in KINDS else Path(kind).stem
-        if str(kind) not in KINDS and not Path(kind).is_file():
+        is_pattern, name = str(kind) in KINDS, Path(kind).stem
+        is_new = name not in finders and (is_pattern or name not in KINDS)
+        if (
+            not is_new
+            or not re.fullmatch(r"[\w.-]+", name)
+            or not (is_pattern or Path(kind).is_file())
+        ):
             raise ValueError(
-                f"entities holds '{kind}', which is no file and none of {', '.join(KINDS)}"
+                f"entities holds '{kind}', which is none of {', '.join(KINDS)} and no file with a "
+                "name of its own of letters, digits, '_', '-' and '.'"
             )
-        if name in finders or (name in KINDS) is not (str(kind) in KINDS):
-            raise ValueError(f"entities holds the kind '{name}' twice: rename the file")
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
-            raise ValueError(
-                f"entities holds '{kind}': a file's name is part of a log name, so give it one of "
-                "letters, digits, '_', '-' and '.'"
-            )
-        finders[name] = KINDS[name] if name in KINDS else _listed(Path(kind))
+        finders[name] = KINDS[name] if is_pattern else _listed(Path(kind))
     return finders
 
 
@@ -169,17 +168,15 @@ def spans_of(text: str, finders: Mapping[str, _Find]) -> list[tuple[str, int, in
         >>> spans_of("Call 555-0123, or write to jo@example.com.", KINDS)
         [('phone', 5, 13), ('email', 27, 41)]
     """
-    listed = {name: find for name, find in finders.items() if name not in KINDS}
     taken: list[tuple[str, int, int]] = []
-    for kind, find in {**listed, **KINDS}.items():
-        for start, end in find(text):
+    for kind in [*(name for name in finders if name not in KINDS), *KINDS]:
+        for start, end in {**KINDS, **finders}[kind](text):
             if all(end <= first or last <= start for _, first, last in taken):
                 taken.append((kind, start, end))
     return sorted((one for one in taken if one[0] in finders), key=lambda one: one[1])
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A value in a text.
 
     Attributes:
@@ -219,36 +216,29 @@ class EntityFinder:
         self.kinds = tuple(self._finders)
         self._pieces: dict[tuple[int, ...], str] = {}
         self._tokenizer: Any = next((one for one in tokenizers if hasattr(one, "decode")), None)
-        if self._tokenizer is None:
-            raise ValueError(
-                "entities= finds values in what token ids mean, and no tokenizer is known: pass "
-                "settings=WatchSettings(tokenizer=...)"
+        self._anchor: list[int] = []
+        returned = None
+        with suppress(Exception):  # whatever a user's tokenizer raises
+            ids, self._anchor = (
+                self._tokenizer(text, add_special_tokens=False)["input_ids"]
+                for text in (_PROBE, "a")
             )
-        try:
-            self._anchor = self._encoded("a")[-1:]
-            self._before = len(self._decoded(self._anchor))
-            returned = "".join(text for text, _ in self._parts(self._encoded(_PROBE)))
-        except Exception as error:
-            returned = type(error).__name__
-        if returned.strip() != _PROBE:
+            returned = "".join(text for text, _ in self._parts(ids)).strip()
+        if self.kinds and returned != _PROBE:
             raise ValueError(
-                f"entities= needs a tokenizer whose tokens write a text back as it was, and "
-                f"{type(self._tokenizer).__name__} changes letters or spaces: leave entities= out "
-                "for this model"
+                "entities= finds values by a tokenizer whose tokens write a text back as it was, "
+                f"and {type(self._tokenizer).__name__} does not: pass it by "
+                "settings=WatchSettings(tokenizer=...), or leave entities= out"
             )
-
-    def _encoded(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        settings = {"clean_up_tokenization_spaces": False, "skip_special_tokens": False}
-        return str(self._tokenizer.decode([*ids], **settings))
 
     def _piece(self, ids: tuple[int, ...]) -> str:
         """Return what tokens write behind another one, so that a space before them is kept."""
         if ids not in self._pieces:
-            self._pieces[ids] = self._decoded([*self._anchor, *ids])[self._before :]
+            before, after = (
+                self._tokenizer.decode(part, clean_up_tokenization_spaces=False)
+                for part in (self._anchor, [*self._anchor, *ids])
+            )
+            self._pieces[ids] = after[len(before) :]
         return self._pieces[ids]
 
     def _parts(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -265,6 +255,8 @@ class EntityFinder:
 
     def find(self, ids: Sequence[int]) -> list[Value]:
         """Return the values in a text without padding, in their order."""
+        if not self.kinds:
+            return []
         text, starts, ends = "", list[int](), list[int]()
         for piece, n in self._parts(ids):
             starts += [len(text)] * n

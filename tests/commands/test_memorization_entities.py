@@ -93,6 +93,6 @@ def test_a_model_that_learned_nothing_shows_chance(folder: tuple[Path, list[str]
 def test_a_limit_on_values_needs_their_kinds(folder: tuple[Path, list[str]]) -> None:
     path, _ = folder
     with pytest.raises(SourceError, match="give --entities"):
-        run(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9), entities=None)
-    with pytest.raises(ValueError, match="'fone', which is no file"):
+        run(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9), entities=())
+    with pytest.raises(ValueError, match="'fone', which is none of"):
         run(path, str(EMBEDDED_MODEL), entities=["fone"])

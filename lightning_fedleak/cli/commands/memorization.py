@@ -16,16 +16,12 @@ from rich.table import Table
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
-from lightning_fedleak.cli.studies.memorization import (
-    Comparison,
-    EntityPool,
-    ReleasedPool,
-    used_up_mark,
-)
+from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
@@ -72,10 +68,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
-    entities = None
-    if options.entities is not None:
-        entities = EntityPool(members, others, EntityFinder(options.entities, [reader.tokenizer]))
-    answers = _answers_of(pools, options, entities)
+    rows = [*((text, True) for text in members.values())]
+    rows += [(text, False) for text in others.values()]
+    entities = FoundEntities(EntityFinder(options.entities, [reader.tokenizer]))
+    entities.locate([text for text, _ in entities.counting(rows)])
+    asked = [Text(text.ids, text.ids) for text, _ in rows] if options.entities else []
+    answers = _answers_of([*(pool.texts for pool in pools), asked], options)
     results = []
     for pool, answer in zip(pools, answers, strict=False):
         try:
@@ -90,9 +88,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
         laws = dict.fromkeys(laws, _USED_UP)
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
-    found = {} if entities is None else entities.compare(*answers[-1])
-    if found:
-        console.print(_table_of_entities(found))
+    sides = torch.tensor([trains for _, trains in rows])
+    found = entities.compare(*reversed(answers[-1]), torch.arange(len(rows)), sides)
+    known = {name: one for name, one in found.items() if not isinstance(one, str)}
+    tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
+    if known:
+        print_table(console, tables[-1])
+    unknown = [f"{name} is UNKNOWN: {one}." for name, one in found.items() if name not in known]
+    for sentence in unknown:
+        console.print(sentence)
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
@@ -120,20 +124,18 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    for name, one in found.items():
-        is_void = "/prompt" in name and laws.get("prompts") is not None
-        values[name] = {} if is_void or isinstance(one, str) else one
+    other_prompts = laws.get("prompts") is not None
+    values |= {name: {} if other_prompts and "/prompt" in name else known[name] for name in known}
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
-    sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
+    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [_UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
     rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = _FAILED if status else rest
-    tables = [*map(_table, results), *([_table_of_entities(found)] if found else [])]
     _summarize(options.summary, outcome, sentences, tables)
     return status
 
@@ -156,13 +158,9 @@ def _summarize(
 
 
 def _answers_of(
-    pools: Sequence[ReleasedPool], options: Namespace, entities: EntityPool | None
+    groups: Sequence[Sequence[Text]], options: Namespace
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
-    """Return what the base and the trained model say of each pool, by one forward a row.
-
-    Of rows with values, which come last, it is of every token.
-    """
-    groups = [pool.texts for pool in pools] + ([] if entities is None else [entities.texts])
+    """Return what the base and the trained model say of groups of texts, by one forward a text."""
     texts = {text.ids.numpy().tobytes(): text.ids for group in groups for text in group}
     answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
@@ -211,7 +209,7 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
     """Print what a pool shows."""
-    print_table(console, _table(result))
+    print_table(console, _table(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
     apart = {
@@ -239,7 +237,7 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
     for metric, limit in limits:
-        if metric.startswith("entity/") and options.entities is None:
+        if metric.startswith("entity/") and not options.entities:
             raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
@@ -342,31 +340,17 @@ def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     }
 
 
-def _table_of_entities(found: Mapping[str, Mapping[str, float] | str]) -> Table:
-    """Return a table with a row for each kind and place of values; of repeated ones if known."""
-    rows = Table("values", "AUC", "95%", "p", "members", "others")
-    for name, one in found.items():
-        if isinstance(one, str):
-            if not name.endswith("_x2"):
-                rows.add_row(name, f"UNKNOWN: {one}", *[""] * 4)
-            continue
-        interval = f"{one['auc_low']:.3f} to {one['auc_high']:.3f}"
-        sizes = (f"{one[side]:.0f}" for side in ("members", "others"))
-        rows.add_row(name, three_digits(one["auc"]), interval, f"{one['p_value']:.1g}", *sizes)
-    return rows
-
-
-def _table(result: Comparison) -> Table:
-    """Return a table with a row for each attack."""
+def _table(results: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table with a row for each attack, or kind and place of values."""
     rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
-    for name, values in result.values.items():
+    for name, values in results.items():
         if "auc" in values:
             rows.add_row(
                 name,
                 three_digits(values["auc"]),
                 f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
                 f"{values['p_value']:.1g}",
-                three_digits(values["shown"]),
+                three_digits(values["shown"]) if "shown" in values else "",
             )
             continue
         for tier, words in {"": "", **TIERS}.items():

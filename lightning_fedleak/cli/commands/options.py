@@ -340,7 +340,7 @@ def memorization(add: Add) -> None:
     add("--length", **_count(256, 2))
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
-    add("--entities", metavar="KINDS", type=lambda text: text.split(","))
+    add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)

@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
-from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics import Rate, released
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
@@ -209,36 +207,6 @@ class ReleasedPool:
         # Nothing says whether the model was trained under differential privacy.
         facts = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
         return list_records(released, self.members, self.rows, short=self.is_short, **facts)
-
-
-class EntityPool:
-    """Values in the members and the others, and the rows that hold them.
-
-    Args:
-        members: rows that were trained on.
-        others: rows that were not.
-        finder: of the values.
-
-    Attributes:
-        texts: the rows with values; the model is asked about every token of them.
-    """
-
-    def __init__(
-        self, members: Mapping[int, Text], others: Mapping[int, Text], finder: EntityFinder
-    ) -> None:
-        sides = [(members, True), (others, False)]
-        rows = [(text, trains) for side, trains in sides for text in side.values()]
-        self._found = FoundEntities(finder)
-        counted = [*self._found.counting(rows)]
-        self._found.locate([text for text, _ in counted])
-        counted = [counted[row] for row in self._found.rows]
-        self._found.locate([text for text, _ in counted])
-        self.texts = [Text(text.ids, text.ids) for text, _ in counted]
-        self._members = torch.tensor([trains for _, trains in counted], dtype=torch.bool)
-
-    def compare(self, base: TokenSnapshot, now: TokenSnapshot) -> dict[str, dict[str, float] | str]:
-        """Return by kind and place what the values show, or why that is unknown."""
-        return self._found.compare(now, base, torch.arange(len(self.texts)), self._members)
 
 
 def used_up_mark(rows: str | Path) -> Path:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.clustered import auc
@@ -28,7 +27,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     spent_at,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
 LEAST_VALUES = 20  # on either side; fewer: an interval says next to nothing. Not tuned
@@ -37,7 +36,7 @@ ENTITY = "entity"
 
 
 def clustered_auc(
-    scores: Tensor, members: Tensor, rows: Tensor, *, look: int = 1, alpha: float = 0.05
+    scores: Tensor, members: Tensor, rows: Tensor, look: int = 1, alpha: float = 0.05
 ) -> dict[str, float]:
     """Return the AUC of values of which a row may hold several, by the names of the logs.
 
@@ -71,12 +70,11 @@ def clustered_auc(
     }
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """A value at one place: in the prompt or the label of a row, from one token to before one."""
 
-    group: tuple[str, str]
-    key: str
+    place: str
+    value: tuple[str, str]
     row: int
     start: int
     end: int
@@ -122,13 +120,8 @@ class FoundEntities:
                 start = max(1, value.start)
                 sides = {*labels[start : value.end]}
                 if len(sides) == 1:
-                    group = value.kind, "label" if sides.pop() else "prompt"
-                    self._found.append(_Found(group, value.key, row, start, value.end))
-
-    @property
-    def rows(self) -> list[int]:
-        """Return the numbers of the texts that hold a value."""
-        return sorted({one.row for one in self._found})
+                    place, key = "label" if sides.pop() else "prompt", (value.kind, value.key)
+                    self._found.append(_Found(place, key, row, start, value.end))
 
     def compare(
         self,
@@ -153,55 +146,40 @@ class FoundEntities:
             alpha: probability of error over all looks together.
         """
         sides = dict(zip(rows.tolist(), members.tolist(), strict=True))
-        return {
-            name: self._compare(name, now, base, sides, look, alpha)
-            if self.are_predicted
-            else "a classifier predicts no token of a text"
-            for name in entity_names(self._finder.kinds)
-        }
+        results: dict[str, dict[str, float] | str] = {}
+        for name in entity_names(self._finder.kinds):
+            values = self._chosen(name, sides) if self.are_predicted else []
+            places = torch.tensor([one.row for one in values], dtype=torch.long)
+            inside = torch.tensor([sides[one.row] for one in values], dtype=torch.bool)
+            n, n_others = int(inside.sum()), int((~inside).sum())
+            if min(n, n_others) < LEAST_VALUES:
+                results[name] = (
+                    f"{n} values were trained on and {n_others} were not: {LEAST_VALUES} of each "
+                    "are needed. Leave out more rows, or plant values (with_entities)"
+                )
+                continue
+            columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
+            for row, one in enumerate(values):
+                columns[row, one.start - 1 : one.end - 1] = True
+            answers = [each.rows(places).within(columns) for each in (now, base)]
+            scores = LossRatio().score(ReleasedModel(answers[0], answers[1], places))
+            counts = {"members": float(n), "others": float(n_others)}
+            results[name] = "the model's log probabilities are not finite"
+            if bool(scores.isfinite().all()):
+                results[name] = clustered_auc(scores, inside, places, look, alpha) | counts
+        return results
 
-    def _compare(
-        self,
-        name: str,
-        now: TokenSnapshot,
-        base: TokenSnapshot,
-        sides: Mapping[int, bool],
-        look: int,
-        alpha: float,
-    ) -> dict[str, float] | str:
+    def _chosen(self, name: str, sides: Mapping[int, bool]) -> list[_Found]:
+        """Return the values of a series, each once, in some texts."""
         _, kind, place = name.split("/")
         place, repeats, _ = place.partition("_x2")
-        chosen: dict[str, _Found] = {}
+        chosen: dict[tuple[str, str], _Found] = {}
         for one in self._found:
-            value, side = (kind, one.key), sides.get(one.row)
-            if one.group != (kind, place) or side is None:
-                continue
-            is_repeated = side and self._trained[value] > 1
-            if is_repeated if side and repeats else self._rows[value] == 1:
-                chosen.setdefault(one.key, one)
-        values = [*chosen.values()]
-        places = torch.tensor([one.row for one in values], dtype=torch.long)
-        inside = torch.tensor([sides[one.row] for one in values], dtype=torch.bool)
-        n, n_others = int(inside.sum()), int((~inside).sum())
-        if min(n, n_others) < LEAST_VALUES:
-            several = "that stand in several rows " * bool(repeats)
-            return (
-                f"{n} values {several}were trained on and {n_others} were not, each in one row: "
-                f"{LEAST_VALUES} of each are needed. Leave out more rows, or plant values "
-                "(with_entities)"
-            )
-        columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
-        for row, one in enumerate(values):
-            columns[row, one.start - 1 : one.end - 1] = True
-        released = ReleasedModel(
-            now.rows(places).within(columns), base.rows(places).within(columns), places
-        )
-        try:
-            guess: Any = LossRatio().run(Observation(released=released))
-        except UnusableObservation as error:
-            return str(error)
-        counts = {"members": float(n), "others": float(n_others)}
-        return clustered_auc(guess.scores, inside, places, look=look, alpha=alpha) | counts
+            side, times = sides.get(one.row), self._trained[one.value]
+            counts = times > 1 if side and repeats else self._rows[one.value] == 1
+            if (one.value[0], one.place) == (kind, place) and side is not None and counts:
+                chosen.setdefault(one.value, one)
+        return [*chosen.values()]
 
 
 def entity_names(kinds: Iterable[str]) -> list[str]:

@@ -91,9 +91,9 @@ def test_the_recall_of_texts_is_of_the_tokens_in_values(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_or_an_attack_values_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tokenizer is known"):
+    with pytest.raises(ValueError, match="and NoneType does not"):
         watched(tmp_path / "a", "auto", tokenizer=None)
-    with pytest.raises(ValueError, match="'fone', which is no file"):
+    with pytest.raises(ValueError, match="'fone', which is none of"):
         WatchSettings(entities=("fone",))
 
 

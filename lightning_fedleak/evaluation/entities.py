@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -215,7 +215,8 @@ class EntityFinder:
         self._finders = finders_of(kinds)
         self.kinds = tuple(self._finders)
         self._pieces: dict[tuple[int, ...], str] = {}
-        self._tokenizer: Any = next((one for one in tokenizers if hasattr(one, "decode")), None)
+        decoding: list[Any] = [one for one in tokenizers if hasattr(one, "decode")]
+        self._tokenizer = cast("Any", decoding[0] if decoding else None)
         self._anchor: list[int] = []
         returned = None
         with suppress(Exception):  # whatever a user's tokenizer raises

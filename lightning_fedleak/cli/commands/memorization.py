@@ -89,7 +89,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
     sides = torch.tensor([trains for _, trains in rows])
-    found = entities.compare(*reversed(answers[-1]), torch.arange(len(rows)), sides)
+    base, now = answers[-1]
+    found = entities.compare(now, base, torch.arange(len(rows)), sides)
     known = {name: one for name, one in found.items() if not isinstance(one, str)}
     tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
     if known:

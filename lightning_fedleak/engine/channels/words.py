@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -188,7 +187,8 @@ class WordsChannel(Channel):
         """Return by kind the types of the values in some batches, without digits and marks."""
         assert self.finder is not None
         types: dict[str, set[int]] = {kind: set() for kind in self.kinds}
-        for ids in chain.from_iterable(map(_texts_of, batches)):
+        has_answers = self.run.anatomy.target_rows is None  # else of another vocabulary
+        for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
             for kind, marked in self.finder.marks(ids).items():
                 types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
         return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
@@ -268,14 +268,14 @@ class WordsChannel(Channel):
         )
 
 
-def _texts_of(batch: TokenBatch) -> Iterator[Tensor]:
+def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:
     """Yield the ids of each text of a batch, masked ones put back, and of each answer."""
     ids, labels = batch.input_ids.cpu(), None if batch.labels is None else batch.labels.cpu()
     if batch.kind == "masked" and labels is not None and labels.shape == ids.shape:
         ids = torch.where(labels >= 0, labels, ids)
     for places in batch.document_places().cpu():
         yield ids.flatten()[places[places >= 0]]
-    if batch.kind == "seq2seq" and labels is not None:
+    if batch.kind == "seq2seq" and labels is not None and has_answers:
         yield from (row[row >= 0] for row in labels)
 
 

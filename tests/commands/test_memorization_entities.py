@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL
+from lightning_fedleak.cli.pytest_plugin import ReleaseCheck
 from tests.commands.test_memorization_cli import rows_of, train
 from tests.helpers.commands import run_command
 
@@ -79,6 +80,12 @@ def test_learned_values_breach_a_limit_and_those_left_out_do_not(
     for text in (printed, *(file.read_text() for file in (path / "out.json", path / "summary.md"))):
         assert not any(number in text for number in numbers)
     assert "entity/phone/label" in (path / "summary.md").read_text()
+    notes: list[str] = []
+    for name in ("entity/phone/label", "entity/email/label"):
+        with pytest.raises(pytest.fail.Exception, match=f"BREACH|{name}/auc"):
+            ReleaseCheck(content, printed, notes).assert_at_most(0.6, name)
+    ReleaseCheck(content, printed, notes).assert_at_most(1.0, "entity/phone/label")
+    assert notes[0].startswith(f"entity/phone/label/auc {phone['auc']:.3f}")
 
 
 def test_a_model_that_learned_nothing_shows_chance(folder: tuple[Path, list[str]]) -> None:

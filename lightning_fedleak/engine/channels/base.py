@@ -42,6 +42,7 @@ from lightning_fedleak.engine.outcomes import (
 )
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.entities import EntityFinder, finders_of
+from lightning_fedleak.evaluation.metrics.found_entities import entity_names
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -120,7 +121,7 @@ class Channel(ABC):
             hidden states the channel takes itself.
         controlled: its attacks are given the control of a look, see :meth:`control_rates`.
         finds_entities: it has series of the values in texts that ``entities=`` names.
-        kinds: of these values.
+        entity_kinds: of these values.
         finder: of these values; None before a fit, and where none are named.
 
     Raises:
@@ -164,7 +165,7 @@ class Channel(ABC):
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
         self.removers: list[Callable[[], object]] = []
-        self.kinds = (*finders_of(settings.entities),) if self.finds_entities else ()
+        self.entity_kinds = (*finders_of(settings.entities),) if self.finds_entities else ()
         self.finder: EntityFinder | None = None
         if attacks:
             self._check_settings()
@@ -194,7 +195,9 @@ class Channel(ABC):
 
     def metrics_of(self, series: Series) -> tuple[str, ...]:
         """Return the names of the rates of a series."""
-        return ("recall",) if kind_of(series) is not None else self.metrics
+        if kind_of(series) is not None:
+            return ("recall",)
+        return ("auc",) if series.name in entity_names(self.entity_kinds) else self.metrics
 
     def headline_of(self, series: Series) -> str:
         """Return the main metric of a series."""
@@ -219,7 +222,7 @@ class Channel(ABC):
             ValueError: values are to be found, and no tokenizer tells what ids mean.
         """
         self.run = run
-        self.finder = find_entities(self.settings, run) if self.kinds else None
+        self.finder = find_entities(self.settings, run) if self.entity_kinds else None
 
     def check(self, attack: Attack) -> None:  # noqa: B027
         """Try as much of a calibrated attack as is possible before the first step.

@@ -146,12 +146,8 @@ class MemorizationChannel(Channel):
         if self.settings.memorization.records and attack in lists[:1]:
             series.append(replace(series[0], name=RECORDS))
         if attack in lists[:1]:
-            series += [replace(series[0], name=name) for name in entity_names(self.kinds)]
+            series += [replace(series[0], name=name) for name in entity_names(self.entity_kinds)]
         return series
-
-    def metrics_of(self, series: Series) -> tuple[str, ...]:
-        """Return the names of the rates of a series."""
-        return ("auc",) if series.name in entity_names(self.kinds) else self.metrics
 
     @property
     def _played(self) -> list[Series]:
@@ -211,8 +207,8 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
-        predicts = self.run.anatomy.kind == "causal"
-        self._found = None if self.finder is None else FoundEntities(self.finder, predicts)
+        if self.finder is not None:
+            self._found = FoundEntities(self.finder, self.run.anatomy.kind == "causal")
         pool = collect(
             self.run.training_loader,
             self.settings.memorization,

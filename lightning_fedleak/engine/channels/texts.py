@@ -185,7 +185,7 @@ class TextsChannel(Channel):
         """Return the series at these stages; no activations are reduced over clients."""
         if isinstance(attack, InversionAttack):
             stages = [stage for stage in stages if stage in CROSSING]
-        return entity_series(super().series(attack, stages), self.kinds)
+        return entity_series(super().series(attack, stages), self.entity_kinds)
 
     # ---- a fit ------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ class WordsChannel(Channel):
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of all words, and those of values by kind."""
-        return entity_series(super().series(attack, stages), self.kinds)
+        return entity_series(super().series(attack, stages), self.entity_kinds)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class WordsChannel(Channel):
     def _entities_in(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
         """Return by kind the types of the values in some batches, without digits and marks."""
         assert self.finder is not None
-        types: dict[str, set[int]] = {kind: set() for kind in self.kinds}
+        types: dict[str, set[int]] = {kind: set() for kind in self.entity_kinds}
         has_answers = self.run.anatomy.target_rows is None  # else of another vocabulary
         for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
             for kind, marked in self.finder.marks(ids).items():
@@ -197,7 +197,7 @@ class WordsChannel(Channel):
         """Return the words of all processes together if they are one client; each calls it."""
         if self.run.client != "world" or self.run.processes == 1:
             return truth
-        shape = 2 + len(self.kinds), self._size
+        shape = 2 + len(self.entity_kinds), self._size
         mask = torch.zeros(shape, dtype=torch.int32, device=self.run.device)
         tokens = torch.zeros(2, dtype=torch.int64, device=self.run.device)
         if truth is not None:
@@ -205,7 +205,7 @@ class WordsChannel(Channel):
             tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
         mask = self.run.summed(mask)
         n_targets, soft = self.run.summed(tokens).tolist()
-        return WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.kinds)
+        return WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of a guess against the words of this process so far in the look."""

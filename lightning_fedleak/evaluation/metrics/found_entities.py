@@ -164,7 +164,7 @@ class FoundEntities:
             answers = [each.rows(places).within(columns) for each in (now, base)]
             scores = LossRatio().score(ReleasedModel(answers[0], answers[1], places))
             counts = {"members": float(n), "others": float(n_others)}
-            results[name] = "the model's log probabilities are not finite"
+            results[name] = "the model or its base did not say how likely they are"
             if bool(scores.isfinite().all()):
                 results[name] = clustered_auc(scores, inside, places, look, alpha) | counts
         return results

@@ -18,7 +18,9 @@ from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels.words import WordTruth, _texts_of
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers import Threshold
 from tests.engine.channels.test_memorization import fit, lines
@@ -88,6 +90,26 @@ def test_the_recall_of_texts_is_of_the_tokens_in_values(tmp_path: Path) -> None:
         assert watch.latest[name] == pytest.approx(share), kind
     assert lines_of(tmp_path, "recording/entity/email")[0]["n"] == 2
     assert int(mask.sum()) > 0
+
+
+def test_processes_of_one_client_unite_the_words_of_values() -> None:
+    types = torch.tensor([3, 8]), torch.tensor([3, 5, 8])
+    values = {"phone": torch.tensor([], dtype=torch.long), "email": torch.tensor([5, 8])}
+    truth = WordTruth(*types, 2, entities=values)
+    again = WordTruth.from_mask(truth.mask(9), 2, False, ["phone", "email"])
+    assert again.types("input", "email").tolist() == [5, 8]
+    assert again.types("output", "email").tolist() == [8]
+    assert again.types("input", "phone").tolist() == []
+    assert again.types("input").tolist() == [3, 5, 8]
+
+
+def test_masked_words_and_answers_are_read_as_they_were() -> None:
+    ids = torch.tensor([[5, 9, 7, 0]])
+    masked = TokenBatch(ids, torch.tensor([[-100, 6, -100, -100]]), (ids > 0).long(), "masked")
+    assert [one.tolist() for one in _texts_of(masked, True)] == [[5, 6, 7]]
+    answer = TokenBatch(ids, torch.tensor([[4, 2, -100]]), (ids > 0).long(), "seq2seq")
+    assert [one.tolist() for one in _texts_of(answer, True)] == [[5, 9, 7], [4, 2]]
+    assert [one.tolist() for one in _texts_of(answer, False)] == [[5, 9, 7]]
 
 
 def test_without_a_tokenizer_or_an_attack_values_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization import LossRatio
+from lightning_fedleak.attacks.memorization import gain_beyond
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.clustered import auc
 from lightning_fedleak.evaluation.metrics.rates import flat
@@ -134,8 +134,9 @@ class FoundEntities:
     ) -> dict[str, dict[str, float] | str]:
         """Return what the values of each kind and place show, or why that is unknown.
 
-        A value's score is minus its tokens' loss over the base's. See :func:`clustered_auc`;
-        ``members`` and ``others`` count values.
+        A value's score is the gain of its tokens over the base, beyond that of values like it
+        (:func:`~lightning_fedleak.attacks.memorization.gain_beyond`): all learn their form. See
+        :func:`clustered_auc`; ``members`` and ``others`` count values.
 
         Args:
             now: what the trained model says of all tokens of the texts.
@@ -162,10 +163,11 @@ class FoundEntities:
             for row, one in enumerate(values):
                 columns[row, one.start - 1 : one.end - 1] = True
             answers = [each.rows(places).within(columns) for each in (now, base)]
-            scores = LossRatio().score(ReleasedModel(answers[0], answers[1], places))
-            counts = {"members": float(n), "others": float(n_others)}
             results[name] = "the model or its base did not say how likely they are"
-            if bool(scores.isfinite().all()):
+            if all(bool(each.mean_log_probs().isfinite().all()) for each in answers):
+                released = ReleasedModel(answers[0], answers[1], places)
+                scores = gain_beyond(released, torch.ones_like(inside))
+                counts = {"members": float(n), "others": float(n_others)}
                 results[name] = clustered_auc(scores, inside, places, look, alpha) | counts
         return results
 

@@ -199,6 +199,8 @@ class Run(ABC):
         """Return the mean of a parameter's gradient over processes, in its policy's dtypes."""
         parameter = self.anatomy.parameter(role)
         assert parameter is not None
+        if hasattr(parameter, "full_tensor"):  # FSDP2 has reduced it
+            return gradient
         if (policy := self.policies.get(id(parameter))) is not None:
             gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
         return (self.summed(gradient) / self.processes).to(parameter.dtype)

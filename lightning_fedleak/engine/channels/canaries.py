@@ -59,6 +59,7 @@ class CanaryChannel(MemorizationChannel):
     width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
     finds_entities = False
+    kinds = ("causal",)
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def _check_settings(self) -> None:

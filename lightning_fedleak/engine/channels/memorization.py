@@ -33,6 +33,7 @@ from lightning_fedleak.engine.channels.pool import (
     Part,
     Pool,
     collect,
+    find_mask,
     forwards_of,
 )
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
@@ -53,11 +54,13 @@ from lightning_fedleak.evaluation.metrics.released import (
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
+    MASKS,
     Text,
     answer_groups,
     compressed_bytes,
     label_places,
     token_log_probs,
+    unmasked,
 )
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -85,6 +88,7 @@ class MemorizationChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
+        kinds: of the models that can be asked.
         folder: keeps what a resumed run needs.
         owes_list: rows are to be listed, and were not at the newest look.
     """
@@ -111,6 +115,7 @@ class MemorizationChannel(Channel):
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
     width = 3 * len(metrics) + len(extras)
+    kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
     reads_updates = True
     reads_states = True
     at_weights = True
@@ -133,6 +138,7 @@ class MemorizationChannel(Channel):
         self.owes_list = self._ended = False
         self._reading_seconds = 0.0
         self._void = ""
+        self._mask: tuple[int, frozenset[int]] | None = None
         self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
@@ -143,11 +149,8 @@ class MemorizationChannel(Channel):
             return []
         series = [Series.at(Stage.RELEASED, attack.name)]
         lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
-        if self.settings.memorization.records and attack in lists[:1]:
-            series.append(replace(series[0], name=RECORDS))
-        if attack in lists[:1]:
-            series += [replace(series[0], name=name) for name in entity_names(self.entity_kinds)]
-        return series
+        names = [RECORDS] * self.settings.memorization.records + entity_names(self.entity_kinds)
+        return series + [replace(series[0], name=name) for name in names if attack in lists[:1]]
 
     @property
     def _played(self) -> list[Series]:
@@ -159,7 +162,8 @@ class MemorizationChannel(Channel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._pool, self._base, self._refusal, self._void = None, None, None, ""
+        self._pool = self._base = self._refusal = self._mask = None
+        self._void = ""
         self._due = 0
 
     def meet_data(self, attack: Attack) -> None:
@@ -175,6 +179,8 @@ class MemorizationChannel(Channel):
         why = self._refusal
         if not why and self._pool is not None:
             why = self._pool.lack(part_of(attack))
+            if isinstance(attack, Extraction) and self.run.anatomy.kind != "causal":
+                why = f"a {self.run.anatomy.kind} model writes no text"
         if why:
             raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
 
@@ -185,11 +191,11 @@ class MemorizationChannel(Channel):
         """
         run, refusal = self.run, ""
         try:
-            if run.anatomy.kind not in ("causal", "classifier"):
-                raise NoNonMembers(
-                    f"a {run.anatomy.kind} model has no head that predicts every next token, and "
-                    "none that predicts a class of each text"
-                )
+            if (kind := run.anatomy.kind) not in self.kinds:
+                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
+            tokenizers = [self.settings.tokenizer, *run.tokenizers]
+            if kind == "masked":
+                self._mask = find_mask(run.training_loader, tokenizers)
             self._pool = self._drawn()
         except NoNonMembers as error:
             refusal = str(error)
@@ -207,19 +213,17 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
-        if self.finder is not None:
-            self._found = FoundEntities(self.finder, self.run.anatomy.kind == "causal")
-        pool = collect(
+        predicts = self.run.anatomy.kind == "causal"
+        self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
+        return collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
             short=any(part_of(attack) != "long" for attack in self.listed_attacks),
             entities=self._found,
+            forwards=1 if self._mask is None else MASKS,
         )
-        if self.run.anatomy.kind == "classifier":  # which predicts no token of a text
-            pool.has_prompt[:] = False
-        return pool
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
@@ -273,7 +277,8 @@ class MemorizationChannel(Channel):
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
         adapter = self.settings.batch_adapter
-        return read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+        tokens = read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+        return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.
@@ -325,13 +330,13 @@ class MemorizationChannel(Channel):
         """
         reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
-        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+        columns = max(1, max(len(text.labels) for text in pool.texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
             texts = [pool.texts[row] for row in rows]
             if reads_prompts:  # one forward has all
-                texts = [Text(text.ids, text.ids) for text in texts]
-            part = token_log_probs(self.run.anatomy, texts)
+                texts = [text.whole for text in texts]
+            part = token_log_probs(self.run.anatomy, texts, self._mask and self._mask[0])
             values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
             return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
 
@@ -386,12 +391,12 @@ class MemorizationChannel(Channel):
                 self.owes_list, self._lists = not lists, self._lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
-                    listed = pool, self._released(pool, answers, rows), rows, members
+                    texts = pool, self._released(pool, answers, rows), rows, members
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
-                    values[RECORDS] = write_list(self.run, self.folder / FILE, *listed, *shared)
+                    values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
             if self._found is not None:
-                texts = answers, self._base, rows, members
-                values |= self._found.compare(*texts, self._looks, self.settings.memorization.alpha)
+                errors = self._looks, self.settings.memorization.alpha
+                values |= self._found.compare(answers, self._base, rows, members, *errors)
             look.answers |= {series: values[series.name] for series in part}
 
     def _count_seen(self, pool: Pool) -> tuple[int, int]:

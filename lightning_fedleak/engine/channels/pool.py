@@ -288,6 +288,7 @@ def collect(
     resumed: bool = False,
     short: bool = False,
     entities: FoundEntities | None = None,
+    forwards: int = 1,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -301,6 +302,7 @@ def collect(
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
         short: texts with 1 to 7 label tokens are asked about too.
         entities: finds the values of all rows, and of the texts that are asked about.
+        forwards: that asking the model about a text takes.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -322,7 +324,7 @@ def collect(
         length if no_game else dataset.public_length,
         settings,
         LEAST_POOL,
-        forwards_of(settings, last_step=way != "not yet seen"),
+        forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]
@@ -400,6 +402,31 @@ def collect(
         has_prompt,
         PoolRows.of(texts, scored, numbers, short=short),
     )
+
+
+def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[int]]:
+    """Return the token that a masked model reads for others, and those that are never masked.
+
+    Args:
+        loader: of the training data, whose collator may have the tokenizer.
+        tokenizers: of the run; some may be None.
+
+    Raises:
+        NoNonMembers: no tokenizer says it.
+    """
+    collate: Any = getattr(loader, "collate_fn", None)
+    while hasattr(collate, "data_collator"):  # of transformers, around the user's own
+        collate = collate.data_collator
+    known = [*tokenizers, getattr(collate, "tokenizer", None)]
+    masks = (getattr(one, "mask_token_id", None) for one in known)
+    mask = next((one for one in masks if one is not None), None)
+    if mask is None:
+        raise NoNonMembers(
+            "which token masks the others is not known: pass the tokenizer, by "
+            "settings=WatchSettings(tokenizer=tokenizer)"
+        )
+    special = (getattr(one, "all_special_ids", ()) for one in known)
+    return mask, frozenset().union(*special)
 
 
 def _number(dataset: Any, row: int) -> int:

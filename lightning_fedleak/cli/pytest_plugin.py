@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.attacks import Attack
 
+_HEADLINES = ["combined", "loss_ratio_short", "extraction"]
 SUMMARY = pytest.StashKey[list[str]]()
 """Key of what the checks of a session measured, a line each."""
 
@@ -38,6 +39,8 @@ class ReleaseCheck:
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
         attacks = {name: one for pool in pools for name, one in pool.get("attacks", {}).items()}
+        found = content.get("entities", {})
+        attacks |= {name: {} if isinstance(one, str) else one for name, one in found.items()}
         self._values = {
             attack: {name: math.nan if value is None else value for name, value in values.items()}
             for attack, values in attacks.items()
@@ -51,17 +54,20 @@ class ReleaseCheck:
 
         Args:
             at_most: the limit.
-            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it.
+            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it,
+                or with ``entities`` ``"entity/<kind>/<place>"``.
         """
         from lightning_fedleak.cli.commands.memorization import breaches_of
 
         breaches = breaches_of(self._values if self._is_known else {}, metric, at_most)
+        shown = [metric] if metric in self._values else _HEADLINES
+        rate = "auc" if metric in self._values else metric
         numbers = ", ".join(
-            f"{attack}/{metric} {values[metric]:.3f} "
-            f"({values.get(f'{metric}_low', math.nan):.3f} to "
-            f"{values.get(f'{metric}_high', math.nan):.3f})"
+            f"{attack}/{rate} {values[rate]:.3f} "
+            f"({values.get(f'{rate}_low', math.nan):.3f} to "
+            f"{values.get(f'{rate}_high', math.nan):.3f})"
             for attack, values in self._values.items()
-            if metric in values and attack in ("combined", "loss_ratio_short", "extraction")
+            if rate in values and attack in shown
         )
         line = f"{numbers or metric}, limit {at_most:g}"
         self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")

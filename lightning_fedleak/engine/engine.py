@@ -70,6 +70,12 @@ class StepEngine:
                 "Memorization(records=True) lists rows by what an attack on the trained weights "
                 "asks, and none is played: add Combined() to the attacks"
             )
+        names = [one.log_name for one in self.series if "entity/" in one.name]
+        if options.entities and len({*names}) < max(1, len(names)):
+            raise ValueError(
+                "entities= counts values in what attacks on words, texts or the trained weights "
+                "read. Add one, such as Combined(); and give planted kinds other names"
+            )
         most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
         self.results = Results(self.series, most_waited=most_waited)
         self.fit: Fit | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, loggers, record
-from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
+from lightning_fedleak.engine.channels.base import Channel, exclude, find_entities, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
@@ -151,6 +151,7 @@ class Engine(StepEngine):
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
+        find_entities(options, run)  # also where attacks that cannot be are left out
         for channel in (channel for channel in self.channels if channel.attacks):
             try:
                 channel.open(run)
@@ -371,7 +372,7 @@ class Engine(StepEngine):
         fit.disarm(look)
         failure, fit.failure = fit.failure, None
         if failure is not None or outcomes is None:
-            return {s: unknown(fit.series[s].metrics, failure or "") for s in played}
+            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
         return outcomes
 
     @contained
@@ -390,20 +391,21 @@ class Engine(StepEngine):
             for channel in fit.channels:
                 results |= results_of(channel, look)
         return self._pool(results, look.step)[0] or {
-            series: unknown(fit.series[series].metrics, _NO_LOSS) for series in played
+            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
         }
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
         """Return why a guess has no rate without the truth, and the certificates that it has."""
         channel, answer = self._fit.series[series], look.answers.get(series)
+        metrics = channel.metrics_of(series)
         if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
-            outcome = unknown(channel.metrics, "what it reads is not shared")
+            outcome = unknown(metrics, "what it reads is not shared")
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
-            return unknown(channel.metrics, answer.why, applies=answer.applies)
+            return unknown(metrics, answer.why, applies=answer.applies)
         claims = {name: getattr(answer, name, None) for name in channel.extras}
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
-        return replace(unknown(channel.metrics, _NOT_SCORED), extra=certificates)
+        return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
 
     def write(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
+from lightning_fedleak.evaluation.entities import finders_of
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -203,6 +205,11 @@ class WatchSettings:
         precision: how the model is run: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast. None: by
             the dtype of the weights, without autocast.
         scaler: the GradScaler of the loop; matters under DDP alone.
+        entities: kinds of personal data in the texts, of which a share of its own is logged:
+            ``"phone"``, ``"email"``, ``"iban"``, ``"card"``, ``"date"``, ``"code"``, or files with
+            a value in each line. Attacks on words and texts have
+            ``leakage/<attack>/entity/<kind>/recall``, the first one on the trained weights
+            ``leakage/entity/<kind>/<place>/auc``. They need a tokenizer.
         tensorboard: log to TensorBoard, where it is installed.
 
     Raises:
@@ -225,6 +232,7 @@ class WatchSettings:
     memorization: Memorization = field(default_factory=Memorization)
     precision: str | None = None
     scaler: Any = None
+    entities: Sequence[str | Path] = ()
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
@@ -232,6 +240,7 @@ class WatchSettings:
         check_choice("client", self.client, ("rank", "world"), optional=True)
         check_choice("precision", self.precision, PRECISIONS, optional=True)
         check_choice("report", self.report, (False, True, "live"))
+        finders_of(self.entities)
         if self.upload_report and not self.report:
             raise ValueError("upload_report=True uploads report.html: pass report=True too")
 

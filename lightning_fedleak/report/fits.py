@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -141,6 +141,7 @@ class FitSummary:
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
     rows: Mapping[str, float] | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rows_in_words(self) -> str:
@@ -218,6 +219,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),
         rows=results.rows,
+        values=results.values,
     )
     return summary, problems
 

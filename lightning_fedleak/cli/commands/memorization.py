@@ -25,6 +25,8 @@ from lightning_fedleak.cli.studies.models import ask_both, released_config
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
+from lightning_fedleak.evaluation.entities import EntityFinder
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -74,15 +76,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
+    rows = [*((text, True) for text in members.values())]
+    rows += [(text, False) for text in others.values()]
+    finder = EntityFinder(options.entities, [reader.tokenizer])
+    entities = FoundEntities(finder, reader.head == "causal")
+    entities.locate([text for text, _ in entities.counting(rows)])
+    asked = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
-    answers = _answers_of(pools, options)
+    answers = _answers_of([*(pool.texts for pool in pools), asked], options)
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
         beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = []
-    for number, (pool, answer) in enumerate(zip(pools, answers, strict=True)):
+    for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         try:
             result = pool.compare(*answer, alpha=alpha)
         except UnusableObservation as error:
@@ -101,6 +109,16 @@ def run(options: Namespace, console: Console | None = None) -> int:
         laws = dict.fromkeys(laws, _USED_UP)
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
+    trained = torch.tensor([trains for _, trains in rows])
+    base, now = answers[-1]
+    by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
+    known = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
+    tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
+    if known:
+        print_table(console, tables[-1])
+    unknown = [f"{name} is UNKNOWN: {one}." for name, one in by_kind.items() if name not in known]
+    for sentence in unknown:
+        console.print(sentence)
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
@@ -127,6 +145,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
         content |= {"not_compared": absent} if absent else {}
+        content |= {"entities": by_kind} if by_kind else {}
         for other, each in zip(pools[1:], results[1:], strict=True):
             name = {"short": "short_answers"}.get(other.part, other.part)
             content[name] = _content(each, other) | {"known": laws[other.part] is None}
@@ -136,17 +155,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
+    other_prompts = laws.get("prompts") is not None
+    values |= {name: {} if other_prompts and "/prompt" in name else known[name] for name in known}
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
-    sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
+    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [_UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
     rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = _FAILED if status else rest
-    _summarize(options.summary, outcome, sentences, [_table(result) for result in results])
+    _summarize(options.summary, outcome, sentences, tables)
     return status
 
 
@@ -168,18 +189,19 @@ def _summarize(
 
 
 def _answers_of(
-    pools: Sequence[ReleasedPool], options: Namespace
+    groups: Sequence[Sequence[Text]], options: Namespace
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
-    """Return what the base and the trained model say of each pool, by one forward a row."""
-    texts = {text.whole.content: text.whole for pool in pools for text in pool.texts}
+    """Return what the base and the trained model say of groups of texts, by one forward a text."""
+    texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = ask_both([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
-    def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
-        rows = torch.tensor([numbers[text.whole.content] for text in pool.texts])
-        return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
+    def of_pool(one: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
+        rows = [numbers[text.whole.content] for text in texts]
+        places = label_places(texts, one.labels.shape[1])
+        return one.rows(torch.tensor(rows, dtype=torch.long)).within(places)
 
-    return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
+    return [(of_pool(answers[0], group), of_pool(answers[1], group)) for group in groups]
 
 
 def _beyond(
@@ -264,7 +286,7 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
     """Print what a pool shows."""
-    print_table(console, _table(result))
+    print_table(console, _table(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
     apart = {
@@ -292,6 +314,8 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
     for metric, limit in limits:
+        if metric.startswith("entity/") and not options.entities:
+            raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits
@@ -364,7 +388,9 @@ def breaches_of(
     """
     attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
     attacks += [name for name in values if name.startswith(_BEYOND)]
-    if metric == "prompts":
+    if metric.startswith("entity/"):
+        attacks, metric = [metric], "auc"
+    elif metric == "prompts":
         attacks, metric = [_HEADLINES[2]], "auc"
     elif metric == "at_least":
         attacks = ["records"]
@@ -408,17 +434,17 @@ def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     }
 
 
-def _table(result: Comparison) -> Table:
-    """Return a table with a row for each attack."""
+def _table(results: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table with a row for each attack, or kind and place of values."""
     rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
-    for name, values in result.values.items():
+    for name, values in results.items():
         if "auc" in values:
             rows.add_row(
                 name,
                 three_digits(values["auc"]),
                 f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
                 f"{values['p_value']:.1g}",
-                three_digits(values["shown"]),
+                three_digits(values["shown"]) if "shown" in values else "",
             )
             continue
         for tier, words in {"": "", **TIERS}.items():

@@ -69,7 +69,7 @@ _METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
 def _limit(text: str) -> tuple[str | None, float]:
     """Return the metric that a limit is on, None where it is not named, and the limit."""
     name, is_named, number = text.rpartition("=")
-    if is_named and name not in _METRICS:
+    if is_named and name not in _METRICS and not name.startswith("entity/"):
         raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(_METRICS)}")
     return name or None, _NOISE(number)
 
@@ -319,6 +319,9 @@ def memorization(add: Add) -> None:
             one law.
         records: private file of the members by what the model gives away of them: row numbers,
             p-values and a list, and no text. See fedleak records.
+        entities: kinds of personal data to find in the texts, separated by commas: phone, email,
+            iban, card, date, code, or a file with a value in each line. Values of members are
+            compared with those of the others, by kind and place.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         references: train so many models without the rows that are asked about, each on a half of
             members and others, and score beyond what a row gains in those. It takes as many fits.
@@ -336,7 +339,8 @@ def memorization(add: Add) -> None:
             members that are extracted in samples or greedily, with --records the number of rows
             that are given away at least, or the AUC of prompts, which have no loss.
         at_most: exit with status 3 where its interval reaches above, or it is unknown. May be given
-            several times, as 0.6 for --metric, or as extracted=0.05.
+            several times, as 0.6 for --metric, or as extracted=0.05, or with --entities as
+            entity/phone/label=0.6.
         summary: file that a table in Markdown is added to, such as the summary of a CI job. It
             holds no texts and no row numbers.
         out: file of the result as JSON.
@@ -352,6 +356,7 @@ def memorization(add: Add) -> None:
     add("--length", **_count(256, 2))
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
+    add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
     add("--references", **_count(0, 0))
     add("--reference-data", metavar="SOURCE")

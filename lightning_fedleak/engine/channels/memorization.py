@@ -41,6 +41,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
@@ -122,10 +123,12 @@ class MemorizationChannel(Channel):
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     absent: ClassVar[str] = ""
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
+    finds_entities: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._pool: Pool | None = None
+        self._found: FoundEntities | None = None
         self._account: AccountGame | None = None
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
@@ -146,9 +149,8 @@ class MemorizationChannel(Channel):
             return []
         series = [Series.at(Stage.RELEASED, attack.name)]
         lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
-        if self.settings.memorization.records and attack in lists[:1]:
-            series.append(replace(series[0], name=RECORDS))
-        return series
+        names = [RECORDS] * self.settings.memorization.records + entity_names(self.entity_kinds)
+        return series + [replace(series[0], name=name) for name in names if attack in lists[:1]]
 
     @property
     def _played(self) -> list[Series]:
@@ -211,12 +213,15 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
+        predicts = self.run.anatomy.kind == "causal"
+        self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
         return collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
             short=any(part_of(attack) != "long" for attack in self.listed_attacks),
+            entities=self._found,
             forwards=1 if self._mask is None else MASKS,
         )
 
@@ -324,6 +329,7 @@ class MemorizationChannel(Channel):
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
         reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
+        reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.labels) for text in pool.texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
@@ -388,6 +394,9 @@ class MemorizationChannel(Channel):
                     texts = pool, self._released(pool, answers, rows), rows, members
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+            if self._found is not None:
+                errors = self._looks, self.settings.memorization.alpha
+                values |= self._found.compare(answers, self._base, rows, members, *errors)
             look.answers |= {series: values[series.name] for series in part}
 
     def _count_seen(self, pool: Pool) -> tuple[int, int]:
@@ -530,6 +539,7 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        absent += ("shown",) * math.isnan(extra["shown_p_value"])  # of values in texts
         if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
         rare = {*TIER_NAMES, "at_least"} & rates.keys()

@@ -8,9 +8,9 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-FLOWER := .venv-flower
+FLOWER := .venv-flower$(addprefix -,$(FLOWER_VERSION))
 NVFLARE := .venv-nvflare
-TRL := .venv-trl
+TRL := .venv-trl$(addprefix -,$(TRL_VERSION))
 DEEPSPEED := .venv-deepspeed
 QUANTIZED := .venv-quantized
 LOGGERS := .venv-loggers
@@ -46,10 +46,10 @@ help:
 	@echo "make test-all  run both in one go, which is faster than one after the other"
 	@echo "make test-lowest  run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make test-newest  run the tests with the newest versions that there are, whatever bounds say, in .venv-newest, and list what broke"
-	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower"
+	@echo "make test-flower  run the tests of federations on Flower, in .venv-flower (the oldest: FLOWER_VERSION=1.41.0, in an environment of its own)"
 	@echo "make test-nvflare  run the tests of federations on NVFlare, in .venv-nvflare"
 	@echo "make test-quantized  run the tests of LoRA on bases in 4 and 8 bits, with bitsandbytes and torchao in .venv-quantized"
-	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl"
+	@echo "make test-trl  run the tests of TRL's trainers, and their example, in .venv-trl (the oldest: TRL_VERSION=1.0.0)"
 	@echo "make test-deepspeed  run the tests of DeepSpeed's ZeRO, on two processes, in .venv-deepspeed"
 	@echo "make test-loggers  run the tests of W&B, MLflow and Trackio, offline, in .venv-loggers"
 	@echo "make coverage  run the tests, but for the slow ones, and print which share of the package's lines they run (takes two thirds longer)"
@@ -185,7 +185,8 @@ $(NEWEST)/.ready: pyproject.toml tests/tools/lowest_versions.py
 $(FLOWER)/.ready: $(READY) constraints-flower.txt
 	$(call BESIDE,$(FLOWER))
 	@echo "Installing Flower into $(FLOWER) (once; some minutes) ..."
-	@$(FLOWER)/bin/python $(INSTALL) -c constraints-flower.txt -e ".[flower,test]"
+	@grep -vE '$(if $(FLOWER_VERSION),^(flwr|certifi|uv)==,^$$)' constraints-flower.txt > $(FLOWER)/constraints.txt
+	@$(FLOWER)/bin/python $(INSTALL) -c $(FLOWER)/constraints.txt -e ".[flower,test]" "flwr$(addprefix ==,$(FLOWER_VERSION))"
 	@touch $@
 
 $(NVFLARE)/.ready: $(READY) constraints-nvflare.txt
@@ -204,7 +205,8 @@ $(LOGGERS)/.ready: $(READY) constraints-loggers.txt
 $(TRL)/.ready: $(READY) constraints-trl.txt
 	$(call BESIDE,$(TRL))
 	@echo "Installing TRL into $(TRL) (once; some minutes) ..."
-	@$(TRL)/bin/python $(INSTALL) -c constraints.txt -c constraints-trl.txt -e ".[test]" trl
+	@grep -vE '$(if $(TRL_VERSION),^trl==,^$$)' constraints-trl.txt > $(TRL)/constraints.txt
+	@$(TRL)/bin/python $(INSTALL) -c constraints.txt -c $(TRL)/constraints.txt -e ".[test]" "trl$(addprefix ==,$(TRL_VERSION))"
 	@touch $@
 
 # It is built without its operators, of which the tests use none.

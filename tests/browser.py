@@ -41,6 +41,24 @@ def axe_core() -> Path:
     return Path(spec.origin).parent / "axe.min.js"
 
 
+def elements(address: str, folder: Path) -> str:
+    """Return the HTML of a page 20 seconds of its clock after it was opened.
+
+    Args:
+        address: of the page.
+        folder: for what Chromium keeps.
+    """
+    if not _CHROMIUM:
+        pytest.skip("chromium is not on the PATH")
+    shown = subprocess.run(
+        [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
+         "--window-size=1280,1600", "--allow-file-access-from-files", f"--user-data-dir={folder}",
+         "--dump-dom", address],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return shown.stdout
+
+
 def violations(page: Path, width: int, folder: Path, *, dark: bool = False) -> list[dict[str, Any]]:
     """Return the violations of a page that is shown so wide, but for minor ones.
 
@@ -54,8 +72,6 @@ def violations(page: Path, width: int, folder: Path, *, dark: bool = False) -> l
         dark: whether the reader asked for dark colours.
     """
     program = axe_core()
-    if not _CHROMIUM:
-        pytest.skip("chromium is not on the PATH")
     shutil.copy(program, page.parent / "axe.min.js")
     (page.parent / "run_axe.js").write_text(_RUN, encoding="utf-8")
     text = re.sub(
@@ -67,13 +83,8 @@ def violations(page: Path, width: int, folder: Path, *, dark: bool = False) -> l
     tested.write_text(text.replace("</body>", scripts), encoding="utf-8")
     frame = page.with_name("axe_frame.html")
     frame.write_text(_FRAME.format(page=tested.name, width=width), encoding="utf-8")
-    shown = subprocess.run(
-        [_CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
-         "--allow-file-access-from-files", f"--user-data-dir={folder}", "--dump-dom",
-         frame.absolute().as_uri()],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    told = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)
+    shown = elements(frame.absolute().as_uri(), folder)
+    told = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
     assert told is not None
     assert told[1], "axe-core gave no result"
     found: list[dict[str, Any]] = json.loads(html.unescape(told[1]))

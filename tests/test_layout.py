@@ -41,6 +41,7 @@ ALLOWED = {
     "labs": MODEL | {"attacks", "defenses", "evaluation"},
     "cli.finetuning": MODEL | {"defenses", "lightning_packages"},
     "cli.studies": MODEL | {"attacks", "defenses", "evaluation", "labs"},
+    "cli.studies.references": MODEL | {"attacks", "evaluation", "report.records"},
     "cli.studies.sweep": MODEL
     | {"attacks", "defenses", "evaluation", "report.records", "engine", "callbacks", "strategies"},
     "cli.studies.federation": MODEL

@@ -92,7 +92,6 @@ _HOMES = {
     ),
     "attacks.membership.fc": ("FCMembership",),
     "attacks.membership.gradients": ("GradientMembership",),
-    "attacks.membership.insertion": ("direction_of", "upstream_of"),
     "attacks.membership.subspace": ("SubspaceMembership",),
     "attacks.memorization": ("Combined", "Extraction"),
     "attacks.public_text": (

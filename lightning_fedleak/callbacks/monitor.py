@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
+from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.validate import explain_arguments
 
@@ -90,11 +92,11 @@ class LeakageMonitor(EitherCallback, Reported):
 
     Args:
         attacks: the attacks, each with a name of its own; or ``"auto"``. One monitor plays all
-            attacks of a run, at all stages. Lightning refuses a second one with the same.
-        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
+            attacks of a run, at all stages. A second one with the same is refused.
+        every_n_steps: look at optimizer steps 0, n, 2n, ...
         max_overhead: look so seldom that looks cost at most this share of the training time.
-            Either this or ``every_n_steps``. Default with ``attacks="auto"``: ten looks and
-            the last step, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
+            Either this or ``every_n_steps``. Default: neither, but ten looks, of which the last
+            step is one, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
         folder: where ``leakage.jsonl`` goes; default the logger's folder.
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see
@@ -216,8 +218,8 @@ class LeakageMonitor(EitherCallback, Reported):
                 both &= {s.log_name for s in other.engine.series}
                 if both:
                     raise ValueError(
-                        f"another LeakageMonitor of this run logs {', '.join(sorted(both))} too: "
-                        "use one for all attacks, or other names: BagOfWords(name='other')"
+                        f"another LeakageMonitor of this run logs {first_of(sorted(both), 1)} too: "
+                        "use one for all attacks of a run, or other names: BagOfWords(name='other')"
                     )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -227,13 +229,15 @@ class LeakageMonitor(EitherCallback, Reported):
         if why := explain_shards(anatomy.root, run.processes):
             raise ValueError(f"{run.watcher} cannot take this model. {why}")
         boards = trainer_facts.boards_of(trainer)
+        fit = _FITS.setdefault(trainer, uuid.uuid4().hex)
+        folder = self.folder or trainer_facts.folder_of(trainer)
         destination = Destination(
-            self.folder or trainer_facts.folder_of(trainer),
+            self.engine.own_folder(run, folder, fit),
             [one for one in trainer.loggers if one not in boards],
             [board.experiment for board in boards] if trainer.is_global_zero else [],
             trainer_facts.training_of(trainer),
             trainer_facts.settings_of(trainer),
-            _FITS.setdefault(trainer, uuid.uuid4().hex),
+            fit,
         )
         self.engine.open(run)
         self.engine.begin(run, destination)
@@ -331,10 +335,15 @@ class LeakageMonitor(EitherCallback, Reported):
         _FITS.pop(trainer, None)
         self._close()
 
-    def state_dict(self) -> dict[str, object]:
-        """What a resumed run goes on with: plain numbers, strings and tensors."""
-        return self.engine.state_dict()
+    # Not state_dict: of two callbacks that have one Lightning speaks before setup can.
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves what a resumed run goes on with: plain numbers, strings and tensors."""
+        checkpoint["callbacks"][self.state_key] = self.engine.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
-        self.engine.load_state_dict(state_dict)
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Takes back what :meth:`on_save_checkpoint` saved."""
+        self.engine.load_state_dict(deepcopy(checkpoint["callbacks"].get(self.state_key, {})))

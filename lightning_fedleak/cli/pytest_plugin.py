@@ -5,11 +5,13 @@ Installed with the package; imports nothing heavy before a fixture is used.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_fedleak.attacks import Attack
 
+_HEADLINES = ["combined", "loss_ratio_short", "extraction"]
 SUMMARY = pytest.StashKey[list[str]]()
 """Key of what the checks of a session measured, a line each."""
 
@@ -36,6 +39,8 @@ class ReleaseCheck:
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
         attacks = {name: one for pool in pools for name, one in pool.get("attacks", {}).items()}
+        found = content.get("entities", {})
+        attacks |= {name: {} if isinstance(one, str) else one for name, one in found.items()}
         self._values = {
             attack: {name: math.nan if value is None else value for name, value in values.items()}
             for attack, values in attacks.items()
@@ -49,17 +54,20 @@ class ReleaseCheck:
 
         Args:
             at_most: the limit.
-            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it.
+            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it,
+                or with ``entities`` ``"entity/<kind>/<place>"``.
         """
         from lightning_fedleak.cli.commands.memorization import breaches_of
 
         breaches = breaches_of(self._values if self._is_known else {}, metric, at_most)
+        shown = [metric] if metric in self._values else _HEADLINES
+        rate = "auc" if metric in self._values else metric
         numbers = ", ".join(
-            f"{attack}/{metric} {values[metric]:.3f} "
-            f"({values.get(f'{metric}_low', math.nan):.3f} to "
-            f"{values.get(f'{metric}_high', math.nan):.3f})"
+            f"{attack}/{rate} {values[rate]:.3f} "
+            f"({values.get(f'{rate}_low', math.nan):.3f} to "
+            f"{values.get(f'{rate}_high', math.nan):.3f})"
             for attack, values in self._values.items()
-            if metric in values and attack in ("combined", "loss_ratio_short", "extraction")
+            if rate in values and attack in shown
         )
         line = f"{numbers or metric}, limit {at_most:g}"
         self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")
@@ -67,27 +75,21 @@ class ReleaseCheck:
             pytest.fail("\n".join([line, *breaches, self._printed]), pytrace=False)
 
 
+@dataclass(frozen=True)
 class StepCheck:
     """Attack the gradient of one training step, as a client would share it.
 
-    Args:
+    Attributes:
+        notes: lines for the summary of the session.
         model: the model, as it is trained.
         batch: keyword arguments of its forward, with labels.
         attacks: as :class:`~lightning_fedleak.trainers.Watch` takes them.
-        notes: lines for the summary of the session.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        batch: Mapping[str, torch.Tensor],
-        attacks: Sequence[Attack] | Literal["auto"],
-        notes: list[str],
-    ) -> None:
-        self._model = model
-        self._batch = dict(batch)
-        self._attacks = attacks
-        self._notes = notes
+    notes: list[str]
+    model: torch.nn.Module
+    batch: Mapping[str, torch.Tensor]
+    attacks: Sequence[Attack] | Literal["auto"] = "auto"
 
     def assert_at_most(self, at_most: float, metric: str = "leakage/worst/words") -> None:
         """Fail if a metric is above a limit, or unknown: not read, or with a low control.
@@ -102,29 +104,23 @@ class StepCheck:
         from lightning_fedleak.trainers import Threshold, Watch
 
         events: list[object] = []
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        model, rare = self.model, WatchSettings(tensorboard=False)
+        trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.0)
         gate = Threshold(metric, at_most=at_most, action=events.append)
-        with tempfile.TemporaryDirectory() as folder:
-            settings = WatchSettings(tensorboard=False)
+        with tempfile.TemporaryDirectory() as logs:
             watch = Watch(
-                self._model,
-                optimizer,
-                self._attacks,
-                [gate],
-                folder=folder,
-                every_n_steps=1,
-                settings=settings,
+                model, optimizer, self.attacks, [gate], folder=logs, every_n_steps=1, settings=rare
             )
             optimizer.zero_grad()
-            with watch, watch.step(self._batch):
-                self._model(**self._batch).loss.backward()
+            with watch, watch.step(self.batch):
+                model(**self.batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         names = watch.engine.results.headlines_of(metric) or (metric,)
         line = f"{metric} {_as_text(watch.latest.get(metric))}, limit {at_most:g}"
         line += "".join(_sources(watch.latest, names))
-        self._notes.append(f"{line}: {'FAILED' if events else 'passed'}")
+        self.notes.append(f"{line}: {'FAILED' if events else 'passed'}")
         if events:
             pytest.fail(f"{line}: {events[0]}", pytrace=False)
 
@@ -173,24 +169,14 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
 
         with tempfile.TemporaryDirectory() as folder:
             result_path = Path(folder) / "result.json"
-            words: list[object] = [
-                "memorization",
-                "--model",
-                model,
-                "--base",
-                base,
-                "--members",
-                members,
-            ]
-            words += ["--others", held_out, "--out", result_path]
-            for name, value in options.items():
-                option = f"--{name.replace('_', '-')}"
-                if value is True:
-                    words.append(option)
-                elif value is not None and value is not False:
-                    words += [option, value]
+            arguments = {"model": model, "base": base, "members": members, "others": held_out}
+            words = ["memorization"]
+            for name, value in {**arguments, "out": result_path, **options}.items():
+                if value is not None and value is not False:
+                    words.append(f"--{name.replace('_', '-')}")
+                    words += [] if value is True else [str(value)]
             console = Console(record=True, width=100, file=io.StringIO())
-            memorization.run(parse([str(word) for word in words]), console)
+            memorization.run(parse(words), console)
             content = (
                 json.loads(result_path.read_text(encoding="utf-8")) if result_path.exists() else {}
             )
@@ -208,16 +194,7 @@ def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., StepCheck]:
         def test_a_step_shares_few_words(fedleak_step, model, batch):
             fedleak_step(model, batch).assert_at_most(0.5)
     """
-    notes = request.config.stash.setdefault(SUMMARY, [])
-
-    def check(
-        model: torch.nn.Module,
-        batch: Mapping[str, torch.Tensor],
-        attacks: Sequence[Attack] | Literal["auto"] = "auto",
-    ) -> StepCheck:
-        return StepCheck(model, batch, attacks, notes)
-
-    return check
+    return functools.partial(StepCheck, request.config.stash.setdefault(SUMMARY, []))
 
 
 def pytest_configure(config: pytest.Config) -> None:

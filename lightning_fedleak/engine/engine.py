@@ -12,6 +12,7 @@ When a look is due, :mod:`~lightning_fedleak.engine.scheduler` decides; taps and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_fedleak.engine.channels.base import Channel, channels_of, results
 from lightning_fedleak.engine.channels.records import RECORDS
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.log import Report, UserMetrics
+from lightning_fedleak.engine.log import JsonLines, Report, UserMetrics, own_folder
 from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.results import MAX_WAITS, MOST_STEPS_WAITED, Results, series_of
@@ -52,6 +53,8 @@ class StepEngine:
         fit: the run at work; None between runs.
         weights: looks at the trained weights; None where no attack reads them.
         report: writes what looks found; None outside of a run.
+        jsonl: the results' file of the newest run.
+        earlier: facts of the run that the next one goes on from; empty where there is none.
 
     Raises:
         ValueError: contradictory options.
@@ -67,11 +70,19 @@ class StepEngine:
                 "Memorization(records=True) lists rows by what an attack on the trained weights "
                 "asks, and none is played: add Combined() to the attacks"
             )
+        names = [one.log_name for one in self.series if "entity/" in one.name]
+        if options.entities and len({*names}) < max(1, len(names)):
+            raise ValueError(
+                "entities= counts values in what attacks on words, texts or the trained weights "
+                "read. Add one, such as Combined(); and give planted kinds other names"
+            )
         most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
         self.results = Results(self.series, most_waited=most_waited)
         self.fit: Fit | None = None
         self.weights: WeightLooks | None = None
         self.report: Report | None = None
+        self.jsonl: JsonLines | None = None
+        self.earlier: Mapping[str, object] = {}
         self._metrics = UserMetrics()
         self._has_news = False
 
@@ -85,6 +96,11 @@ class StepEngine:
         if self.fit is None:
             raise RuntimeError("no run has begun: Engine.begin(run, destination) comes first")
         return self.fit
+
+    def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
+        """Return where logs go, see :func:`~lightning_fedleak.engine.log.own_folder`."""
+        newest = None if self.jsonl is None else self.jsonl.run
+        return own_folder(run, folder, self.earlier.get("run"), newest, fit)
 
     def fail(self, error: Exception) -> None:
         """Let the look at work, or the next one, have no result, because of an error of ours."""

@@ -176,6 +176,7 @@ class Fit:
         if look is None:
             return
         self.look = look
+        self.run.spent.clear()  # of a look that was not written
         with look.clock(self.run.device):
             if look.scope is None:
                 reshard(self.run.anatomy.root)  # an evaluation leaves layers of FSDP2 whole

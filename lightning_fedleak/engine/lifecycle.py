@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, loggers, record
-from lightning_fedleak.engine.channels.base import Channel, exclude, results_of
+from lightning_fedleak.engine.channels.base import Channel, exclude, find_entities, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
@@ -56,7 +56,6 @@ class Engine(StepEngine):
 
     Attributes:
         assume: what the adversary has besides what it sees.
-        jsonl: the results' file of the newest run.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
     """
@@ -68,11 +67,9 @@ class Engine(StepEngine):
         self._origin = origin
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
-        self.jsonl: log.JsonLines | None = None
         self.record: record.RunRecord | None = None
         self.first_step = 0
         self._calibrations: dict[str, object] = {}
-        self._earlier: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
         self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
@@ -154,6 +151,7 @@ class Engine(StepEngine):
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
+        find_entities(options, run)  # also where attacks that cannot be are left out
         for channel in (channel for channel in self.channels if channel.attacks):
             try:
                 channel.open(run)
@@ -182,7 +180,7 @@ class Engine(StepEngine):
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
         calibrations, self._calibrations = self._calibrations, {}
-        earlier, self._earlier = self._earlier, {}
+        earlier, self.earlier = self.earlier, {}
         self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self.weights is not None and not self.selection.auto:
@@ -225,13 +223,14 @@ class Engine(StepEngine):
 
     def _tell_loggers(self, destination: log.Destination, lineup: Lineup) -> None:
         """Give the loggers the settings of the run, and TensorBoard its table of them."""
-        run = self._fit.run
+        weights = () if self.weights is None else self.weights.attacks
+        attacks = [*(plan.attack for plan in lineup.plans), *weights]
         settings = {
-            "attacks": [plan.attack.name for plan in lineup.plans],
-            "defenses": [defense.name for defense in run.defenses],
+            "attacks": [attack.name for attack in attacks],
+            "defenses": [defense.name for defense in self._fit.run.defenses],
             "gates": [f"{g['metric']} at most {g['at_most']}: {g['action']}" for g in self._gates],
             "stages": [str(stage) for stage in self.options.stages],
-            **{plan.attack.name: repr(plan.attack.config()) for plan in lineup.plans},
+            **{attack.name: repr(attack.config()) for attack in attacks},
         }
         worst = [f"{WORST}/{family}" for family in self.results.families]
         try:
@@ -319,8 +318,9 @@ class Engine(StepEngine):
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps)
-        if cadence.is_curve and (seconds := self._fit.lineup.look_seconds):
-            rank_zero_info(f"{run.watcher}: {cadence.describe(seconds)}")
+        if run.unit == "step" and self._fit.series:
+            looks = cadence.describe(self._fit.lineup.look_seconds)
+            rank_zero_info(f"{run.watcher}: {looks}")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
@@ -372,7 +372,7 @@ class Engine(StepEngine):
         fit.disarm(look)
         failure, fit.failure = fit.failure, None
         if failure is not None or outcomes is None:
-            return {s: unknown(fit.series[s].metrics, failure or "") for s in played}
+            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
         return outcomes
 
     @contained
@@ -391,20 +391,21 @@ class Engine(StepEngine):
             for channel in fit.channels:
                 results |= results_of(channel, look)
         return self._pool(results, look.step)[0] or {
-            series: unknown(fit.series[series].metrics, _NO_LOSS) for series in played
+            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
         }
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
         """Return why a guess has no rate without the truth, and the certificates that it has."""
         channel, answer = self._fit.series[series], look.answers.get(series)
+        metrics = channel.metrics_of(series)
         if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
-            outcome = unknown(channel.metrics, "what it reads is not shared")
+            outcome = unknown(metrics, "what it reads is not shared")
             return replace(outcome, exposed=False)
         if isinstance(answer, Unknown):
-            return unknown(channel.metrics, answer.why, applies=answer.applies)
+            return unknown(metrics, answer.why, applies=answer.applies)
         claims = {name: getattr(answer, name, None) for name in channel.extras}
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
-        return replace(unknown(channel.metrics, _NOT_SCORED), extra=certificates)
+        return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
 
     def write(
         self,
@@ -554,6 +555,8 @@ class Engine(StepEngine):
             return None
         self._last = self._summary()
         self.record.ends(self._fit.run, how)
+        if self.report is not None:
+            self.report.ends(self.first_step)
         return self.record
 
     def close(self) -> None:
@@ -611,7 +614,7 @@ class Engine(StepEngine):
         self.results.load_state_dict(state)
         for channel in self.channels:
             channel.load_state_dict(state)
-        self._earlier = state.get("fit") or {}
+        self.earlier = state.get("fit") or {}
         self._metrics.load_state_dict(state.get("utility", {}))
         self._calibrations = {
             name: saved for name, saved in state["attacks"].items() if saved["tensors"]

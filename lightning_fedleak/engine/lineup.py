@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -83,10 +83,11 @@ class Lineup:
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
         self._is_sharded = run.is_sharded
+        work: dict[Hashable, Any] = {}
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
-                with self._left_out(attack):
+                with self._left_out(attack), share_work(work):
                     attack.check_device(run.anatomy)
                     if self._choosing:  # one that is listed may be set so that it needs no text
                         check_forward(attack, run.anatomy)
@@ -351,11 +352,12 @@ class Lineup:
         failed: dict[str, str] = {}
         names = self.playing if asked is None else frozenset(asked)
         plans = [plan for plan in self.exposed if plan.attack.name in names]
-        with self._gathered(plans) if self._is_sharded else nullcontext():
+        with self._gathered(plans) if self._is_sharded else nullcontext(), share_work():
             for plan in plans:
                 try:
                     self.prepare(plan.attack)
-                    plan.attack.refresh(self._run.anatomy, step)
+                    with self._run.timed(plan.attack.name):
+                        plan.attack.refresh(self._run.anatomy, step)
                 except Exception as error:
                     failed[plan.attack.name] = reason(error)
         return failed

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -75,6 +76,29 @@ class Destination:
     watch: Mapping[str, object] = field(default_factory=dict)
 
 
+def own_folder(run: Run, folder: Path, *ids: object) -> Path:
+    """Return a folder, or ``version_<n>`` in it, that holds logs of no other run.
+
+    Args:
+        run: the run, before it begins; all its processes get the first one's answer.
+        folder: as the user asks for it.
+        ids: of what shares its folder with the run: what it resumes, or is watched with.
+    """
+    known = [str(one) for one in ids if one]
+    for name in ("", *(f"version_{n}" for n in range(1, 10_000))):
+        logs = [folder / name / file for file in ("run.jsonl", "leakage.jsonl")]
+        found = [log for log in logs if log.exists()]
+        texts = [f.read_text("utf-8", "replace") if os.access(f, os.R_OK) else "" for f in found]
+        if not texts or any(one in text for one in known for text in texts):
+            break
+    place = run.broadcast(folder / name)
+    if name:
+        rank_zero_info(
+            f"{run.watcher}: {folder} holds logs of another run; those of this one: {place}"
+        )
+    return place
+
+
 class JsonLines:
     """Appends one line per look, stage, client and attack to ``leakage.jsonl``.
 
@@ -82,7 +106,7 @@ class JsonLines:
         path: the file; its folder is made when the first line is written.
 
     Attributes:
-        run: names this fit in every line, since later fits may append to the same file.
+        run: names this fit in every line, since fits that go on from it append to the same file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -308,6 +332,23 @@ class Report:
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
+        self._looked_at: set[int] = set()
+        self._seconds, self._seconds_of = 0.0, Counter[str]()  # of looks, and of each attack
+
+    def ends(self, first_step: int) -> None:
+        """Say at how many of the steps looks were made, and each attack's share of their time.
+
+        Args:
+            first_step: steps that were over when the run began.
+        """
+        steps = self._run.step - first_step
+        if self._rounds or not steps:
+            return
+        took = self._seconds_of.most_common()
+        shares = ", ".join(f"{n} {seconds / (self._seconds or 1):.0%}" for n, seconds in took)
+        of_attacks = f" ({shares})" if shares else ""
+        looks = f"looked at {len(self._looked_at):,} of {steps:,} steps"
+        rank_zero_info(f"{self._watcher}: {looks} in {self._seconds:.1f} s{of_attacks}")
 
     def write(
         self,
@@ -339,6 +380,11 @@ class Report:
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
         self.write_results(look, outcomes, values)
+        seconds_of = dict(self._run.spent)
+        self._run.spent.clear()
+        self._looked_at.add(look.step)
+        self._seconds += look.seconds
+        self._seconds_of.update(seconds_of)
         if self.record is not None:
             self.record.describe(defenses)
             self.record.append(
@@ -349,6 +395,7 @@ class Report:
                     utility=utility,
                     privacy=spendings(defenses),
                     seconds=look.seconds,
+                    seconds_of=seconds_of,
                     failures=failures,
                     next_look=look.next_look,
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
+from lightning_fedleak.evaluation.entities import finders_of
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.validate import check_choice, check_integer, check_number
@@ -38,7 +40,7 @@ from lightning_fedleak.validate import check_choice, check_integer, check_number
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""
 MAX_OVERHEAD = 0.005
-"""Share of the training time that looks of ``attacks="auto"`` may take beyond those of a curve."""
+"""Share of the training time that looks may take by default beyond those of a curve."""
 SCALE = 1e9
 """How strongly a dishonest server's layers feed the model, unless the user says otherwise.
 
@@ -203,6 +205,11 @@ class WatchSettings:
         precision: how the model is run: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast. None: by
             the dtype of the weights, without autocast.
         scaler: the GradScaler of the loop; matters under DDP alone.
+        entities: kinds of personal data in the texts, of which a share of its own is logged:
+            ``"phone"``, ``"email"``, ``"iban"``, ``"card"``, ``"date"``, ``"code"``, or files with
+            a value in each line. Attacks on words and texts have
+            ``leakage/<attack>/entity/<kind>/recall``, the first one on the trained weights
+            ``leakage/entity/<kind>/<place>/auc``. They need a tokenizer.
         tensorboard: log to TensorBoard, where it is installed.
 
     Raises:
@@ -225,6 +232,7 @@ class WatchSettings:
     memorization: Memorization = field(default_factory=Memorization)
     precision: str | None = None
     scaler: Any = None
+    entities: Sequence[str | Path] = ()
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
@@ -232,6 +240,7 @@ class WatchSettings:
         check_choice("client", self.client, ("rank", "world"), optional=True)
         check_choice("precision", self.precision, PRECISIONS, optional=True)
         check_choice("report", self.report, (False, True, "live"))
+        finders_of(self.entities)
         if self.upload_report and not self.report:
             raise ValueError("upload_report=True uploads report.html: pass report=True too")
 
@@ -303,7 +312,7 @@ def parts_of(
     given["utility"] = (names,) if isinstance(names, str) else tuple(names)
     given["logs_all"] = settings.utility is None
     given["stages"] = known_stages(settings.stages)
-    cadence = cadence_of(every_n_steps, max_overhead, auto=selection.auto)
+    cadence = cadence_of(every_n_steps, max_overhead)
     given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
     return selection, Options(**given)
 
@@ -452,25 +461,23 @@ def known_stages(stages: Sequence[str] | str) -> tuple[Stage, ...]:
     return tuple(s for s in ON_THE_WAY if str(s) in names)
 
 
-def cadence_of(every_n_steps: int | None, max_overhead: float | None, *, auto: bool) -> Cadence:
-    """Return the cadence that the user asks for.
+def cadence_of(every_n_steps: int | None, max_overhead: float | None) -> Cadence:
+    """Return the cadence that the user asks for, by default that of a curve.
 
     Args:
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        auto: attacks choose themselves: the default is a curve, and not every 50 steps.
 
     Raises:
         ValueError: both, or a number out of range.
     """
     if every_n_steps is not None and max_overhead is not None:
         raise ValueError("give every_n_steps or max_overhead, not both")
-    if every_n_steps is None and (auto or max_overhead is not None):
-        share = MAX_OVERHEAD if max_overhead is None else max_overhead
-        check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
-        return Cadence(share=share, is_curve=max_overhead is None)
-    steps = 50 if every_n_steps is None else every_n_steps
-    return Cadence(check_integer("every_n_steps", steps))
+    if every_n_steps is not None:
+        return Cadence(check_integer("every_n_steps", every_n_steps))
+    share = MAX_OVERHEAD if max_overhead is None else max_overhead
+    check_number("max_overhead", share, above=0, at_most=1, hint="it is a share")
+    return Cadence(share=share, is_curve=max_overhead is None)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack]) -> None:

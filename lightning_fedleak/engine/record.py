@@ -134,18 +134,14 @@ class RunRecord:
         self.ended = True
         if self.planned is not None and self.planned < run.step:
             self.append(records.PlanLine(run="", step=run.step))
-        weights, results = None, self.path.parent / records.RESULTS
+        weights = None
         if outcome == "finished" and run.unit == "step" and not run.is_sharded:
             parameters = run.anatomy.root.named_parameters()
             try:
                 weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
             except Exception as error:  # of weights on no device, or out of memory
                 self._warn(f"the trained weights were not hashed ({type(error).__name__})")
-        number, head = None, None
-        try:
-            number, head = records.closing_of(results)
-        except OSError as error:
-            self._warn(f"{results} cannot be read: {error.strerror}")
+        number, head = self.closing()
         self.append(
             records.EndLine(
                 run="",
@@ -158,6 +154,15 @@ class RunRecord:
                 row_order=self._row_order(run) if outcome == "finished" else None,
             )
         )
+
+    def closing(self) -> tuple[int | None, str | None]:
+        """Return how many lines ``leakage.jsonl`` has, and the hash of the last; None: unknown."""
+        results = self.path.parent / records.RESULTS
+        try:
+            return records.closing_of(results)
+        except OSError as error:
+            self._warn(f"{results} cannot be read: {error.strerror}")
+            return None, None
 
     def look_begins(self, step: int, next_look: int) -> None:
         """Write that a look is at another step than was planned, where it is.
@@ -214,15 +219,17 @@ class RunRecord:
                 self._described.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
-    def append(self, line: records.RunLine) -> None:
-        """Write a line, with the fit's id and the time."""
+    def append(self, line: records.RunLine) -> str | None:
+        """Write a line, with the fit's id and the time; return its hash, None if that failed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            records.append_line(self.path, replace(line, run=self.run, time=now))
+            written = records.append_line(self.path, replace(line, run=self.run, time=now))
             if isinstance(line, PLANNED) and (line.next_look is not None or line.kind == "plan"):
                 self.planned = line.next_look
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
+            return None
+        return written
 
 
 def facts_of(

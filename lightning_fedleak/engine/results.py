@@ -94,7 +94,7 @@ class Results:
         names = []
         for entry in self._channels if series is None else series:
             names.append(f"{entry.log_name}/exposed")
-            metrics = self._channels[entry].metrics
+            metrics = self._channels[entry].metrics_of(entry)
             names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
             if gives_control(self._channels[entry], entry.attack):
                 names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
@@ -208,7 +208,9 @@ class Results:
         if looks > 0:
             why = "training ended before there was a first result: "
             silent = (s for s in self._channels if s in self._reasons.keys() - self._answered)
-            return {s: unknown(self._channels[s].metrics, why + self._reasons[s]) for s in silent}
+            return {
+                s: unknown(self._channels[s].metrics_of(s), why + self._reasons[s]) for s in silent
+            }
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
             return self.all_unknown(why)
@@ -217,7 +219,7 @@ class Results:
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
         """Return that every series that is played is unknown."""
         return {
-            s: unknown(channel.metrics, why)
+            s: unknown(channel.metrics_of(s), why)
             for s, channel in self._channels.items()
             if s in self.playing
         }
@@ -328,7 +330,9 @@ class Results:
         late = {series for series in outcomes if self._is_late(series, step)}
         self._answered |= {s for s, o in outcomes.items() if not o.pending} | late
         return {
-            s: unknown(self._channels[s].metrics, f"{o.pending}, for more than {self._limit(s)}")
+            s: unknown(
+                self._channels[s].metrics_of(s), f"{o.pending}, for more than {self._limit(s)}"
+            )
             if s in late
             else o
             for s, o in outcomes.items()
@@ -400,7 +404,7 @@ def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[s
     """Return the control of an attack's headline, by log name; unknown ones and none left out."""
     if outcome.control is None:
         return {}
-    headline = channel.headline
+    headline = channel.headline_of(series)
     values = {
         f"{series.log_name}/control": outcome.control.rates.get(headline, math.nan),
         f"{series.log_name}/control_of_a_part": outcome.control.part.get(headline, math.nan),

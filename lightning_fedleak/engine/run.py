@@ -71,6 +71,7 @@ class Run(ABC):
         shows_progress: bars are shown while attacks are calibrated.
         gradient_of: returns what a parameter's next step is taken with.
         casts: as :attr:`policies`, where it is not FSDP2 that casts.
+        spent: seconds of each attack in looks that are not written yet.
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
@@ -96,6 +97,17 @@ class Run(ABC):
     shows_progress: bool = False
     gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
     casts: Mapping[int, Any] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, attack: str) -> Iterator[None]:
+        """Add the seconds of a block to those of an attack, by its name."""
+        block = Look(self.step)
+        try:
+            with block.clock(self.device):
+                yield
+        finally:
+            self.spent[attack] = self.spent.get(attack, 0.0) + block.seconds
 
     @property
     @abstractmethod
@@ -199,6 +211,8 @@ class Run(ABC):
         """Return the mean of a parameter's gradient over processes, in its policy's dtypes."""
         parameter = self.anatomy.parameter(role)
         assert parameter is not None
+        if hasattr(parameter, "full_tensor"):  # FSDP2 has reduced it
+            return gradient
         if (policy := self.policies.get(id(parameter))) is not None:
             gradient = gradient.to(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
         return (self.summed(gradient) / self.processes).to(parameter.dtype)

@@ -111,21 +111,31 @@ class Cadence:
         return f"max_overhead={self.share:g}"
 
     def describe(self, look_seconds: float) -> str:
-        """Return at how many steps a curve looks, by what a look is estimated to take."""
-        if self.steps is None:
-            return (
-                f"looks at steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks, and then in "
-                f"{self.share:.1%} of the training time"
-            )
+        """Return at how many of the steps looks are made, as far as that is known at the begin.
+
+        Args:
+            look_seconds: what a look is estimated to take; 0: not known.
+        """
+        n, steps, share = self.every_n_steps, self.steps, f"{self.share:.1%} of the training time"
+        if steps is None:
+            if n is not None:
+                return "looks at every step" if n == 1 else f"looks at one step in {n}"
+            few = f"steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks"
+            return f"looks at {few if self.is_curve else 'the first step'}, and then in {share}"
+        if n is not None:
+            looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
+            return f"looks at {looks:,} of {steps:,} steps"
+        if not self.is_curve:
+            return f"looks at 1 of {steps:,} steps, and at more as {share} pays for them"
         even, step = 1, self.next_step
-        while step < self.steps - 1:
+        while step < steps - 1:
             even, step = even + 1, self._even_step(step)
         looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
-        more = " or more" if looks < even else ""
-        return (
-            f"looks at {looks} of {self.steps:,} steps{more}, the last among them; a look takes "
-            f"about {look_seconds:.2g} s"
-        )
+        last = f"of {steps:,} steps{' or more' * (looks < even)}, the last among them"
+        if not look_seconds:
+            limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s"
+            return f"looks at {looks} {last}; at fewer if they take more than {limit}"
+        return f"looks at {looks} {last}; a look takes about {look_seconds:.2g} s"
 
 
 class Phase(Enum):

@@ -132,7 +132,7 @@ class Cards:
         lines |= {f"utility: {name}": [f"{FRONT}/{re.escape(name)}"] for name in self._metrics}
         lines |= {name: [re.escape(name)] for name in self._privacy}
         for one, channel in self._series.items():
-            tag = f"{one.log_name}/{channel.headline}"
+            tag = f"{one.log_name}/{channel.headline_of(one)}"
             ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
             lines[f"{tag} and its 95% interval"] = [re.escape(tag), *ends]
         lines["gates: 1 where one acted"] = ["gate/.*"]
@@ -150,10 +150,11 @@ class Cards:
         for one, outcome in outcomes.items():
             if (channel := self._series.get(one)) is None or outcome.pending is not None:
                 continue
-            rate = outcome.rates.get(channel.headline) if outcome.unknown is None else None
+            headline = channel.headline_of(one)
+            rate = outcome.rates.get(headline) if outcome.unknown is None else None
             value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
             value = value if outcome.exposed else "not shared |"
-            rows.append(f"| {one.log_name} | {channel.headline} | {value} | {outcome.n} |")
+            rows.append(f"| {one.log_name} | {headline} | {value} | {outcome.n} |")
         unread = {one for one, outcome in outcomes.items() if not outcome.exposed}
         families = {c.family for one, c in self._series.items() if one not in unread}
         untested = ", ".join(family for family in CARDS if family not in families) or "none"

@@ -127,6 +127,7 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
             ends[run] = count_of(line, "results")
+        if kind in ("end", "sent"):
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
@@ -166,7 +167,7 @@ def count_of(line: JsonObject, key: str) -> int | None:
 
 
 def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
-    """Compare what a run's last line says of ``leakage.jsonl`` with that file."""
+    """Compare what a line says of the end of ``leakage.jsonl`` with that file."""
     count, head = count_of(line, "results"), line.get("results_head")
     if _schema(line) < CHAINED:
         return
@@ -174,11 +175,10 @@ def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: 
         verdict.leave_open(f"{place}: it does not say how far {RESULTS} goes")
     elif count > len(results.hashes):
         verdict.contradict(
-            f"{results.name} has {len(results.hashes)} lines, and had {count} when run "
-            f"{line.get('run')} ended: its end was cut"
+            f"{results.name} has {len(results.hashes)} lines, and had {count} at {place}: its end "
+            "was cut"
         )
     elif head != (results.hashes[count - 1] if count else hash_line(b"")):
         verdict.contradict(
-            f"{results.name}, line {count}: it is not the one that was the last when run "
-            f"{line.get('run')} ended"
+            f"{results.name}, line {count}: it is not the one that was the last at {place}"
         )

@@ -7,12 +7,12 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.report import FitLog, read
+from lightning_fedleak.report import FitLog, ReportError, read
 from lightning_fedleak.report.records import (
     RECORD,
     BeginLine,
@@ -56,15 +56,13 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
         What was compared, in words; nothing where it is open.
 
     Raises:
-        ReportError: the folder has no logs.
+        ReportError: the folder has no logs, or no run begins in them.
     """
-    again = read([place / RECORD]).fits[-1]
+    again = last_fit(read([place / RECORD]).fits)
+    if fit.begin is None or again is None or again.begin is None:
+        raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if begin is None or other is None:
-        obstacle = "one of them has no first line"
-    else:
-        obstacle = _obstacle(begin, other) or _other_start(fit, again)
-    if obstacle or begin is None or other is None:
+    if obstacle := _obstacle(begin, other) or _other_start(fit, again):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
         return ""
     steps, start = "", _repeated_from(fit, other)
@@ -89,45 +87,49 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
     blame = verdict.contradict if start is None else verdict.leave_open
-    common = _compare(f"run {fit.run}", str(place), values, repeated, first_apart, verdict, blame)
+    if text := _different(values, repeated, place):
+        blame(f"run {fit.run}, {text}. Were seeds and rows the same?")
+    if text := _alone(values, repeated, first_apart):
+        verdict.leave_open(text)
+    common = len(values.keys() & repeated.keys())
     return (
         f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
         "leakage"
     )
 
 
-def _compare(
-    run: str,
-    place: str,
-    values: Mapping[Value, object],
-    repeated: Mapping[Value, object],
-    first_apart: float,
-    verdict: Verdict,
-    blame: Callable[[str], None],
-) -> int:
-    """Find the first value that differs, for ``blame``, and the first that one run alone has.
-
-    Returns:
-        How many values both have.
-    """
+def _different(
+    values: Mapping[Value, object], repeated: Mapping[Value, object], place: Path
+) -> str:
+    """Return the first value that both have and that differs, in words; empty where none does."""
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
+    return "".join(
+        f"step {step}: {', '.join(names)} is not what '{place}' gives; {len(different)} of "
+        f"{len(common)} values differ"
+        for step, names in different[:1]
+    )
+
+
+def _alone(
+    values: Mapping[Value, object], repeated: Mapping[Value, object], first_apart: float
+) -> str:
+    """Return the first value that one of both has alone, in words; empty where none does."""
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
-    for step, names in different[:1]:
-        blame(
-            f"{run}, step {step}: {', '.join(names)} is not what '{place}' gives; "
-            f"{len(different)} of {len(common)} values differ. Were seeds and rows the same?"
-        )
-    for step, names in alone[:1]:
-        verdict.leave_open(
-            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
-            f"{len(alone)} values"
-        )
-    return len(common)
+    return "".join(
+        f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are {len(alone)} "
+        "values"
+        for step, names in alone[:1]
+    )
+
+
+def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
+    """Return the run that began last; None where none has begun."""
+    return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
 def _obstacle(begin: BeginLine, other: BeginLine) -> str:

@@ -75,7 +75,7 @@ def sign_run(run: Path, key: Path) -> Path:
         "payload": base64.b64encode(payload).decode(),
         "signatures": [
             {
-                "keyid": _key_id(private.public_key()),
+                "keyid": _digest(private.public_key().public_bytes_raw()),
                 "sig": base64.b64encode(private.sign(_encoding(payload))).decode(),
             }
         ],
@@ -98,6 +98,9 @@ def check_signature(run: Path, key: Path, verdict: Verdict) -> None:
         ImportError: the package ``cryptography`` is not installed.
     """
     public: Ed25519PublicKey = _load_key(key, private=False)
+    if not (run / STATEMENT).exists():
+        verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
+        return
     statement = _signed_statement(run / STATEMENT, public)
     if statement is None:
         verdict.contradict(f"{STATEMENT} is not signed by the key in '{key}'")
@@ -154,10 +157,6 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _key_id(key: Ed25519PublicKey) -> str:
-    return _digest(key.public_bytes_raw())
-
-
 def _load_key(path: Path, *, private: bool) -> Any:
     """Return an ed25519 key in a PEM file."""
     try:
@@ -165,8 +164,7 @@ def _load_key(path: Path, *, private: bool) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise ImportError(f"signatures need the package cryptography: {install('sign')}") from error
-    make = "openssl genpkey -algorithm ed25519 -out private.pem"
-    public = "openssl pkey -in private.pem -pubout -out public.pem"
+    key_class = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
     try:
         content = path.read_bytes()
         key: object = (
@@ -174,15 +172,12 @@ def _load_key(path: Path, *, private: bool) -> Any:
             if private
             else serialization.load_pem_public_key(content)
         )
+        if not isinstance(key, key_class):
+            raise TypeError("it is of another kind")
     except (OSError, ValueError, TypeError) as error:
         raise ReportError(
-            f"'{path}' cannot be read as a key in PEM without a password ({error}). Make one with: "
-            f"{make}; {public}"
+            f"'{path}' cannot be read as a {'private' if private else 'public'} ed25519 key in PEM "
+            f"without a password ({error}). Make one with: openssl genpkey -algorithm ed25519 -out "
+            "private.pem; openssl pkey -in private.pem -pubout -out public.pem"
         ) from None
-    key_class = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
-    if not isinstance(key, key_class):
-        raise ReportError(
-            f"'{path}' holds no {'private' if private else 'public'} ed25519 key. Make one with: "
-            f"{make}; {public}"
-        )
     return key

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
+from lightning_fedleak.evidence.clients import check_clients
 from lightning_fedleak.evidence.plans import check_plans
-from lightning_fedleak.evidence.repetition import check_repetition
-from lightning_fedleak.evidence.signing import STATEMENT, check_signature
+from lightning_fedleak.evidence.repetition import check_repetition, last_fit
+from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
@@ -23,7 +24,6 @@ from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.records import RECORD, RESULTS, GateFacts, JsonObject, as_json
 
 REPORT = "report.json"
-_WORST = "leakage/worst/"
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
@@ -53,6 +53,7 @@ def verify_run(
     key: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
+    clients: Sequence[Path] = (),
 ) -> Verification:
     """Return whether the files of a run fit together.
 
@@ -70,6 +71,8 @@ def verify_run(
         key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
         repetition: folder of the same training, run again; see :func:`check_repetition`.
+        clients: folders of the clients' logs of a federation whose server's this is; by default
+            those in ``run`` and beside it.
 
     Raises:
         ReportError: a file is missing or cannot be read.
@@ -83,6 +86,8 @@ def verify_run(
         checked.append("looks at the planned steps")
     else:
         not_checked.append("looks: no run says at which steps they are planned")
+    compared, missing = check_clients(run, logs[RECORD], clients, verdict)
+    checked, not_checked = checked + compared, not_checked + missing
     hashes = {one for log in logs.values() for one in log.hashes}
     for head in heads:
         if head not in hashes:
@@ -95,26 +100,26 @@ def verify_run(
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
-    if (run / STATEMENT).exists() and key is not None:
+    if key is None:
+        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
+    else:
         check_signature(run, key, verdict)
         checked.append("signature")
-    elif key is not None:
-        verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
+    if weights is None:
+        not_checked.append("which weights these are: --weights DIR")
+    elif not fits:
+        not_checked.append("which weights these are: the logs contradict themselves")
     else:
-        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
-    if weights is not None:
-        _check_weights(logs[RECORD], weights, verdict)
+        _check_weights(fits, weights, verdict)
         checked.append("weights")
         beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
         if beside.exists():
             _check_report(beside, run, fits, leakage_file, verdict)
             checked.append(LEAKAGE)
-    else:
-        not_checked.append("which weights these are: --weights DIR")
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    else:
-        checked += _compare_repetition(fits, logs[RECORD], repetition, verdict)
+    elif text := _compare_repetition(fits, repetition, verdict):
+        checked.append(text)
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -124,17 +129,15 @@ def verify_run(
     )
 
 
-def _compare_repetition(
-    fits: Sequence[FitLog], record: ChainedFile, place: Path, verdict: Verdict
-) -> list[str]:
+def _compare_repetition(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> str:
     """Return what was compared, in words; nothing where logs contradict themselves."""
-    fit = next((one for one in fits if one.run == _last_run(record)), None)
-    if fit is None or verify_run(place).verdict.contradictions:
+    last = last_fit(fits)
+    if last is None or verify_run(place).verdict.contradictions:
         verdict.leave_open(
             f"'{place}' was not compared: its logs or the run's contradict themselves"
         )
-        return []
-    return [text for text in [check_repetition(fit, place, verdict)] if text]
+        return ""
+    return check_repetition(last, place, verdict)
 
 
 def _read(path: Path, verdict: Verdict) -> ChainedFile:
@@ -186,7 +189,7 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
         return
     did = {line.step: line.did for line in fit.decisions if line.gate == gate.name}
     is_finished = fit.end is not None and fit.end.outcome == "finished"
-    values = dict(_watched_values(fit, gate.metric))
+    values = _watched_values(fit, gate.metric)
     for step in sorted({*values, *did}):
         if step in values:
             value = values[step]
@@ -201,31 +204,23 @@ def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
             return
 
 
-def _watched_values(fit: FitLog, metric: str) -> Iterator[tuple[int, float | None]]:
-    """Yield the values of a metric by step, None where it is unknown.
+def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
+    """Return the values of a metric by step, None where it is unknown.
 
     The worst of a family is at least the highest known value of an attack of it at that step.
     """
-    if metric.startswith(_WORST):
-        yield from _highest(fit, metric.removeprefix(_WORST)).items()
-        return
+    values: dict[int, float | None] = {}
     for line in fit.results:
+        family = fit.begin.family_of(line.attack) if fit.begin is not None else None
         prefix = "leakage" if line.stage == "shared" else f"leakage_{line.stage}"
         name = metric.removeprefix(f"{prefix}/{line.attack}/")
         if name != metric:
-            yield line.step, line.value(name)
-
-
-def _highest(fit: FitLog, family: str) -> dict[int, float]:
-    """Return the highest known value of a family's attacks on what is shared, by step."""
-    highest: dict[int, float] = {}
-    for line in fit.results:
-        kind = fit.begin.family_of(line.attack) if fit.begin is not None else None
-        if kind is not None and kind.name == family and line.stage == "shared":
-            value = line.value(kind.headline)
-            if value is not None:
-                highest[line.step] = max(highest.get(line.step, value), value)
-    return highest
+            values[line.step] = line.value(name)
+        elif family is not None and f"{prefix}/worst/{family.name}" == metric:
+            headlines = [line.value(family.headline), values.get(line.step)]
+            if numbers := [value for value in headlines if value is not None]:
+                values[line.step] = max(numbers)
+    return values
 
 
 # ---- report and weights -------------------------------------------------------------------------
@@ -274,32 +269,31 @@ def _statements(report: JsonObject) -> JsonObject:
     return {**parts, "runs": without}
 
 
-def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
+def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> None:
     """Check that saved weights are those of a checkpoint, or that the last run ended with."""
-    saved_hashes = hash_weights(_saved_tensors(place))
-    lines = [line for line in record.contents if line is not None]
-    run = _last_run(record)
-    checkpoint, is_unclear = _checkpoint_of(lines, saved_hashes)
-    trained = _last_weights(lines, run)
-    is_last = bool(trained) and trained.items() <= saved_hashes.items()
-    if checkpoint is not None and not is_last:
-        verdict.note(f"'{place}' holds the trained tensors of {checkpoint}")
+    saved = hash_weights(_saved_tensors(place))
+    checkpoints, is_unclear = _checkpoints_of(fits, saved)
+    last = last_fit(fits)
+    trained = dict((last.end.weights if last is not None and last.end is not None else None) or {})
+    if checkpoints and not (trained and trained.items() <= saved.items()):
+        verdict.note(f"'{place}' holds the trained tensors of {checkpoints[0]}")
         return
-    if not trained:
+    if last is None or not trained:
         verdict.leave_open("the last run did not note its weights: sharded, or not finished")
         return
-    shared = trained.keys() & saved_hashes.keys()
-    types = {n for n in shared if trained[n].split()[0] != saved_hashes[n].split()[0]}
-    different = sorted(n for n in shared - types if trained[n] != saved_hashes[n])
-    is_unclear |= bool(types) and any(one.get("kind") == "checkpoint" for one in lines)
+    shared = trained.keys() & saved.keys()
+    types = {n for n in shared if trained[n].split()[0] != saved[n].split()[0]}
+    different = sorted(n for n in shared - types if trained[n] != saved[n])
+    is_unclear |= bool(types) and any(fit.checkpoints for fit in fits)
     if different and is_unclear:
         verdict.leave_open(
-            f"'{place}' does not hold the last weights of run {run}, and may be of a checkpoint "
-            "whose tensors were not hashed, are not all there, or are saved in another type"
+            f"'{place}' does not hold the last weights of run {last.run}, and may be of a "
+            "checkpoint whose tensors were not hashed, are not all there, or are saved in another "
+            "type"
         )
     elif different:
         verdict.contradict(
-            f"'{place}' does not hold the weights of run {run}, nor of a noted checkpoint: "
+            f"'{place}' does not hold the weights of run {last.run}, nor of a noted checkpoint: "
             f"{len(different)} of {len(trained)} trained tensors differ, {different[0]} first"
         )
     elif unknown := len(trained) - len(shared) + len(types):
@@ -309,38 +303,16 @@ def _check_weights(record: ChainedFile, place: Path, verdict: Verdict) -> None:
         )
 
 
-def _last_run(record: ChainedFile) -> object:
-    """Return the id of the run that began last."""
-    lines = [line for line in record.contents if line is not None]
-    return next((one.get("run") for one in reversed(lines) if one.get("kind") == "begin"), None)
-
-
-def _last_weights(lines: Sequence[JsonObject], run: object) -> dict[str, str]:
-    """Return the hashes of the tensors that a run ended with; none where it did not note them."""
-    ends = [one for one in lines if one.get("kind") == "end" and one.get("run") == run]
-    trained = ends[-1].get("weights") if ends else None
-    hashes = trained if isinstance(trained, dict) else {}
-    return hashes if all(isinstance(one, str) for one in hashes.values()) else {}
-
-
-def _checkpoint_of(
-    lines: Sequence[JsonObject], saved_hashes: Mapping[str, str]
-) -> tuple[str | None, bool]:
-    """Return in words whose checkpoint these tensors are, and whether that could not be decided."""
-    is_unclear = False
-    for line in lines:
-        if line.get("kind") != "checkpoint":
-            continue
-        digest, names = line.get("weights"), line.get("trained")
-        try:
-            same = digest_weights({name: saved_hashes[name] for name in names or ()}) == digest
-        except (LookupError, TypeError):  # a tensor is missing, or an odd line
-            names = None
-        if not names or digest is None:
+def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
+    """Return in words whose checkpoints these tensors are, and whether one was not compared."""
+    checkpoints, is_unclear = [], False
+    for line in [one for fit in fits for one in fit.checkpoints]:
+        names = line.trained or ()
+        if not names or line.weights is None or not saved.keys() >= {*names}:
             is_unclear = True
-        elif same:
-            return f"the checkpoint of run {line.get('run')} at step {line.get('step')}", False
-    return None, is_unclear
+        elif digest_weights({name: saved[name] for name in names}) == line.weights:
+            checkpoints.append(f"the checkpoint of run {line.run} at step {line.step}")
+    return checkpoints, is_unclear
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:

@@ -20,14 +20,17 @@ from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import install
 from lightning_fedleak.federation import (
+    HEAD,
     ClientDP,
     HandOver,
+    HeadRecord,
     Leaving,
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
     UpdateError,
     UpdateSum,
+    head_of,
     moved,
 )
 from lightning_fedleak.federation.updates import State
@@ -38,7 +41,8 @@ try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter
-    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
+    from nvflare.apis.fl_component import FLComponent
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReservedKey, ReturnCode
     from nvflare.apis.fl_context import FLContext
     from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.utils.task_utils import get_filters
@@ -90,6 +94,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     Trainer, ``report_batches(trainer)`` for a Trainer of transformers or TRL, or
     :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
     thread or in a process. If it reports no batches, every result is unknown and passes no gate.
+
+    Beside each result leaves a code of this client's logs so far, which no one can read without
+    their key, for :class:`SiteHeads` on the server; none where the client adds noise.
 
     **A withheld update** leaves as zero by default (the model that was sent, or a difference of
     zero), because a workflow may end at a client's error, or at a round without any result. The
@@ -293,9 +300,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
-        if not (leaving.withheld or outgoing.dp or outgoing.compression):
-            return shareable
-        return self._reply(shareable, leaving, sent, meta, fl_ctx)
+        if leaving.withheld or outgoing.dp or outgoing.compression:
+            shareable = self._reply(shareable, leaving, sent, meta, fl_ctx)
+        if outgoing.dp is None and (code := head_of(outgoing.observer, outgoing.client)):
+            shareable.set_header(HEAD, code)
+        return shareable
 
     def _reply(
         self,
@@ -325,6 +334,47 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = DXO(self._data_kind, _convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
+
+
+class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
+    """A component of the server that writes down how far each client's logs went in each round.
+
+    ::
+
+        job.to_server(SiteHeads())
+
+    What a :class:`FedLeakFilter` sends is a code that the server cannot read. ``fedleak verify``
+    compares it with that client's logs: one who changes them later is found.
+
+    Args:
+        folder: of the server's log; by default ``fedleak`` in the run's folder.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__()
+        self.folder = folder
+        self._record: HeadRecord | None = None
+
+    def add_to_fed_job(self, job: Any, ctx: Any) -> None:
+        """Add the component to a job. NVFlare calls this method."""
+        _exclude_package(job)
+        job.add_component("fedleak_site_heads", self, ctx)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Open the log at the start of the run, write what arrives, and close it."""
+        if event_type == EventType.START_RUN:
+            workspace = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
+            self._record = HeadRecord(self.folder or workspace / "fedleak")
+        elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._record is not None:
+            result: Shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            name = str(result.get_peer_prop(ReservedKey.IDENTITY_NAME, ""))
+            round_ = result.get_header(AppConstants.CURRENT_ROUND)
+            if not isinstance(round_, int) or not 0 <= round_ < 2**31:  # a client wrote it
+                round_ = 0
+            self._record.note(round_, name, result.get_header(HEAD))
+        elif event_type == EventType.END_RUN and self._record is not None:
+            self._record.end()
+            self._record = None
 
 
 class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]

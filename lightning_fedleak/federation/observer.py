@@ -197,7 +197,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead, auto=False)
+        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))

@@ -100,7 +100,7 @@ def failed_look(
     """Return a look of which every result is unknown, without a function that may have failed."""
     results = engine.results
     names = {series.log_name for series in results.playing}
-    metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics]
+    metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics_of(s)]
     worst = [f"{WORST}/{family}" for family in results.families]
     values = dict.fromkeys([*metrics, *worst], math.nan)
     results.failures += len(names)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_fedleak.model.anatomy import mixed_precision
 from lightning_fedleak.model.model_runs import (
@@ -17,7 +19,7 @@ from lightning_fedleak.model.model_runs import (
     parameter_places,
     parameters_replaced,
 )
-from lightning_fedleak.model.snapshots import gathered, is_shard, whole_tensor
+from lightning_fedleak.model.snapshots import gathered, is_shard, whole_rows, whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]
 
@@ -38,8 +40,10 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     Args:
         root: the module whose parameters are replaced.
         as_read: gather a parameter only when a module reads it as its attribute, once, which every
-            process must do in one order. ``parameters()`` gives the shards. A block within that is
-            not ``as_read`` gathers what is missing, and frees it at its end.
+            process must do in one order. Of an embedding the rows of the ids that it is called with
+            are gathered, which must be the same on every process. ``parameters()`` gives the
+            shards. A block within that is not ``as_read`` gathers what is missing, and frees it at
+            its end.
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
@@ -63,11 +67,13 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
             with parameters_replaced(parameter_places(modules, whole)):
                 yield
             return
+        modules = [m for m in modules if not isinstance(m, nn.Embedding)]
         stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
         try:
             for module, store in zip(modules, stores, strict=True):
                 module._parameters = _GatheredAsRead(store, whole, gather)
-            yield
+            with _EmbeddedByRows(dtypes):
+                yield
         finally:
             for module, store in zip(modules, stores, strict=True):
                 module._parameters = store
@@ -95,6 +101,26 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
         if id(parameter) not in self._gathered:
             self._gathered[id(parameter)] = self._gather(parameter)
         return self._gathered[id(parameter)]
+
+
+class _EmbeddedByRows(TorchFunctionMode):
+    """Embeddings of shards, of which the rows of the ids alone are gathered.
+
+    Args:
+        dtypes: that a policy casts parameters to, by the ``id`` of each.
+    """
+
+    def __init__(self, dtypes: Mapping[int, torch.dtype | None]) -> None:
+        super().__init__()
+        self._dtypes = dtypes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.embedding or not hasattr(args[1], "full_tensor"):
+            return func(*args, **(kwargs or {}))
+        shard = args[1]
+        ids, places = args[0].unique(return_inverse=True)
+        rows = whole_rows(shard, ids)
+        return rows.to(self._dtypes.get(id(shard)) or rows.dtype)[places]
 
 
 def explain_shards(model: nn.Module, processes: int) -> str:

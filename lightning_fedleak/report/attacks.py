@@ -24,7 +24,7 @@ from lightning_fedleak.report.records import (
     default_limit,
     judged,
 )
-from lightning_fedleak.report.wording import NOT_RECORDED
+from lightning_fedleak.report.wording import NOT_RECORDED, interval
 
 SUM = "sum"
 """The client whose update is that of all together."""
@@ -216,6 +216,28 @@ def _is_list(line: ResultLine) -> bool:
     return line.attack == "records" and line.stage == RELEASED
 
 
+def _is_of_values(line: ResultLine) -> bool:
+    """Return whether a line counts values that were found in the texts; planted ones have ranks."""
+    is_released = line.attack.startswith("entity/") and "first" not in line.metrics
+    return is_released or "/entity/" in line.attack
+
+
+def _values_in_words(line: ResultLine) -> tuple[str, str]:
+    """Return what a line on values is about, and what it says."""
+    attack, is_read, kind = line.attack.partition("/entity/")
+    answer = interval(line.metric("recall" if is_read else "auc"))
+    if is_read:
+        title, answer = f"Values, {kind}, as {attack} reads them", f"{answer} of their tokens"
+    else:
+        _, kind, place = attack.split("/")
+        place, again, _ = place.partition("_x2")
+        title = f"Values, {kind} in the {place}{', in several rows' * bool(again)}"
+        answer = f"AUC {answer} against those that were left out"
+    title += f" ({line.stage})" * (line.stage in ("local", "aggregate"))
+    title += f", client {line.client}" * (line.client is not None)
+    return title, f"unknown: {line.unknown}" if line.unknown else f"{answer}; n {line.n}"
+
+
 class FitResults:
     """The results of a fit, and which of its updates left their clients.
 
@@ -229,13 +251,15 @@ class FitResults:
         withheld: updates, by client and round, that a gate did not let leave.
         rows: the newest counts of training rows that the trained model gives away, without why they
             are unknown; None where no rows were listed.
+        values: what the newest results say of values that were found in the texts.
     """
 
     def __init__(self, log: FitLog) -> None:
         self._log = log
         self._facts = {one.name: one for one in log.begin.attacks} if log.begin else {}
         played = [line for line in log.results if line.reason_not_played is None]
-        self.lines = [line for line in played if not _is_list(line)]
+        self.lines = [one for one in played if not _is_list(one) and not _is_of_values(one)]
+        self.values = dict(map(_values_in_words, filter(_is_of_values, played)))
         self.rows = next((line.values for line in reversed(played) if _is_list(line)), None)
         self.clients = list(
             dict.fromkeys(str(x.client) for x in self.of_clients if x.client is not None)

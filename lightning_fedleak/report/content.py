@@ -182,10 +182,11 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
 def given_away(fit: FitSummary) -> list[tuple[str, str]]:
     """Return which records the trained model gives away, and what in them, in counts alone.
 
-    The rows are of the list of records, of planted values by kind, place and repetitions, of the
-    passages of texts by their copies, and of prompts; empty where nothing of it was asked.
+    The rows are of the list of records, of values by kind and place, of the passages of texts by
+    their copies, and of prompts; empty where nothing of it was asked.
     """
     rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
+    rows += fit.values.items()
     for attack in fit.attacks:
         answer = interval(attack.last) if attack.looks else f"unknown: {attack.why_unknown}"
         if attack.family.name == ENTITIES.name:

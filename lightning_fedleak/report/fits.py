@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, FitResults, Points
@@ -64,6 +64,19 @@ class GateRule(records.GateFacts):
     rule: str
 
 
+REST = "capture, truth, control and scores of all"
+"""What looks take beside the attacks."""
+
+
+class Cost(NamedTuple):
+    """What an attack took: in how many looks, in seconds, and of all looks' time."""
+
+    attack: str
+    looks: int
+    seconds: float
+    share: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """Everything that a report says of one fit, or of one federation.
@@ -78,6 +91,7 @@ class FitSummary:
         steps: that of the last look.
         length: number of steps or rounds; None where no end was recorded.
         looked_at: how many of them an attack was tried at.
+        costs: what looks took, by attack; the rest last.
         model, training, versions, machine, monitor, settings_hash: as recorded.
         shared: what left a client.
         attacks: what each read.
@@ -106,6 +120,7 @@ class FitSummary:
     steps: int | None
     length: int | None
     looked_at: int
+    costs: Sequence[Cost]
     model: records.ModelFacts | None
     training: records.JsonObject | None
     versions: Mapping[str, str] | None
@@ -126,6 +141,7 @@ class FitSummary:
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
     rows: Mapping[str, float] | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rows_in_words(self) -> str:
@@ -169,6 +185,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     spendings, problems = accounts(log)
     not_played = {one.name: one.reason for one in _not_played(log)}
     shared = _shared(log.begin, len(results.clients), spendings)
+    from_one = log.is_federation and min(log.looks_at, default=0) == 1  # as Flower counts rounds
     summary = FitSummary(
         name=log.folder.name,
         folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
@@ -179,8 +196,9 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         start=begin.time or NOT_RECORDED,
         end=_end_in_words(log),
         steps=log.last_step,
-        length=None if log.end is None else log.end.step,
+        length=None if log.end is None else log.end.step - from_one,
         looked_at=len(log.looks_at),
+        costs=_costs(log.looks),
         model=begin.model,
         training=begin.training,
         versions=begin.versions,
@@ -201,8 +219,22 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),
         rows=results.rows,
+        values=results.values,
     )
     return summary, problems
+
+
+def _costs(looks: Sequence[records.LookLine]) -> list[Cost]:
+    """Return what each attack took of the looks that say so, dearest first, and the rest."""
+    timed = [(line.seconds, line.seconds_of) for line in looks if line.seconds_of is not None]
+    total = sum(seconds or 0.0 for seconds, _ in timed)
+    by_attack: dict[str, list[float]] = {}
+    for name, seconds in (one for _, seconds_of in timed for one in seconds_of.items()):
+        by_attack.setdefault(name, []).append(seconds)
+    taken = sorted(by_attack.items(), key=lambda one: -sum(one[1]))
+    rest = total - sum(map(sum, by_attack.values()))
+    rows = [*((n, len(seconds), sum(seconds)) for n, seconds in taken), (REST, len(timed), rest)]
+    return [Cost(*row, row[-1] / total) for row in rows] if total else []
 
 
 def _end_in_words(log: FitLog) -> str:

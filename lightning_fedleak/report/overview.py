@@ -432,7 +432,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
     tested = {one.family for one in readings if one.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
-    unread = f", {len(shared.unread)} parameters unread" if shared.unread else ""
+    counts = {"attacks not run": fit.not_played, "parameters unread": shared.unread}
     is_dishonest = any(a.dishonest for a in fit.attacks)
     ability = "adds layers of its own" if is_dishonest else "only listens; knows the weights"
     exposure = [
@@ -452,7 +452,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
         Fact(
             "Not tested",
             capitalized(_titles(readings, "untested")) or "Every kind was tested",
-            f"{len(fit.not_played)} attacks not run{unread}",
+            ", ".join(f"{len(those)} {what}" for what, those in counts.items() if those),
         ),
     ]
 

@@ -27,7 +27,7 @@ from lightning_fedleak.engine import (
     declared,
 )
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.model_runs import is_compiled
+from lightning_fedleak.model.model_runs import is_compiled, is_observed
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.zero import ZeROStep
@@ -390,13 +390,14 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 @contextmanager
 def before_backward(on_backward: Callable[[Any], object]) -> Iterator[None]:
-    """Call ``on_backward`` with the losses of every torch.autograd.backward within the context."""
+    """Call ``on_backward`` with the losses of every torch.autograd.backward of the loop within."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         torch.autograd.backward = original  # a checkpoint's backward calls it again
         try:
-            on_backward(tensors)
+            if not is_observed():
+                on_backward(tensors)
             original(tensors, *args, **kwargs)
         finally:
             torch.autograd.backward = backward

@@ -93,11 +93,12 @@ class Watch(Reported):
         gates: thresholds on what is logged.
         loader: the loader of the training data, whose length is an epoch. With it the trained
             weights are tested as well: before the first step, at shares of an epoch, at its end.
-        folder: of ``leakage.jsonl``, ``run.jsonl`` and the report.
-        every_n_steps: look at optimizer steps 0, n, 2n, ... Default with listed attacks: 50.
+        folder: of ``leakage.jsonl``, ``run.jsonl`` and the report; ``version_<n>`` in it where it
+            holds those of another run that this one does not resume.
+        every_n_steps: look at optimizer steps 0, n, 2n, ...
         max_overhead: largest share of the training time that looks take; either this or
-            ``every_n_steps``. Default with ``attacks="auto"``: steps 1, 2, 4, 8, ... for 30 s of
-            looks, and then .005.
+            ``every_n_steps``. Default: neither, but steps 1, 2, 4, 8, ... for 30 s of looks, and
+            then .005.
         games: how membership games are played.
         settings: what is rarely changed: :class:`WatchSettings`.
 
@@ -237,6 +238,7 @@ class Watch(Reported):
                 gate.load_state_dict(saved["gates"][gate.name])
         engine.open(run)
         self._hook_optimizers()
+        self.folder = engine.own_folder(run, self.folder)
         self._loggers = self._log_to(run)
         boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
         training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}

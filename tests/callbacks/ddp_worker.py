@@ -154,7 +154,7 @@ class GatherSpy:
 
 def games_of(monitor: LeakageMonitor) -> Tensor:
     """(n, 5) the games that this process keeps."""
-    kept = monitor.state_dict().get("games of leakage/blind_on_one", {})
+    kept = monitor.engine.state_dict().get("games of leakage/blind_on_one", {})
     return kept.get("games", torch.empty(0, 5))
 
 
@@ -385,7 +385,9 @@ def main(root: Path) -> None:
     trainer = run(root / "gate-worst", [gate, worst_monitor])
     out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
 
-    monitor = LeakageMonitor([FailsOnOne(), Probe()], settings=WatchSettings(client="world"))
+    monitor = LeakageMonitor(
+        [FailsOnOne(), Probe()], every_n_steps=50, settings=WatchSettings(client="world")
+    )
     run(root / "failing-world", [monitor])
     lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
     out["failing world"] = [json.loads(line)["n"] for line in lines]

@@ -505,10 +505,13 @@ def gathered_parts(folder: Path) -> dict[str, Any]:
         gradients = [anatomy.parameter(role) for role in attack.needs(anatomy).gradients]
         tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
         norm = anatomy.blocks[0].input_layernorm if make is llama else anatomy.blocks[0].ln_1
+        # Positions are told from words by some texts of a few words, which are embedded again.
+        probes = [table[:16] for table in tables if make is gpt2]
         out[name] = {
             # Of a LoRA its factors are read beside their gradients.
-            "declared": _bytes([*gradients * (1 + lora), *tables, *norm.parameters()]),
+            "declared": _bytes([*gradients * (1 + lora), *tables, *norm.parameters(), *probes]),
             "whole": _bytes(module.parameters()),
+            "step": steps[0][-1],
             "looks": [[a - b for a, b in zip(one, steps[0], strict=True)] for one in steps[1:]],
             "f1": monitor.latest["leakage/subspace_words/f1"],
             "failures": monitor.failures,

@@ -158,8 +158,9 @@ def test_a_report_is_uploaded_where_that_is_asked_for(tmp_path):
     for asked in (False, True):
         mlflow = MLFlowLogger()
         settings = WatchSettings(report=True, upload_report=asked)
-        fit([monitor(tmp_path, settings)], tmp_path, logger=mlflow)
-        page = str(tmp_path / "report.html")
+        folder = tmp_path / str(asked)
+        fit([monitor(folder, settings)], folder, logger=mlflow)
+        page = str(folder / "report.html")
         assert mlflow.experiment.artifacts == ([("run1", page)] if asked else [])
     with pytest.raises(ValueError, match="pass report=True too"):
         WatchSettings(upload_report=True)

@@ -76,6 +76,8 @@ def test_one_attack_may_be_at_two_stages_by_two_monitors_but_not_under_one_name(
     monitors = [LeakageMonitor([Probe(), Probe(name="b")]), LeakageMonitor([Probe(name="b")])]
     with pytest.raises(ValueError, match=r"another LeakageMonitor.*leakage/b"):
         fit([*monitors], tmp_path)
+    with pytest.raises(ValueError, match=r"logs \S+ and \d+ more too: use one for all"):
+        fit([LeakageMonitor(), LeakageMonitor()], tmp_path)
 
 
 def test_a_step_that_amp_skipped_shares_nothing_and_the_look_moves_on(tmp_path: Path) -> None:
@@ -370,12 +372,14 @@ def test_the_table_has_what_the_file_has_of_the_newest_fit(
     monkeypatch.setitem(sys.modules, "pandas", Pandas)
     with pytest.raises(RuntimeError, match=r"call trainer\.fit"):
         monitor.to_dataframe()
-    (tmp_path / "leakage.jsonl").write_text('{"run": "killed", "step')  # half of a line
-    for _ in range(2):
-        fit([monitor], tmp_path)
+    fit([monitor], tmp_path)
+    with (tmp_path / "leakage.jsonl").open("a") as file:
+        file.write('{"run": "killed", "step')  # half of a line
+    fit([monitor], tmp_path)
     table = monitor.to_dataframe()
     assert table.columns == list(COLUMNS)
-    half, *text = (tmp_path / "leakage.jsonl").read_text().splitlines()
+    text = (tmp_path / "leakage.jsonl").read_text().splitlines()
+    half = text.pop(len(text) // 2)
     assert half.endswith('"step')
     lines = [json.loads(line) for line in text]
     assert len({line["run"] for line in lines}) == 2

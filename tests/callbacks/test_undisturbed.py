@@ -161,7 +161,7 @@ def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
     assert (second.failures, second.last_step) == (0, 12)
     assert second.looks > first.looks > 2
     assert any(name.startswith("LeakageMonitor") for name in state["callbacks"])
-    before, after = (m.state_dict()["games of leakage/fc_1"]["games"] for m in monitors[2:])
+    before, after = (m.engine.state_dict()["games of leakage/fc_1"]["games"] for m in monitors[2:])
     assert torch.equal(after[: len(before)], before)
     assert len(after) > len(before) > 0
 

@@ -314,13 +314,13 @@ def test_missing_options_and_files_are_named(
     assert "nothing.jsonl" in capsys.readouterr().err
 
 
-def test_a_masked_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_masked_model_without_a_mask_is_refused(folder: Path, tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     BertForMaskedLM(config).save_pretrained(tmp_path / "masked")
     take_first(12, folder, tmp_path)
-    with pytest.raises(SourceError, match="causal language model"):
+    with pytest.raises(SourceError, match="has no mask token"):
         run(tmp_path, "masked", drawn=True)
 
 

@@ -52,6 +52,7 @@ def test_a_step_without_a_look_has_no_collective_more(ranks) -> None:
             plain, watched = counts["plain"], counts["watched"]
             assert [watched[step] for step in (1, 3)] == [plain[step] for step in (1, 3)]
             assert all(watched[step] > plain[step] > 0 for step in (0, 2, 4))
+            assert counts["f1"] == 1
 
 
 def test_attacks_choose_themselves(ranks) -> None:

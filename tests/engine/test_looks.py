@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import stat
+import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +26,7 @@ from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe
@@ -447,12 +451,62 @@ def test_ten_looks_are_evenly_spread_where_they_fit() -> None:
     assert looks_of(cadence, 100, 1.0, 1.0) == [*range(0, 100, 11)]
 
 
-@given(steps=st.integers(2, 3000), share=st.floats(0, 1))
-def test_as_many_looks_are_announced_as_are_made(steps: int, share: float) -> None:
-    cadence = Cadence(share=1e-6, is_curve=True)
+@given(
+    steps=st.integers(2, 3000),
+    share=st.floats(0, 1),
+    n=st.none() | st.integers(1, 100),
+    known=st.booleans(),
+)
+def test_as_many_looks_are_announced_as_are_made(
+    steps: int, share: float, n: int | None, known: bool
+) -> None:
+    cadence = Cadence(n, share=1e-6, is_curve=n is None)
     cadence.begin(int(share * (steps - 1)), steps)
-    sentence = cadence.describe(1.0)
-    assert sentence.startswith(f"looks at {len(looks_of(cadence, steps, 1.0, 1.0))} of {steps:,} ")
+    sentence = cadence.describe(1.0 if known else 0.0)
+    made = len(looks_of(cadence, steps, 1.0, 1.0))
+    assert sentence.startswith(f"looks at {made:,} of {steps:,} steps")
+
+
+def test_without_a_plan_or_with_a_share_the_line_says_which_looks_are_certain() -> None:
+    share = Cadence(share=0.25)
+    assert share.describe(1.0) == (
+        "looks at the first step, and then in 25.0% of the training time"
+    )
+    share.begin(0, 1200)
+    assert share.describe(0.0).startswith("looks at 1 of 1,200 steps, and at more as 25.0% of ")
+    assert Cadence(50).describe(0.0) == "looks at one step in 50"
+
+
+def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None:
+    def cadence_of(**asked: Any) -> Cadence:
+        return LeakageMonitor([Probe()], **asked).engine.options.cadence
+
+    assert cadence_of() == LeakageMonitor().engine.options.cadence
+    assert cadence_of().is_curve
+    assert cadence_of(every_n_steps=7) == Cadence(7)
+    assert cadence_of(max_overhead=0.1) == Cadence(share=0.1)
+
+
+def test_what_each_attack_took_of_the_looks_is_written_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(Probe):
+        def run(self, view: Any, query: Any = None) -> Any:
+            time.sleep(0.1)
+            return super().run(view, query)
+
+    with caplog.at_level("INFO"):
+        watch = watched(tmp_path, [Slow(), Probe(name="quick")], every_n_steps=4)
+    folder = watch.folder
+    lines = map(json.loads, (folder / "run.jsonl").read_text().splitlines())
+    looks = [line for line in lines if line["kind"] == "look"]
+    assert all(line["seconds"] > sum(line["seconds_of"].values()) for line in looks)
+    assert all(line["seconds_of"]["probe"] > 0.1 > line["seconds_of"]["quick"] for line in looks)
+    [fit] = findings(read([folder])).runs
+    assert [(one.attack, one.looks) for one in fit.costs[:2]] == [("probe", 2), ("quick", 2)]
+    assert sum(one.seconds for one in fit.costs) == pytest.approx(sum(o["seconds"] for o in looks))
+    assert sum(one.share for one in fit.costs) == pytest.approx(1)
+    assert re.search(r"looked at 2 of 8 steps in [\d.]+ s \(probe \d+%, quick \d+%\)", caplog.text)
 
 
 def test_an_unknown_number_of_steps_gives_looks_at_powers_of_two_for_30_seconds() -> None:

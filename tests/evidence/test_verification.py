@@ -166,14 +166,6 @@ def lower(lines: list[bytes], n: int) -> None:
     return change(lines, n, **content)
 
 
-def cut_tail(lines: list[bytes], n: int) -> None:
-    del lines[max(1, n) :]
-
-
-def set_clock_back(lines: list[bytes], n: int) -> None:
-    change(lines, n, time="2020-01-01T00:00:00+00:00")
-
-
 def move_plan(lines: list[bytes], n: int) -> None:
     change(lines, n, next_look=json.loads(lines[n]).get("next_look", 0) + 3)
 
@@ -182,44 +174,6 @@ def change_commitment(lines: list[bytes], n: int) -> None:
     content = json.loads(lines[n])
     named = {name: "0" * 64 for name in ("weights", "row_order") if name in content}
     change(lines, n, **named, checkpoint=n)
-
-
-EDITS = (
-    move_plan,
-    change_commitment,
-    remove,
-    double,
-    swap,
-    change_number,
-    lower,
-    cut_tail,
-    set_clock_back,
-)
-
-
-def test_no_drawn_edit_of_a_signed_run_holds(tmp_path: Path, keys: tuple[Path, Path]) -> None:
-    """With and without hashes that are computed again; each edit is of a line that is drawn."""
-    private, public = keys
-    honest(tmp_path, random.Random(0), runs=2)
-    sign_run(tmp_path, private)
-    assert verify_run(tmp_path, key=public).verdict.status in (HOLDS, OPEN)
-    draw = random.Random(1)
-    originals = {name: (tmp_path / name).read_bytes() for name in (RECORD, RESULTS)}
-    for number in range(1000):
-        name, edit = draw.choice([RECORD, RESULTS]), EDITS[number % len(EDITS)]
-        lines = originals[name].splitlines()
-        if any(not line.endswith(b"}") for line in lines):
-            lines = [line for line in lines if line.endswith(b"}")]
-        edit(lines, draw.randrange(len(lines)))
-        again = draw.random() < 0.5
-        content = b"\n".join(chained_again(lines) if again else lines) + b"\n"
-        if content == originals[name]:
-            continue
-        (tmp_path / name).write_bytes(content)
-        verdict = verify_run(tmp_path, key=public).verdict
-        assert verdict.status == CONTRADICTED, (edit.__name__, name, again)
-        assert any(name in text for text in verdict.contradictions), verdict.contradictions
-        (tmp_path / name).write_bytes(originals[name])
 
 
 @pytest.mark.parametrize(
@@ -562,7 +516,7 @@ def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     ]
     with pytest.raises(ReportError, match="openssl genpkey"):
         sign_run(tmp_path, tmp_path / "no.pem")
-    with pytest.raises(ReportError, match="cannot be read as a key"):
+    with pytest.raises(ReportError, match="cannot be read as a private ed25519 key"):
         sign_run(tmp_path, public)
     sign_run(tmp_path, private)
     with pytest.raises(ReportError, match=r"no weights are in|name a folder of \.safetensors"):

@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 
 from flwr.simulation import run_simulation
 
+from lightning_fedleak.evidence import HOLDS, verify_run
 from lightning_fedleak.federation import ClientDP, OutgoingUpdates, recording, trained_state
 from tests.federation.rounds import lora, model
 from tests.federation.test_observer import lines
@@ -54,6 +55,9 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     assert [x["client"] for x in server] == [0, 1, "sum"] * 2
     assert all(x["unknown"] for x in server)  # it does not hold the texts
     assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
+    check = verify_run(tmp_path / "server")
+    assert check.verdict.status == HOLDS, check.verdict
+    assert {f"client {c}" in " ".join(check.checked) for c in (0, 1)} == {True}
 
 
 def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path):

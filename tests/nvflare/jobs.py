@@ -158,13 +158,17 @@ def task_of(round_: int = 0, state=None, kind=DataKind.WEIGHTS) -> Shareable:
     return task
 
 
-def run(workflow, sites: list[Site], folder: Path) -> Engine:
+def run(workflow, sites: list[Site], folder: Path, *components) -> Engine:
     """Run NVFlare's own workflow with its sites one after the other, and return its engine."""
     handlers = [x for x in (getattr(workflow, "aggregator", None),) if x is not None]
-    engine = Engine("server", folder, handlers, [site.name for site in sites])
+    engine = Engine("server", folder, [*handlers, *components], [site.name for site in sites])
     context = engine.new_context()
     workflow.fl_ctx, workflow.engine, workflow._engine = context, engine, engine
     by_name = {site.name: site for site in sites}
+
+    def arrives(result: Shareable) -> None:
+        context.set_prop(FLContextKey.TASK_RESULT, result, private=True, sticky=False)
+        engine.fire_event(EventType.AFTER_TASK_RESULT_FILTER, context)
 
     def broadcast(task: Task, fl_ctx, targets=None, **_) -> None:
         names = [t.name if isinstance(t, Client) else t for t in targets or by_name]
@@ -176,6 +180,7 @@ def run(workflow, sites: list[Site], folder: Path) -> Engine:
             site.begin()
             client_task.result = site.answer(copy.deepcopy(task.data))
             site.end()
+            arrives(client_task.result)
             task.result_received_cb(client_task, context)
 
     workflow.broadcast = broadcast

@@ -80,9 +80,11 @@ def test_rounds_and_runs_without_an_end(tmp_path):
     found = findings(read([written(tmp_path, lines, killed)]))
     assert (found.runs[0].length, found.runs[0].looked_at) == (None, 2)
     assert "until step 50, running, cut off, or its end was not recorded" in page(found)
-    federation = [begin(training={"strategy": "federation"}), look(1, client=0), end(4)]
-    found = findings(read([written(tmp_path / "b", [result(1, f1=0.1)], federation)]))
-    assert "finished; looked at 1 of 4 rounds" in page(found)
+    for first, rounds in ((0, 5), (1, 4)):  # rounds are counted from 0 or from 1
+        federation = [begin(training={"strategy": "federation"}), look(first, client=0), end(5)]
+        lines = [result(first, f1=0.1)]
+        found = findings(read([written(tmp_path / str(first), lines, federation)]))
+        assert f"finished; looked at 1 of {rounds} rounds" in page(found)
 
 
 def compared(folder, capsys, first, second) -> str:

@@ -317,3 +317,17 @@ def test_a_batch_that_fails_makes_its_look_unknown_and_its_step_counts(tmp_path:
     assert watch.loop.steps == 4
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
     assert [line["unknown"] is None for line in lines(tmp_path)] == [True, False, True, True]
+
+
+def test_runs_never_share_a_folder_but_one_that_is_resumed_keeps_its_own(tmp_path: Path) -> None:
+    def ids(watch: Any) -> list[str]:
+        rows = (watch.folder / "leakage.jsonl").read_text().splitlines()
+        return [*dict.fromkeys(json.loads(row)["run"] for row in rows)]
+
+    first, second = (watched(tmp_path, Probe()) for _ in range(2))
+    assert [first.folder, second.folder] == [tmp_path, tmp_path / "version_1"]
+    resumed = watched(tmp_path, Probe(), state=second.state_dict())
+    third = watched(tmp_path, Probe())
+    assert [resumed.folder, third.folder] == [second.folder, tmp_path / "version_2"]
+    assert ids(first) == [first.engine.jsonl.run]
+    assert ids(second) == [second.engine.jsonl.run, resumed.engine.jsonl.run]

@@ -176,7 +176,9 @@ class SubspaceWords(Attack):
             )
 
         self._sides = _sides_with_words(anatomy)
-        return tuple(sorted(row_space.find_known_inputs(anatomy, maps), key=reading_order))
+        key = ("known inputs", id(anatomy.root), tuple(m.name for m in maps))
+        found = do_once(key, lambda: row_space.find_known_inputs(anatomy, maps), subject=anatomy)
+        return tuple(sorted(found, key=reading_order))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on every token, up to the maps that are read.
@@ -191,7 +193,13 @@ class SubspaceWords(Attack):
             self._capacity = first.capacity(self.capacity_seconds, self.seed)
 
     def _prepare_inputs(self, anatomy: Anatomy, odds: Tensor) -> None:
-        """Prepare the inputs that are not prepared, and let the others follow the model.
+        """Prepare the inputs, or take those that another attack has prepared of this model."""
+        label, trained = PublicText.label(self.public_text), tuple(anatomy.trainable_names())
+        key = ("inputs", id(anatomy.root), trained, label, self.seed, self._facts.autocast)
+        self._readable = do_once(key, lambda: self._followed(anatomy, odds), subject=anatomy)
+
+    def _followed(self, anatomy: Anatomy, odds: Tensor) -> list[row_space.ReadableInput]:
+        """Prepare the inputs that are not prepared, let the others follow, and return them all.
 
         The input of a factor B changes with A at every step. It is read as long as B is zero and A
         has no gradient, or where only factors B are trained.
@@ -201,7 +209,8 @@ class SubspaceWords(Attack):
         """
         current = {readable.known_input.reader: readable for readable in self._readable}
         autocast = self._facts.autocast
-        self._readable, refused = [], []
+        inputs: list[row_space.ReadableInput] = []
+        refused: list[str] = []
         sides: set[bool] = set()  # that other maps than factors B show
         for known_input in self.inputs(anatomy):
             maps = known_input.trainable_maps(anatomy)
@@ -224,11 +233,12 @@ class SubspaceWords(Attack):
                 refused.append(f"{maps[0].name}: {error}")
                 continue
             readable.prepare_atoms()
-            self._readable.append(readable)
+            inputs.append(readable)
             if not is_factor_b:
                 sides.add(readable.decoder)
-        if refused and not self._readable:
+        if refused and not inputs:
             raise ValueError(f"attack '{self.name}' cannot read {'; '.join(refused)}: remove it")
+        return inputs
 
     def _log_odds(self, anatomy: Anatomy) -> Tensor:
         """Return (V,) log odds of a token being in a batch of some hundred types."""

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
+from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
-from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.cli.studies.models import ask_both, released_config
+from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
+from lightning_fedleak.evaluation.entities import EntityFinder
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
@@ -34,6 +42,7 @@ _UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or a
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")
 _HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
+_BEYOND = "beyond_references"
 _WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
 _FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
@@ -56,6 +65,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     limits = _limits(options)
+    recipe = Recipe.of(options)
     reader = _reader(options)
     try:
         members, others = reader.read(options.members), reader.read(options.others)
@@ -66,13 +76,31 @@ def run(options: Namespace, console: Console | None = None) -> int:
     pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
-    answers = _answers_of(pools, options)
+    rows = [*((text, True) for text in members.values())]
+    rows += [(text, False) for text in others.values()]
+    finder = EntityFinder(options.entities, [reader.tokenizer])
+    entities = FoundEntities(finder, reader.head == "causal")
+    entities.locate([text for text, _ in entities.counting(rows)])
+    asked = [text.whole for text, _ in rows] if options.entities else []
+    start = time.perf_counter()
+    answers = _answers_of([*(pool.texts for pool in pools), asked], options)
+    beyond: dict[int, Tensor] = {}
+    if recipe is not None:
+        seconds = time.perf_counter() - start
+        beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
+    alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = []
-    for pool, answer in zip(pools, answers, strict=True):
+    for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         try:
-            results.append(pool.compare(*answer))
+            result = pool.compare(*answer, alpha=alpha)
         except UnusableObservation as error:
             raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+        if (scores := beyond.get(number)) is not None:
+            once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            sides = scores[once], pool.members[once]
+            found = membership_values(*sides, alpha=alpha, exact=pool.is_short)
+            result = replace(result, values={**result.values, name: found})
+        results.append(result)
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
     differences = [None if options.drawn else one.other_law for one in results]
@@ -81,12 +109,31 @@ def run(options: Namespace, console: Console | None = None) -> int:
         laws = dict.fromkeys(laws, _USED_UP)
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
+    trained = torch.tensor([trains for _, trains in rows])
+    base, now = answers[-1]
+    by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
+    known = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
+    tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
+    if known:
+        print_table(console, tables[-1])
+    unknown = [f"{name} is UNKNOWN: {one}." for name, one in by_kind.items() if name not in known]
+    for sentence in unknown:
+        console.print(sentence)
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
-        records = pool.list_records(*answers[0], options.false_discoveries)
+        records = pool.list_records(
+            *answers[0],
+            options.false_discoveries,
+            alpha,
+            scores=beyond.get(0),
+            references=options.references,
+        )
         records.save(options.records)
         counts = records.counts
+        if beyond:
+            own = pool.list_records(*answers[0], options.false_discoveries, alpha).counts
+            counts = max(counts, own, key=lambda one: one["at_least"])
         console.print(_counted(records, options.records))
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
@@ -98,6 +145,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
         content |= {"records": counts} if counts else {}
         content |= {"not_compared": absent} if absent else {}
+        content |= {"entities": by_kind} if by_kind else {}
         for other, each in zip(pools[1:], results[1:], strict=True):
             name = {"short": "short_answers"}.get(other.part, other.part)
             content[name] = _content(each, other) | {"known": laws[other.part] is None}
@@ -107,17 +155,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
+    other_prompts = laws.get("prompts") is not None
+    values |= {name: {} if other_prompts and "/prompt" in name else known[name] for name in known}
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
-    sentences = [*breaches, *absent.values(), *([] if is_known else [_UNKNOWN])]
+    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [_UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
     rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = _FAILED if status else rest
-    _summarize(options.summary, outcome, sentences, [_table(result) for result in results])
+    _summarize(options.summary, outcome, sentences, tables)
     return status
 
 
@@ -139,18 +189,65 @@ def _summarize(
 
 
 def _answers_of(
-    pools: Sequence[ReleasedPool], options: Namespace
+    groups: Sequence[Sequence[Text]], options: Namespace
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
-    """Return what the base and the trained model say of each pool, by one forward a row."""
-    texts = {text.ids.numpy().tobytes(): text.ids for pool in pools for text in pool.texts}
-    answers = ask_both([Text(ids, ids) for ids in texts.values()], options.model, options.base)
+    """Return what the base and the trained model say of groups of texts, by one forward a text."""
+    texts = {text.whole.content: text.whole for group in groups for text in group}
+    answers = ask_both([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
-    def of_pool(one: TokenSnapshot, pool: ReleasedPool) -> TokenSnapshot:
-        rows = torch.tensor([numbers[text.ids.numpy().tobytes()] for text in pool.texts])
-        return one.rows(rows).within(label_places(pool.texts, one.labels.shape[1]))
+    def of_pool(one: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
+        rows = [numbers[text.whole.content] for text in texts]
+        places = label_places(texts, one.labels.shape[1])
+        return one.rows(torch.tensor(rows, dtype=torch.long)).within(places)
 
-    return [(of_pool(answers[0], pool), of_pool(answers[1], pool)) for pool in pools]
+    return [(of_pool(answers[0], group), of_pool(answers[1], group)) for group in groups]
+
+
+def _beyond(
+    console: Console,
+    pools: Sequence[ReleasedPool],
+    answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
+    options: Namespace,
+    recipe: Recipe,
+    reader: RowReader,
+    seconds: float,
+) -> dict[int, Tensor]:
+    """Return the scores beyond references of each pool by its number, and print what they bring.
+
+    Raises:
+        SourceError: no references can be trained.
+    """
+    asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
+    texts = {text.content: text for pool in asked.values() for text in pool.texts}
+    places, source = {content: n for n, content in enumerate(texts)}, options.reference_data
+    elsewhere = None if source is None else [*reader.read(source).values()]
+    references = References([*texts.values()], options, recipe, elsewhere)
+    console.print(references.describe(seconds / 2))
+    references.ask(answers[0][0].log_probs)
+    scores = {}
+    for n, pool in asked.items():
+        rows = [places[text.content] for text in pool.texts]
+        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
+        before, after = (
+            pool.list_records(*answers[n], options.false_discoveries, scores=one)
+            for one in (None, scores[n])
+        )
+        text = (
+            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after):.0%} pass "
+            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before):.0%} "
+            f"without; {after.head['listed']} are listed and {before.head['listed']} without."
+        )
+        console.print(text.replace("None", "an unknown number"))
+    return scores
+
+
+def _tpr(records: RecordList) -> float:
+    """Return the TPR at 1% FPR of the score that rows are listed by."""
+    p_values = [line.p for line in records.lines if line.p is not None]
+    m = int(records.head["others"])
+    bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
+    return sum(p <= bar for p in p_values) / len(p_values)
 
 
 def _pools(
@@ -189,7 +286,7 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
     """Print what a pool shows."""
-    print_table(console, _table(result))
+    print_table(console, _table(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
     apart = {
@@ -217,6 +314,8 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
     for metric, limit in limits:
+        if metric.startswith("entity/") and not options.entities:
+            raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits
@@ -225,11 +324,27 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
 def _reader(options: Namespace) -> RowReader:
     """Return the reader of rows, with the chat template of the trained model where it has one."""
     tokenizer = load_tokenizer(options.base)
+    config, head = released_config(options.model, options.base)
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template
+    if head == "causal" and options.label_column is not None:
+        raise SourceError("--label-column is of classifiers, and --model is none: leave it out")
+    is_one = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    if head == "row" and not (is_one and config.num_labels > 1):
+        raise SourceError(
+            "--model predicts several classes or a number, and not one class of a row"
+        )
     return RowReader(
-        tokenizer, options.length, options.column, options.prompt_column, options.loss, template
+        tokenizer,
+        options.length,
+        options.column,
+        options.prompt_column,
+        options.loss,
+        template,
+        head,
+        options.label_column,
+        getattr(config, "label2id", None) or {},
     )
 
 
@@ -272,7 +387,10 @@ def breaches_of(
         at_most: the threshold.
     """
     attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
-    if metric == "prompts":
+    attacks += [name for name in values if name.startswith(_BEYOND)]
+    if metric.startswith("entity/"):
+        attacks, metric = [metric], "auc"
+    elif metric == "prompts":
         attacks, metric = [_HEADLINES[2]], "auc"
     elif metric == "at_least":
         attacks = ["records"]
@@ -316,17 +434,17 @@ def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     }
 
 
-def _table(result: Comparison) -> Table:
-    """Return a table with a row for each attack."""
+def _table(results: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table with a row for each attack, or kind and place of values."""
     rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
-    for name, values in result.values.items():
+    for name, values in results.items():
         if "auc" in values:
             rows.add_row(
                 name,
                 three_digits(values["auc"]),
                 f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
                 f"{values['p_value']:.1g}",
-                three_digits(values["shown"]),
+                three_digits(values["shown"]) if "shown" in values else "",
             )
             continue
         for tier, words in {"": "", **TIERS}.items():

@@ -69,7 +69,7 @@ _METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
 def _limit(text: str) -> tuple[str | None, float]:
     """Return the metric that a limit is on, None where it is not named, and the limit."""
     name, is_named, number = text.rpartition("=")
-    if is_named and name not in _METRICS:
+    if is_named and name not in _METRICS and not name.startswith("entity/"):
         raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(_METRICS)}")
     return name or None, _NOISE(number)
 
@@ -298,7 +298,8 @@ def memorization(add: Add) -> None:
 
     Asks the trained model and its base about texts that were trained on and texts that were not,
     and shows how far they can be distinguished and which of them the model would write. Each
-    text costs two forwards; nothing is generated.
+    text costs two forwards, and 14 of a masked model; nothing is generated. Classifiers of texts
+    and of tokens, and masked models, are found by the architectures of --model.
 
     Options:
         model: the trained model: a folder, or one with adapters of PEFT.
@@ -309,6 +310,8 @@ def memorization(add: Add) -> None:
         prompt_column: the column of prompts, on which there was no loss. Prompt and answer are
             joined as TRL does it, with an end-of-text token. Chats (messages) are read by the
             model's template; rows of input_ids and labels as they are.
+        label_column: for a classifier: the column of classes, numbers or names. Tokens are words in
+            --column, with a list of classes.
         loss: the tokens that training's loss was computed on: of the answers, or of the
             assistant's turns; or all. Chats need it.
         length: tokens of a text, at most, as in training.
@@ -316,12 +319,28 @@ def memorization(add: Add) -> None:
             one law.
         records: private file of the members by what the model gives away of them: row numbers,
             p-values and a list, and no text. See fedleak records.
+        entities: kinds of personal data to find in the texts, separated by commas: phone, email,
+            iban, card, date, code, or a file with a value in each line. Values of members are
+            compared with those of the others, by kind and place.
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
+        references: train so many models without the rows that are asked about, each on a half of
+            members and others, and score beyond what a row gains in those. It takes as many fits.
+            Needs --drawn. Prompts are scored without.
+        reference_data: rows of the same kind to train them on in place of the halves.
+        reference_folder: keeps what references said, in private files; by default that of
+            --records.
+        run: folder of the run's run.jsonl, for learning rate, epochs, optimizer and whether it was
+            one with differential privacy, beside which references are refused.
+        epochs: of a reference, where the record does not say it.
+        batch_size: rows of an optimizer step in the training.
+        lr: learning rate of a reference, which is held.
+        no_account: the rows were trained on without differential privacy.
         metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
             members that are extracted in samples or greedily, with --records the number of rows
             that are given away at least, or the AUC of prompts, which have no loss.
         at_most: exit with status 3 where its interval reaches above, or it is unknown. May be given
-            several times, as 0.6 for --metric, or as extracted=0.05.
+            several times, as 0.6 for --metric, or as extracted=0.05, or with --entities as
+            entity/phone/label=0.6.
         summary: file that a table in Markdown is added to, such as the summary of a CI job. It
             holds no texts and no row numbers.
         out: file of the result as JSON.
@@ -332,11 +351,21 @@ def memorization(add: Add) -> None:
     add("--others", required=True, metavar="SOURCE")
     add("--column", metavar="NAME")
     add("--prompt-column", metavar="NAME")
+    add("--label-column", metavar="NAME")
     add("--loss", choices=("answers", "all"))
     add("--length", **_count(256, 2))
     add("--drawn", action="store_true")
     add("--records", **_path("FILE"))
+    add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
+    add("--references", **_count(0, 0))
+    add("--reference-data", metavar="SOURCE")
+    add("--reference-folder", **_path("DIR"))
+    add("--run", **_path("DIR"))
+    add("--epochs", **_count(None))
+    add("--batch-size", **_count(None))
+    add("--lr", **_number("X", _POSITIVE))
+    add("--no-account", action="store_true")
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)
     add("--summary", **_path("FILE"))
@@ -522,8 +551,11 @@ def verify(add: Add) -> None:
         head: hash of a line that was noted when the run ended; may be given several times.
         repetition: folder of the same training, run again: weights, losses and leakage must be
             the same to the last bit.
+        client: folder of a client's logs, in a federation whose server's logs RUN holds; may be
+            given several times (default: those in RUN and beside it).
     """
     add("run", metavar="RUN", type=Path)
+    add("--client", action="append", default=[], metavar="DIR", type=Path)
     add("--weights", **_path("DIR"))
     add("--repetition", **_path("DIR"))
     add("--key", **_path("PEM"))

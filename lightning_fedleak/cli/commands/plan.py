@@ -22,6 +22,7 @@ from lightning_fedleak.cli.studies.models import (
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
+from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
 from lightning_fedleak.trainers import Watch
 
 RANKS = 8
@@ -108,7 +109,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     capacity = row_space.predict_capacity(width, tokens, rows)
     # A dictionary; whitening in float64 and float32; and while it is made four matrices more.
     basis, making, products = words + 12 * width**2, 20 * width**2, 8 * tokens * rows
-    control = 12 * n_tokens * anatomy.vocab_size  # three matrices of logits in float32
+    # Three matrices of logits in float32.
+    control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
     numbers = sum(p.numel() for p in parameters)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = _rate(device)
@@ -120,14 +122,18 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
     training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
-    for name, memory, gathered, operations in (
-        ("calibration adds", basis + making, words, [2.25 * tokens * width**2] * 3),
-        ("a look adds", basis + products, words, looks),
-        ("its control adds at least", basis + max(control, products), weights, controls),
+    by_rows = 2 * words  # a ring brings each row of a sum twice
+    by_layers = (2 + (trained == weights)) * weights  # as a training step does
+    for name, memory, sent, operations in (
+        ("calibration adds", basis + making, by_rows, [2.25 * tokens * width**2] * 3),
+        ("a look adds", basis + products, by_rows, looks),
+        ("its control adds at least", basis + max(control, products), by_layers, controls),
     ):
         cells = [
-            f"{(memory + more) / 1e9:.3g} GB, {float(f'{each / rate + more / LINK:.2g}'):g} s"
-            for each, more in zip(operations, (0, gathered, weights), strict=True)
+            f"{(memory + whole) / 1e9:.3g} GB, {float(f'{each / rate + brought / LINK:.2g}'):g} s"
+            for each, whole, brought in zip(
+                operations, (0, 0, weights), (0, sent, weights), strict=True
+            )
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
@@ -135,8 +141,9 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
         f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
         f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
-        "as one backward pass and one attack; often it is two, and more on parts. It gathers the "
-        "whole model, as do attacks that run it; under ZeRO-3 everything does.\n",
+        "as one backward pass and one attack; often it is two, and more on parts. Under ZeRO-3 "
+        "everything gathers the whole model; under FSDP2 attacks that run it, which this one does "
+        "not.\n",
         soft_wrap=True,
     )
 

@@ -18,7 +18,9 @@ def run(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    check = verify_run(options.run, options.weights, options.key, options.head, options.repetition)
+    check = verify_run(
+        options.run, options.weights, options.key, options.head, options.repetition, options.client
+    )
     console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
     for title, texts in (
         ("contradiction", verdict.contradictions),

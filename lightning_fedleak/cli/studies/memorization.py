@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
-    """Return every attack on a released model, the headline first and the baselines last."""
+    """Return every attack on a released model, the headline first; the last asks what it writes."""
     return (
         memorization.Combined(),
         memorization.LossRatio(),
@@ -163,7 +164,7 @@ class ReleasedPool:
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
         default = {
-            "long": all_attacks(),
+            "long": all_attacks()[: -1 if self.texts[0].is_aligned else None],
             "short": (memorization.ShortAnswers(),),
             "prompts": (memorization.PromptRatio(),),
         }[self.part]
@@ -193,7 +194,14 @@ class ReleasedPool:
         )
 
     def list_records(
-        self, base: TokenSnapshot, now: TokenSnapshot, rate: float, alpha: float = 0.05
+        self,
+        base: TokenSnapshot,
+        now: TokenSnapshot,
+        rate: float,
+        alpha: float = 0.05,
+        *,
+        scores: Tensor | None = None,
+        references: int = 0,
     ) -> RecordList:
         """Return the members by what the model gives away of them.
 
@@ -202,11 +210,16 @@ class ReleasedPool:
             now: what the trained model says of them.
             rate: of the list's false discoveries.
             alpha: probability that the number of rows that are given away at least is too high.
+            scores: (N,) to list by, of the references; None: the pool's own.
+            references: how many models without each record those are beyond.
         """
         released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
         # Nothing says whether the model was trained under differential privacy.
-        facts = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
-        return list_records(released, self.members, self.rows, short=self.is_short, **facts)
+        facts: dict[str, Any] = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
+        facts |= {"references": references} if references else {}
+        return list_records(
+            released, self.members, self.rows, short=self.is_short, scores=scores, **facts
+        )
 
 
 def used_up_mark(rows: str | Path) -> Path:

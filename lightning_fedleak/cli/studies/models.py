@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
+from lightning_fedleak.cli.finetuning import load_tokenizer
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.extras import install
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -153,6 +155,69 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
         )
 
 
+Head = Literal["causal", "row", "token", "masked"]
+"""What a released model predicts: next tokens, a class of each row or token, or masked tokens."""
+_HEADS: dict[str, tuple[Head, Any]] = {
+    "ForSequenceClassification": ("row", transformers.AutoModelForSequenceClassification),
+    "ForTokenClassification": ("token", transformers.AutoModelForTokenClassification),
+    "ForMaskedLM": ("masked", transformers.AutoModelForMaskedLM),
+}
+
+
+def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
+    """Return the configuration of a trained model, which is that of the base under adapters.
+
+    With it what its ``architectures`` say that it predicts.
+
+    Raises:
+        SourceError: there is none, or adapters of a classifier are on a base without its head.
+    """
+    adapters = Path(model) / "adapter_config.json"
+    source, settings = model_source(str(base if adapters.is_file() else model))
+    with loading(source, "language model"):
+        config = transformers.AutoConfig.from_pretrained(source, **settings)
+    names = getattr(config, "architectures", None) or ()
+    heads = [head for end, (head, _) in _HEADS.items() if any(n.endswith(end) for n in names)]
+    head = heads[0] if heads else "causal"
+    task = json.loads(adapters.read_text()).get("task_type") if adapters.is_file() else None
+    if task in (tasks := {"SEQ_CLS": "row", "TOKEN_CLS": "token"}) and tasks[task] != head:
+        raise SourceError(
+            "--model holds adapters of a classifier, and --base has no such head: save the base "
+            "with its head before training, and give that folder"
+        )
+    return config, head
+
+
+def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
+    """Return a model with the head of the trained one.
+
+    Args:
+        name: folder or name on the hub.
+        config: of the trained model.
+        head: what that predicts.
+        option: ``"--model"``; ``"--base"``: the numbers that it lacks are 0, so that it finds every
+            class as likely; anything else: they are drawn, as before a training.
+
+    Raises:
+        SourceError: it cannot be loaded, or is a trained model without its head.
+    """
+    if head == "causal":
+        return _causal(find_model(name), option)
+    source, settings = model_source(name)
+    auto = next(auto for one, auto in _HEADS.values() if one == head)
+    labels = {} if head == "masked" else {"num_labels": config.num_labels}
+    settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
+    with loading(source, "model of that architecture"):
+        model, loaded = auto.from_pretrained(source, output_loading_info=True, **settings)
+    lost = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
+    if (absent := {*loaded["missing_keys"], *lost}) and option == "--model":
+        raise SourceError(f"{option} '{name}' lacks {len(absent)} tensors of its own architecture")
+    for key, parameter in model.named_parameters():
+        if key in absent and option == "--base":
+            parameter.data.zero_()
+    return find_anatomy(model.eval())
+
+
 def ask_both(
     texts: Sequence[Text], model: str | Path, base: str | Path
 ) -> tuple[TokenSnapshot, TokenSnapshot]:
@@ -164,23 +229,30 @@ def ask_both(
         base: folder of the model that the training began from, or its name on the hub.
 
     Raises:
-        SourceError: a model cannot be loaded, or is not causal.
+        SourceError: a model cannot be loaded, or is of a kind that is not asked.
     """
-    anatomy = _causal(find_model(str(base)), "--base")
-    before = token_log_probs(anatomy, texts)
+    config, head = released_config(model, base)
+    mask = load_tokenizer(base).mask_token_id if head == "masked" else None
+    if head == "masked" and mask is None:
+        raise SourceError(
+            "--model is a masked model, and the tokenizer of --base has no mask token"
+        )
+    anatomy = load_released(str(base), config, head, "--base")
+    before = token_log_probs(anatomy, texts, mask)
     if (Path(model) / "adapter_config.json").is_file():
-        after = token_log_probs(_with_adapters(anatomy, model), texts)
+        after = token_log_probs(_with_adapters(anatomy, model), texts, mask)
     else:
         del anatomy
-        after = token_log_probs(_causal(find_model(str(model)), "--model"), texts)
+        anatomy = load_released(str(model), config, head, "--model")
+        after = token_log_probs(anatomy, texts, mask)
     return before, after
 
 
 def _causal(anatomy: Anatomy, option: str) -> Anatomy:
     if anatomy.kind != "causal":
         raise SourceError(
-            f"{option} is a {anatomy.kind} model: what a model has memorized is read from a causal "
-            "language model, which predicts every next token"
+            f"{option} is a {anatomy.kind} model: what a model has memorized is read from causal "
+            "and masked language models, and from classifiers of texts and of tokens"
         )
     return anatomy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.cli.finetuning import SourceError, column_of, is_chat, read_rows, text_of
+from lightning_fedleak.cli.studies.models import Head
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.taps import Text
 
@@ -42,6 +43,9 @@ class RowReader:
       the row. Labels are the turns of the assistant, as the template marks them by
       ``{% generation %}``, and else all tokens that such a turn adds.
     - ``input_ids`` and ``labels``: as they are.
+    - For a classifier of rows: text and a class. For one of tokens: a list of words and a list of
+      their classes, of which each stands at the first token of its word, as in the examples of
+      transformers. For a masked model: text, of which all but special tokens are labels.
 
     Attributes:
         tokenizer: of the model.
@@ -50,6 +54,9 @@ class RowReader:
         prompt_column: that holds the prompt.
         loss: ``"answers"`` or ``"all"`` tokens; None where the rows themselves say it.
         template: the model's chat template; None: the tokenizer's own.
+        head: what the model predicts.
+        label_column: that holds the class, or the list of classes; None: ``labels`` or ``label``.
+        classes: numbers of the classes that the model knows by name.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -58,6 +65,9 @@ class RowReader:
     prompt_column: str | None = None
     loss: Literal["answers", "all"] | None = None
     template: str | None = None
+    head: Head = "causal"
+    label_column: str | None = None
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     def read(self, source: str | Path) -> dict[int, Text]:
         """Return the texts of a source by the number of their row, counted from 0.
@@ -89,13 +99,16 @@ class RowReader:
                 ) from None
             if ids:
                 cut = slice(self.length)
-                texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(labels[cut]))
+                first = [] if self.head == "causal" else [IGNORE_INDEX]
+                texts[number] = Text(torch.tensor(ids[cut]), torch.tensor(first + labels[cut]))
         return texts
 
     def _encoder(
         self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
     ) -> Callable[[Row], tuple[list[int], list[int]]]:
         """Return what turns a row into ids and labels."""
+        if self.head != "causal":
+            return self._headed(rows, names, column, source)
         if any(name.startswith("rejected") for name in names):
             raise UnknownLabels(
                 f"'{source}' holds preferences ('rejected'): a loss that prefers chosen texts to "
@@ -137,6 +150,57 @@ class RowReader:
                 "turns (--loss answers) or on all tokens (--loss all)"
             )
         return lambda row: self._chat(row.get(name), row)
+
+    def _headed(
+        self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
+    ) -> Callable[[Row], tuple[list[int], list[int]]]:
+        """Return what turns a row into ids and labels, for a model that is not causal."""
+        if self.prompt_column or self.loss:
+            raise SourceError("--prompt-column and --loss are of causal models: leave them out")
+        label = self.label_column or ("labels" if "labels" in names else "label")
+        if self.head != "masked" and label not in names:
+            raise UnknownLabels(f"'{source}' needs the column of classes (--label-column)")
+        if any(any(row.get("token_type_ids") or ()) for row in rows):
+            raise UnknownLabels(f"'{source}' holds pairs of texts (token_type_ids)")
+        is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
+        if self.head != "token" and not is_read:
+            name = column_of(list(rows), [one for one in names if one != label], column, source)
+        settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
+
+        def encode(row: Row) -> tuple[list[int], list[int]]:
+            words: list[int | None] = []  # of each token
+            if is_read:
+                ids = list(row["input_ids"])[: self.length]
+                words = [*range(len(ids))]
+            elif self.head == "token":
+                encoded = self.tokenizer(row[name], **settings)
+                ids, words = encoded["input_ids"], encoded.word_ids()
+            else:
+                ids, _ = self._plain((text_of(row.get(name)) or "").strip())
+            if self.head == "masked":
+                special = {*self.tokenizer.all_special_ids}
+                if self.tokenizer.mask_token_id in ids:
+                    raise UnknownLabels(f"'{source}' holds masked tokens: give rows without")
+                return ids, [IGNORE_INDEX if one in special else one for one in ids]
+            if self.head == "row":
+                return ids, [IGNORE_INDEX] * (len(ids) - 1) + [self._class(row[label])] * bool(ids)
+            classes = [self._class(one) for one in row[label]]
+            return ids, [
+                IGNORE_INDEX if word is None or word == last else classes[word]
+                for word, last in zip(words, [None, *words], strict=False)
+            ]
+
+        return encode
+
+    def _class(self, value: Any) -> int:
+        """Return the number of a class, which may be given by its name."""
+        if isinstance(value, str) and value in self.classes:
+            return self.classes[value]
+        if isinstance(value, int) and value in (IGNORE_INDEX, *self.classes.values()):
+            return value
+        raise UnknownLabels(
+            "a row has a class that the model's config (label2id) does not know, or is no one class"
+        )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
         if not text:

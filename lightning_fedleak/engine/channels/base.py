@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +41,8 @@ from lightning_fedleak.engine.outcomes import (
     Waiting,
 )
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.evaluation.entities import EntityFinder, finders_of
+from lightning_fedleak.evaluation.metrics.found_entities import entity_names
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -118,6 +120,9 @@ class Channel(ABC):
         controls_states: an attack without gradients of the model's is given a control too, whose
             hidden states the channel takes itself.
         controlled: its attacks are given the control of a look, see :meth:`control_rates`.
+        finds_entities: it has series of the values in texts that ``entities=`` names.
+        entity_kinds: of these values.
+        finder: of these values; None before a fit, and where none are named.
 
     Raises:
         ValueError: the settings do not fit the family.
@@ -143,6 +148,7 @@ class Channel(ABC):
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
     controls_states: ClassVar[bool] = False
+    finds_entities: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
 
@@ -159,6 +165,8 @@ class Channel(ABC):
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
         self.removers: list[Callable[[], object]] = []
+        self.entity_kinds = (*finders_of(settings.entities),) if self.finds_entities else ()
+        self.finder: EntityFinder | None = None
         if attacks:
             self._check_settings()
 
@@ -185,6 +193,17 @@ class Channel(ABC):
         """Return the series of an attack's results at those of the stages where it has one."""
         return [Series.at(stage, attack.name) for stage in stages if stage != Stage.RELEASED]
 
+    def metrics_of(self, series: Series) -> tuple[str, ...]:
+        """Return the names of the rates of a series."""
+        if kind_of(series) is not None:
+            return ("recall",)
+        return ("auc",) if series.name in entity_names(self.entity_kinds) else self.metrics
+
+    def headline_of(self, series: Series) -> str:
+        """Return the main metric of a series."""
+        metrics = self.metrics_of(series)
+        return self.headline if self.headline in metrics else metrics[0]
+
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
         """Return what a rate needs to be known. Default: nothing, it is known at every look.
 
@@ -197,8 +216,13 @@ class Channel(ABC):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Begin a fit: insert taps."""
+        """Begin a fit: insert taps.
+
+        Raises:
+            ValueError: values are to be found, and no tokenizer tells what ids mean.
+        """
         self.run = run
+        self.finder = find_entities(self.settings, run) if self.entity_kinds else None
 
     def check(self, attack: Attack) -> None:  # noqa: B027
         """Try as much of a calibrated attack as is possible before the first step.
@@ -282,6 +306,36 @@ class Channel(ABC):
 
         An empty state forgets the looks of an earlier fit.
         """
+
+
+# ---- values in texts ------------------------------------------------------------------------
+
+_ENTITY = "/entity/"
+
+
+def entity_series(series: Sequence[Series], kinds: Sequence[str]) -> list[Series]:
+    """Return series, each with those of the kinds of values in the texts behind it."""
+    return [
+        replace(one, name=f"{one.name}{end}")
+        for one in series
+        for end in ("", *(f"{_ENTITY}{kind}" for kind in kinds))
+    ]
+
+
+def kind_of(series: Series) -> str | None:
+    """Return the kind of values that a series of words or texts is of; None: of all tokens."""
+    return series.name.partition(_ENTITY)[2] or None
+
+
+def find_entities(settings: Options, run: Run) -> EntityFinder | None:
+    """Return what finds the values that the settings name, if they name any.
+
+    Raises:
+        ValueError: no tokenizer tells what ids mean.
+    """
+    if not settings.entities:
+        return None
+    return EntityFinder(settings.entities, (settings.tokenizer, *run.tokenizers))
 
 
 # ---- what channels have in common -----------------------------------------------------------
@@ -407,7 +461,7 @@ def guess(
     try:
         if not plan.attack.reads_clipped and view.compression != "sign":  # all of one size
             check_uncut(view, plan.roles, plan.facts(run, None, view.step))
-        with torch.no_grad():
+        with run.timed(plan.attack.name), torch.no_grad():
             answer = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, answer, family_of(plan.attack).guesses)
         return answer

@@ -58,6 +58,8 @@ class CanaryChannel(MemorizationChannel):
     )
     width = 3 * len(metrics) + len(extras)
     file = "canaries_base.safetensors"
+    finds_entities = False
+    kinds = ("causal",)
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def _check_settings(self) -> None:
@@ -185,6 +187,7 @@ class EntityChannel(MemorizationChannel):
     reads = Entities
     leak = ENTITIES
     plays_games = True
+    finds_entities = False
     metrics = ("first", "greedy")
     ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
     extras = (

@@ -166,6 +166,9 @@ class Controls:
             uneven = is_uneven(reads)
         except Exception as error:
             failure = failure or reason(error)
+        n_calls = torch.tensor(len(reads), device=self._run.device)
+        if self._together and int(self._run.summed(n_calls)) != len(reads) * self._run.processes:
+            failure = failure or "processes made different numbers of calls"
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
         if self._anywhere(uneven):

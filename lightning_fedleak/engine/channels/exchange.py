@@ -69,7 +69,7 @@ class Exchange:
             The outcomes, None where nothing was shared; and the next step to look at as process 0
             proposes it.
         """
-        rows = [_row(result, self._channels[series]) for series, result in results.items()]
+        rows = [_row(result, self._channels[series], series) for series, result in results.items()]
         widths = [len(row) for row in rows]
         gathered = self._at_first(torch.tensor([*chain.from_iterable(rows)], dtype=torch.float64))
         pooled: dict[Series, Outcome] | None = None
@@ -108,7 +108,7 @@ class Exchange:
         channel = self._channels[series]
         if self._one_client and not channel.parted and not _failed(table):
             table = table[:1]
-        outcome = not_shared(channel.metrics)
+        outcome = not_shared(channel.metrics_of(series))
         if shared:
             outcome = _combined(channel, series, table, local)
         return replace(outcome, worst={}) if self._one_client else outcome
@@ -170,7 +170,7 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
     return outcome
 
 
-def _row(result: Result, channel: Channel) -> list[float]:
+def _row(result: Result, channel: Channel, series: Series) -> list[float]:
     """Return a client's result for the exchange between processes.
 
     Its kind, the channel's packed numbers, and the rates of the control and of a part of it.
@@ -186,14 +186,16 @@ def _row(result: Result, channel: Channel) -> list[float]:
         numbers = [NOTHING]
     numbers += [0.0] * (1 + channel.width - len(numbers))
     if control is None:
-        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics))]
+        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics_of(series)))]
     numbers += [1.0, float(bool(control.part))]
     for rates in (control.rates, control.part):
-        numbers += [rates.get(name, math.nan) for name in channel.metrics]
+        numbers += [rates.get(name, math.nan) for name in channel.metrics_of(series)]
     return numbers
 
 
-def _control_of(channel: Channel, rows: Sequence[Sequence[float]], why: str) -> Control | None:
+def _control_of(
+    channel: Channel, series: Series, rows: Sequence[Sequence[float]], why: str
+) -> Control | None:
     """Return the lowest control of the clients that have one, from what :func:`_row` added."""
     added = [row[1 + channel.width :] for row in rows]
     whole = [row[2:] for row in added if row[0]]
@@ -202,9 +204,10 @@ def _control_of(channel: Channel, rows: Sequence[Sequence[float]], why: str) -> 
     parted = any(row[1] for row in added if row[0])
     # NaN is lower than any number: that client's control could not be read.
     lowest = torch.tensor(whole, dtype=torch.float64).amin(0).tolist()
-    n = len(channel.metrics)
-    rates = dict(zip(channel.metrics, lowest[:n], strict=True))
-    part = dict(zip(channel.metrics, lowest[n:], strict=True)) if parted else {}
+    metrics = channel.metrics_of(series)
+    n = len(metrics)
+    rates = dict(zip(metrics, lowest[:n], strict=True))
+    part = dict(zip(metrics, lowest[n:], strict=True)) if parted else {}
     return Control(rates, part, why)
 
 
@@ -227,13 +230,13 @@ def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> 
             local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
         )
         applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
-        return unknown(channel.metrics, why, applies=applies)
+        return unknown(channel.metrics_of(series), why, applies=applies)
     if not rows_of_clients:
         why = local.why if isinstance(local, Waiting) else OTHER_WAITS
         return pending(why, soon=bool((rows[:, 0] == SOON).any()))
     why = local.control.why if isinstance(local, Found) and local.control else ""
-    control = _control_of(channel, [*scored.values()], why or "it failed on another client")
+    control = _control_of(channel, series, [*scored.values()], why or "it failed on another client")
     try:
         return replace(channel.pooled(series, rows_of_clients), control=control)
     except Exception as error:
-        return unknown(channel.metrics, reason(error))
+        return unknown(channel.metrics_of(series), reason(error))

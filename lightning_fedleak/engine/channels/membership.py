@@ -467,7 +467,8 @@ class MembershipChannel(Channel):
             noise_std=games.canary.noise_std,
         )
         try:
-            answer = attack.run(Observation((snapshot,)), games.targets.query())
+            with self.run.timed(attack.name):
+                answer = attack.run(Observation((snapshot,)), games.targets.query())
             check_guess(attack, answer, self.guesses)
         except Exception as error:
             return Unknown(reason(error))

@@ -33,6 +33,7 @@ from lightning_fedleak.engine.channels.pool import (
     Part,
     Pool,
     collect,
+    find_mask,
     forwards_of,
 )
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
@@ -40,6 +41,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
     TIERS,
     blind_aucs,
@@ -52,11 +54,13 @@ from lightning_fedleak.evaluation.metrics.released import (
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
+    MASKS,
     Text,
     answer_groups,
     compressed_bytes,
     label_places,
     token_log_probs,
+    unmasked,
 )
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -84,6 +88,7 @@ class MemorizationChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
+        kinds: of the models that can be asked.
         folder: keeps what a resumed run needs.
         owes_list: rows are to be listed, and were not at the newest look.
     """
@@ -110,6 +115,7 @@ class MemorizationChannel(Channel):
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
     width = 3 * len(metrics) + len(extras)
+    kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
     reads_updates = True
     reads_states = True
     at_weights = True
@@ -117,10 +123,12 @@ class MemorizationChannel(Channel):
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
     absent: ClassVar[str] = ""
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
+    finds_entities: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._pool: Pool | None = None
+        self._found: FoundEntities | None = None
         self._account: AccountGame | None = None
         self._refusal: str | None = None
         self._base: TokenSnapshot | None = None
@@ -130,6 +138,7 @@ class MemorizationChannel(Channel):
         self.owes_list = self._ended = False
         self._reading_seconds = 0.0
         self._void = ""
+        self._mask: tuple[int, frozenset[int]] | None = None
         self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
@@ -140,9 +149,8 @@ class MemorizationChannel(Channel):
             return []
         series = [Series.at(Stage.RELEASED, attack.name)]
         lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
-        if self.settings.memorization.records and attack in lists[:1]:
-            series.append(replace(series[0], name=RECORDS))
-        return series
+        names = [RECORDS] * self.settings.memorization.records + entity_names(self.entity_kinds)
+        return series + [replace(series[0], name=name) for name in names if attack in lists[:1]]
 
     @property
     def _played(self) -> list[Series]:
@@ -154,7 +162,8 @@ class MemorizationChannel(Channel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._pool, self._base, self._refusal, self._void = None, None, None, ""
+        self._pool = self._base = self._refusal = self._mask = None
+        self._void = ""
         self._due = 0
 
     def meet_data(self, attack: Attack) -> None:
@@ -170,6 +179,8 @@ class MemorizationChannel(Channel):
         why = self._refusal
         if not why and self._pool is not None:
             why = self._pool.lack(part_of(attack))
+            if isinstance(attack, Extraction) and self.run.anatomy.kind != "causal":
+                why = f"a {self.run.anatomy.kind} model writes no text"
         if why:
             raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
 
@@ -180,11 +191,11 @@ class MemorizationChannel(Channel):
         """
         run, refusal = self.run, ""
         try:
-            if run.anatomy.kind not in ("causal", "classifier"):
-                raise NoNonMembers(
-                    f"a {run.anatomy.kind} model has no head that predicts every next token, and "
-                    "none that predicts a class of each text"
-                )
+            if (kind := run.anatomy.kind) not in self.kinds:
+                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
+            tokenizers = [self.settings.tokenizer, *run.tokenizers]
+            if kind == "masked":
+                self._mask = find_mask(run.training_loader, tokenizers)
             self._pool = self._drawn()
         except NoNonMembers as error:
             refusal = str(error)
@@ -202,16 +213,17 @@ class MemorizationChannel(Channel):
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
-        pool = collect(
+        predicts = self.run.anatomy.kind == "causal"
+        self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
+        return collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
             short=any(part_of(attack) != "long" for attack in self.listed_attacks),
+            entities=self._found,
+            forwards=1 if self._mask is None else MASKS,
         )
-        if self.run.anatomy.kind == "classifier":  # which predicts no token of a text
-            pool.has_prompt[:] = False
-        return pool
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
@@ -265,7 +277,8 @@ class MemorizationChannel(Channel):
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
         adapter = self.settings.batch_adapter
-        return read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+        tokens = read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+        return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.
@@ -316,13 +329,14 @@ class MemorizationChannel(Channel):
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
         reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
-        columns = max(1, max(len(text.ids) for text in pool.texts) - 1)
+        reads_prompts |= self._found is not None and self._found.are_predicted
+        columns = max(1, max(len(text.labels) for text in pool.texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
             texts = [pool.texts[row] for row in rows]
             if reads_prompts:  # one forward has all
-                texts = [Text(text.ids, text.ids) for text in texts]
-            part = token_log_probs(self.run.anatomy, texts)
+                texts = [text.whole for text in texts]
+            part = token_log_probs(self.run.anatomy, texts, self._mask and self._mask[0])
             values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
             return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
 
@@ -380,6 +394,9 @@ class MemorizationChannel(Channel):
                     texts = pool, self._released(pool, answers, rows), rows, members
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
+            if self._found is not None:
+                errors = self._looks, self.settings.memorization.alpha
+                values |= self._found.compare(answers, self._base, rows, members, *errors)
             look.answers |= {series: values[series.name] for series in part}
 
     def _count_seen(self, pool: Pool) -> tuple[int, int]:
@@ -522,6 +539,7 @@ class MemorizationChannel(Channel):
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
+        absent += ("shown",) * math.isnan(extra["shown_p_value"])  # of values in texts
         if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
         rare = {*TIER_NAMES, "at_least"} & rates.keys()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, EntityDataset, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.canaries.repeats import Part as Part
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
@@ -285,6 +287,8 @@ def collect(
     *,
     resumed: bool = False,
     short: bool = False,
+    entities: FoundEntities | None = None,
+    forwards: int = 1,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -297,6 +301,8 @@ def collect(
         read: reads a batch.
         resumed: the run goes on with an earlier one, so that rows may have been trained on before.
         short: texts with 1 to 7 label tokens are asked about too.
+        entities: finds the values of all rows, and of the texts that are asked about.
+        forwards: that asking the model about a text takes.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -318,7 +324,7 @@ def collect(
         length if no_game else dataset.public_length,
         settings,
         LEAST_POOL,
-        forwards_of(settings, last_step=way != "not yet seen"),
+        forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
     sources = [(dataset, row) for row in range(length)]
@@ -334,7 +340,7 @@ def collect(
         outside, rest_held_out = _drawn(held_out, n_non_members, generator)
         sample, rest = inside + outside, rest + rest_held_out
     unread = len(rest)
-    rest, _ = _drawn(rest, MOST_ROWS, generator)
+    rest, _ = _drawn(rest, MOST_ROWS if entities is None else unread, generator)
     with preserve_process():
         read_rows = [_row_texts(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
@@ -350,11 +356,14 @@ def collect(
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
-        searched = (
+        searched: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
             for source in rest
             for text in _read_row(loader, *source, read)
         )
+        if entities is not None:
+            deque(entities.counting(zip(texts, trained, strict=True)), 0)
+            searched = entities.counting(searched)
         scored = scored_texts(texts, trained, searched)
     places = scored.rows + (scored.short_rows if short else [])
     if not places:
@@ -365,6 +374,8 @@ def collect(
             f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
             f"{mend}"
         )
+    if entities is not None:
+        entities.locate([texts[row] for row in places])
     trains = torch.tensor([trained[row] for row in places], dtype=torch.bool)
     prompt_rows = {*scored.prompt_rows}
     has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
@@ -391,6 +402,31 @@ def collect(
         has_prompt,
         PoolRows.of(texts, scored, numbers, short=short),
     )
+
+
+def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[int]]:
+    """Return the token that a masked model reads for others, and those that are never masked.
+
+    Args:
+        loader: of the training data, whose collator may have the tokenizer.
+        tokenizers: of the run; some may be None.
+
+    Raises:
+        NoNonMembers: no tokenizer says it.
+    """
+    collate: Any = getattr(loader, "collate_fn", None)
+    while hasattr(collate, "data_collator"):  # of transformers, around the user's own
+        collate = collate.data_collator
+    known = [*tokenizers, getattr(collate, "tokenizer", None)]
+    masks = (getattr(one, "mask_token_id", None) for one in known)
+    mask = next((one for one in masks if one is not None), None)
+    if mask is None:
+        raise NoNonMembers(
+            "which token masks the others is not known: pass the tokenizer, by "
+            "settings=WatchSettings(tokenizer=tokenizer)"
+        )
+    special = (getattr(one, "all_special_ids", ()) for one in known)
+    return mask, frozenset().union(*special)
 
 
 def _number(dataset: Any, row: int) -> int:

@@ -24,11 +24,18 @@ from lightning_fedleak.attacks import (
     TextGuess,
     UnusableObservation,
 )
-from lightning_fedleak.engine.channels.base import Channel, check_guess, guess, worst_of
+from lightning_fedleak.engine.channels.base import (
+    Channel,
+    check_guess,
+    entity_series,
+    guess,
+    kind_of,
+    worst_of,
+)
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import (
@@ -80,8 +87,10 @@ class Inverted:
         some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
         return torch.ones_like(some) if self.guess.finished or self.matched else some
 
-    def pack(self, texts: int) -> list[float]:
+    def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
         """Scores of the texts that were begun, as numbers in a fixed order.
+
+        Of tokens that count alone, (n, L) bool; None: all do.
 
         n; age; whether the attack finished; whether it certified its texts, NaN where it never
         does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
@@ -91,7 +100,7 @@ class Inverted:
         guessed, truth, real = (
             self.guess.tokens[started],
             self.input_ids[started],
-            self.real[started],
+            (self.real if counted is None else self.real & counted.to(self.real.device))[started],
         )
         scores = sentence_scores(guessed, truth, real)
         certified = self.guess.certified
@@ -150,6 +159,7 @@ class TextsChannel(Channel):
     reads_states = True
     controlled: ClassVar[bool] = True
     controls_states: ClassVar[bool] = True
+    finds_entities: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
     def __init__(self, attacks: Sequence[TextAttack], settings: Options) -> None:
@@ -175,7 +185,7 @@ class TextsChannel(Channel):
         """Return the series at these stages; no activations are reduced over clients."""
         if isinstance(attack, InversionAttack):
             stages = [stage for stage in stages if stage in CROSSING]
-        return super().series(attack, stages)
+        return entity_series(super().series(attack, stages), self.entity_kinds)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -262,7 +272,7 @@ class TextsChannel(Channel):
                         if isinstance(chosen, Unknown)
                         else self._reconstructed(attack, stage, chosen, look.step, self._crossed)
                     )
-                look.answers[Series.at(stage, attack.name)] = answer
+                look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
     def _choose(
         self,
@@ -320,7 +330,8 @@ class TextsChannel(Channel):
     ) -> Inverted | Unknown:
         try:
             snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
-            guess = attack.run(Observation(activations=(snapshot,)))
+            with self.run.timed(attack.name):
+                guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
             if guess.tokens.shape != chosen.input_ids.shape:
                 raise UnusableObservation("the attack guessed texts, but others than were sent")
@@ -374,8 +385,20 @@ class TextsChannel(Channel):
             [attack] = (a for a in self.attacks if a.name == series.attack)
             answer = self._matched(answer, attack, look.step, look.batches)
         assert isinstance(answer, Inverted)
+        if (kind := kind_of(series)) is not None:
+            return answer.pack(self.settings.texts, self._entities_in(answer, kind))
         look.notes[series] = partial(_reveal, answer)
         return answer.pack(self.settings.texts)
+
+    def _entities_in(self, inverted: Inverted, kind: str) -> Tensor:
+        """Return (n, L) bool, the tokens of the texts that lie in a value of a kind."""
+        assert self.finder is not None
+        marks = torch.zeros(inverted.real.shape, dtype=torch.bool)
+        for row, ids, real in zip(
+            marks, inverted.input_ids.cpu(), inverted.real.cpu(), strict=True
+        ):
+            row[real] = self.finder.marks(ids[real])[kind]
+        return marks
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of guessed texts, against those of this process."""
@@ -422,7 +445,8 @@ class TextsChannel(Channel):
         """Return the rates of some texts alone."""
         metric = self._metric()
         metric.add(self._scores(inverted.pack(self.settings.texts)))
-        return {name: rate.value for name, rate in self._rates(metric).items()}
+        rates = {name: rate.value for name, rate in self._rates(metric).items()}
+        return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
 
     def _matched(
         self, guess: TextGuess, attack: TextAttack, step: int, batches: Sequence[TokenBatch]
@@ -461,6 +485,10 @@ class TextsChannel(Channel):
             for metric in (alone, pooled):
                 metric.add(self._scores(row))
             each.append({name: rate.value for name, rate in self._rates(alone).items()})
+        if (kind := kind_of(series)) is not None:
+            n = sum(int(row[0]) for row in rows.values())
+            recall = {"recall": pooled.rates()["token_accuracy_pooled"]}
+            return Outcome(recall, n) if n else pending(f"no text has a value of kind '{kind}'")
         certified = sum(row[3] for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),

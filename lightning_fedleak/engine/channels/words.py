@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import Channel, guess, worst_of
+from lightning_fedleak.engine.channels.base import (
+    Channel,
+    entity_series,
+    guess,
+    kind_of,
+    worst_of,
+)
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
@@ -24,6 +30,7 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
+    Stage,
     UnusableObservation,
 )
 from lightning_fedleak.model.taps import Draw
@@ -32,6 +39,12 @@ from lightning_fedleak.report.records import WORDS
 SOFT_LABELS = (
     "the targets of the loss are no single labels (distillation, mixed labels, or smoothed ones "
     "past their target), so that the words it was computed on are not known"
+)
+
+
+NO_WORD = (
+    "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
+    "not count, so that only attacks on texts tell of numbers"
 )
 
 
@@ -44,12 +57,14 @@ class WordTruth:
         input_types: sorted distinct ids that the model read and that a label depends on.
         n_targets: number of tokens that the loss was computed on; of texts for a classifier.
         is_soft: some targets of the loss are no single labels, so that ``output_types`` is not all.
+        entities: by kind, sorted distinct ids that hold a letter and lie in a value of that kind.
     """
 
     output_types: Tensor
     input_types: Tensor
     n_targets: int
     is_soft: bool = False
+    entities: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_batches(
@@ -80,28 +95,34 @@ class WordTruth:
             any(b.soft_labels for b in batches),
         )
 
-    def types(self, surface: str) -> Tensor:
-        """Return the types at one surface, ``"output"`` or ``"input"``.
+    def types(self, surface: str, kind: str | None = None) -> Tensor:
+        """Return the types at one surface, ``"output"`` or ``"input"``; of values of a kind alone.
 
         Raises:
             UnusableObservation: the labels are not all known.
         """
         if surface == "output" and self.is_soft:
             raise UnusableObservation(SOFT_LABELS)
-        return self.output_types if surface == "output" else self.input_types
+        types = self.output_types if surface == "output" else self.input_types
+        return types if kind is None else types[torch.isin(types.cpu(), self.entities[kind])]
 
     def mask(self, vocab_size: int) -> Tensor:
-        """Return output and input types as (2, V) bool, so that processes can unite theirs."""
-        mask = torch.zeros(2, vocab_size, dtype=torch.bool, device=self.output_types.device)
-        mask[0, self.output_types] = True
-        mask[1, self.input_types.to(mask.device)] = True
+        """Return output, input and values' types as (2 + kinds, V) bool, for processes to unite."""
+        rows = [self.output_types, self.input_types, *self.entities.values()]
+        device = self.output_types.device
+        mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
+        for row, types in zip(mask, rows, strict=True):
+            row[types.to(device)] = True
         return mask
 
     @classmethod
-    def from_mask(cls, mask: Tensor, n_targets: int, is_soft: bool) -> WordTruth:
+    def from_mask(
+        cls, mask: Tensor, n_targets: int, is_soft: bool, kinds: Sequence[str] = ()
+    ) -> WordTruth:
         """Return the words that a :meth:`mask` marks."""
-        output, inputs = (row.nonzero().flatten() for row in mask)
-        return cls(output, inputs, n_targets, is_soft)
+        output, inputs, *entities = (row.nonzero().flatten() for row in mask)
+        values = {kind: types.cpu() for kind, types in zip(kinds, entities, strict=True)}
+        return cls(output, inputs, n_targets, is_soft, values)
 
 
 class WordsChannel(Channel):
@@ -117,11 +138,16 @@ class WordsChannel(Channel):
     reads_updates: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
+    finds_entities: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
         self._truth: WordTruth | None = None
         self._one_way = False
+
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of all words, and those of values by kind."""
+        return entity_series(super().series(attack, stages), self.entity_kinds)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -154,20 +180,32 @@ class WordsChannel(Channel):
     def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
         """Return the words of batches of this process."""
         two_vocabularies = self.run.anatomy.target_rows is not None
-        return WordTruth.from_batches(batches, one_way=self._one_way, source_only=two_vocabularies)
+        truth = WordTruth.from_batches(batches, one_way=self._one_way, source_only=two_vocabularies)
+        return truth if self.finder is None else replace(truth, entities=self._entities_in(batches))
+
+    def _entities_in(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
+        """Return by kind the types of the values in some batches, without digits and marks."""
+        assert self.finder is not None
+        types: dict[str, set[int]] = {kind: set() for kind in self.entity_kinds}
+        has_answers = self.run.anatomy.target_rows is None  # else of another vocabulary
+        for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
+            for kind, marked in self.finder.marks(ids).items():
+                types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
+        return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
 
     def _of_client(self, truth: WordTruth | None) -> WordTruth | None:
         """Return the words of all processes together if they are one client; each calls it."""
         if self.run.client != "world" or self.run.processes == 1:
             return truth
-        mask = torch.zeros(2, self._size, dtype=torch.int32, device=self.run.device)
+        shape = 2 + len(self.entity_kinds), self._size
+        mask = torch.zeros(shape, dtype=torch.int32, device=self.run.device)
         tokens = torch.zeros(2, dtype=torch.int64, device=self.run.device)
         if truth is not None:
             mask += truth.mask(self._size).to(mask.device)
             tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
         mask = self.run.summed(mask)
         n_targets, soft = self.run.summed(tokens).tolist()
-        return WordTruth.from_mask(mask > 0, n_targets, soft > 0)
+        return WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of a guess against the words of this process so far in the look."""
@@ -195,10 +233,11 @@ class WordsChannel(Channel):
         """Count a guess against the words of the look's batches."""
         assert isinstance(answer, WordGuess)
         assert self._truth is not None
-        types = self._truth.types(answer.surface)
+        types = self._truth.types(answer.surface, kind := kind_of(series))
         metric = self._metric()
         metric.update(answer, types)
-        look.notes[series] = partial(_reveal, answer, types)
+        if kind is None:
+            look.notes[series] = partial(_reveal, answer, types)
         return metric.pack()
 
     def _metric(self) -> WordRecovery:
@@ -216,6 +255,10 @@ class WordsChannel(Channel):
             each.append({name: rate.value for name, rate in alone.rates().items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
             by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
+        if (kind := kind_of(series)) is not None:
+            n = int(pooled.tp + pooled.fn)
+            recall = {"recall": pooled.rates()["recall"]}
+            return Outcome(recall, n) if n else pending(NO_WORD.format(kind))
         return Outcome(
             pooled.rates(),
             int(pooled.tp + pooled.fn),
@@ -223,6 +266,17 @@ class WordsChannel(Channel):
             extra=pooled.means(),
             p_value=lowest_p_value(by_guessing),
         )
+
+
+def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:
+    """Yield the ids of each text of a batch, masked ones put back, and of each answer."""
+    ids, labels = batch.input_ids.cpu(), None if batch.labels is None else batch.labels.cpu()
+    if batch.kind == "masked" and labels is not None and labels.shape == ids.shape:
+        ids = torch.where(labels >= 0, labels, ids)
+    for places in batch.document_places().cpu():
+        yield ids.flatten()[places[places >= 0]]
+    if batch.kind == "seq2seq" and labels is not None and has_answers:
+        yield from (row[row >= 0] for row in labels)
 
 
 def _reveal(answer: WordGuess, truth: Tensor, files: RevealFiles, title: str) -> None:

@@ -157,7 +157,9 @@ class Repeats:
 def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Repeats:
     """Find the copies of each text of a pool, and texts that share a run with another one.
 
-    Rows with the same label tokens are copies. A text is a near copy where .8 of its label tokens
+    Rows with the same label tokens are copies; of a classifier or a masked
+    model, rows with the same tokens, all of which then count. A text is a near copy where .8 of its
+    label tokens
     lie in pieces of 8 in a row that other texts have. Tokens in pieces that more than half of the
     texts have (and more than 20) are a frame, and do not count. Where no more than 8 others are
     left the frame is the text. Copies that share a piece, of each one of its rarer ones, are one
@@ -326,7 +328,7 @@ class _Search:
 
 def _name(text: Text) -> bytes:
     """Return 16 bytes that the label tokens of a text are known by."""
-    labels = text.labels[1:]
+    labels = text.words
     labels = labels[labels != IGNORE_INDEX].contiguous()
     return hashlib.blake2b(labels.numpy().tobytes(), digest_size=16).digest()
 
@@ -334,8 +336,8 @@ def _name(text: Text) -> bytes:
 def _labels(texts: Sequence[Text], size: int) -> tuple[Ints, Ints]:
     """Return the labels of all texts, a gap after each that no run reaches over, and the owners."""
     gap = torch.full((size,), IGNORE_INDEX)
-    labels = torch.cat([part for text in texts for part in (text.labels[1:], gap)]).numpy()
-    return labels, np.repeat(np.arange(len(texts)), [len(t.labels[1:]) + size for t in texts])
+    labels = torch.cat([part for text in texts for part in (text.words, gap)]).numpy()
+    return labels, np.repeat(np.arange(len(texts)), [len(t.words) + size for t in texts])
 
 
 def _shares(

@@ -425,6 +425,7 @@ def list_records(
     rows: PoolRows,
     *,
     short: bool = False,
+    scores: Tensor | None = None,
     **settings: Any,
 ) -> RecordList:
     """Return the list of a pool that a model and its base were asked about.
@@ -434,13 +435,14 @@ def list_records(
         members: (N,) bool, those that were trained on.
         rows: which rows the texts are.
         short: they have 1 to 7 label tokens, and the score of those.
+        scores: (N,) others to list by, such as those beyond reference models; None: the texts' own.
         **settings: as :meth:`RecordList.of` takes them.
 
     Raises:
         ValueError: no members or no others that occur once, or numbers that are not finite.
     """
-    if short:
+    if scores is None and short:
         scores = ShortAnswers().score(released)
-    else:
+    elif scores is None:
         scores = gain_beyond(released, rows.times == 1)  # copies would bend the others' fit
     return RecordList.of(scores, members, released.now.labels.sum(1), rows, **settings)

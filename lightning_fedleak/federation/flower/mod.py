@@ -18,10 +18,12 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.federation import (
+    HEAD,
     ClientDP,
     OutgoingUpdates,
     RoundGate,
     RoundObserver,
+    head_of,
     parameter_names,
     recording,
 )
@@ -50,6 +52,10 @@ class FedLeakMod:
 
         app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
                                                                    at_most=0.3)])])
+
+    Beside the model leaves a code of this client's logs so far, which says nothing without their
+    key, for :class:`ClientHeads` or :class:`Observed` on the server; none where the client adds
+    noise of its own.
 
     Of training messages it lets leave what may. The train function reports what it trains on, by
     :func:`~lightning_fedleak.federation.trained_on` in a loop of its own, or by the callback
@@ -184,9 +190,13 @@ class FedLeakMod:
             return replies[0]
         if leaving.state is None:
             return _refuse(message, leaving.answer)
-        if outgoing.dp is not None or not replies:
+        if outgoing.dp is not None:
             return Message(codec.alone(leaving.state, self._weight), reply_to=message)
+        if not replies:
+            replies.append(Message(codec.alone(leaving.state, self._weight), reply_to=message))
         codec.put(leaving.state, replies[0])
+        if (code := head_of(outgoing.observer, outgoing.client)) is not None:
+            replies[0].content[HEAD] = ConfigRecord({"code": code})
         return replies[0]
 
 

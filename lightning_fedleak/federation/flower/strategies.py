@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
+from lightning_fedleak.federation import HEAD, HeadRecord, note_head
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
@@ -104,6 +106,10 @@ class Observed(_Around):
         federation in which every client always withholds would end with an empty one.
         """
         arrived = list(replies)
+        for reply in _by_node(arrived):
+            note_head(
+                self.observer.engine.record, server_round, self._number_of(reply), _code_in(reply)
+            )
         seconds = time.perf_counter() - self._round_start
         if self.observer.due(SUM):
             start = time.perf_counter()
@@ -121,14 +127,16 @@ class Observed(_Around):
             model = self._arrays
         return model, metrics
 
+    def _number_of(self, reply: Message) -> int:
+        return self._numbers.setdefault(reply.metadata.src_node_id, len(self._numbers))
+
     def _look(self, server_round: int, arrived: Sequence[Message]) -> None:
         floats = {n: t for n, t in self._sent.items() if t.is_floating_point()}
         total = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in floats.items()}
         weights = 0.0
         rate = None if self._rate is None else self._rate(server_round)
-        for reply in sorted(arrived, key=lambda r: r.metadata.src_node_id):
-            node = reply.metadata.src_node_id
-            client = self._numbers.setdefault(node, len(self._numbers))
+        for reply in _by_node(arrived):
+            client = self._number_of(reply)
             if reply.has_error():
                 log.info("lightning-fedleak: client %d sent nothing", client)
                 continue
@@ -144,6 +152,58 @@ class Observed(_Around):
             mean = {n: t.div_(weights).to(self._sent[n].dtype) for n, t in total.items()}
             mean = {**self._sent, **mean}
             self.observer.look(mean, SUM, learning_rate=rate)
+
+
+class ClientHeads(_Around):
+    """Writes to ``run.jsonl`` how far each client's logs went in each round.
+
+    What a client's mod sends is a code that the server cannot read. ``fedleak verify`` compares it
+    with that client's logs: one who changes them later is found. :class:`Observed` does it as well.
+
+    Args:
+        strategy: any; it is started through this one, which must be the outermost.
+        folder: of the server's log.
+    """
+
+    def __init__(self, strategy: Strategy, folder: str | Path) -> None:
+        super().__init__(strategy)
+        self._folder = folder
+        self._record: HeadRecord | None = None
+
+    def summary(self) -> None:
+        """Check that this strategy is the outermost one.
+
+        Raises:
+            ValueError: another one is around it, so that its log would not be closed.
+        """
+        if self._record is None:
+            raise ValueError(
+                "ClientHeads must be the outermost strategy: say ClientHeads(X(...), folder) in "
+                "the place of X(ClientHeads(...)). Observed notes the codes without it"
+            )
+        self.strategy.summary()
+
+    def start(self, *arguments: Any, **named: Any) -> Any:
+        """Run all rounds of the strategy, and close the log."""
+        self._record, outcome = HeadRecord(self._folder), "finished"
+        try:
+            return super().start(*arguments, **named)
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._record.end(outcome)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Write down the codes of the clients, each by its node's number."""
+        arrived = list(replies)
+        assert self._record is not None, "start() has been called"
+        for reply in arrived:
+            self._record.note(server_round, str(reply.metadata.src_node_id), _code_in(reply))
+        model, metrics = super().aggregate_train(server_round, arrived)
+        return model, metrics
 
 
 class PrivateMean(_Around):
@@ -254,6 +314,16 @@ def _state_of(reply: Message) -> State:
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
     return arrays
+
+
+def _by_node(replies: Sequence[Message]) -> list[Message]:
+    return sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+
+
+def _code_in(reply: Message) -> object:
+    """Return the code of a client's logs in a reply; None where there is none."""
+    records = {} if reply.has_error() else reply.content.config_records
+    return records[HEAD].get("code") if HEAD in records else None
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:

@@ -31,6 +31,7 @@ from lightning_fedleak.model.taps.rounds import LocalRound as LocalRound
 from lightning_fedleak.model.taps.rounds import control_update as control_update
 from lightning_fedleak.model.taps.split import Crossed as Crossed
 from lightning_fedleak.model.taps.split import SplitTap as SplitTap
+from lightning_fedleak.model.taps.tokens import MASKS as MASKS
 from lightning_fedleak.model.taps.tokens import Text as Text
 from lightning_fedleak.model.taps.tokens import answer_groups as answer_groups
 from lightning_fedleak.model.taps.tokens import candidate_log_probs as candidate_log_probs
@@ -39,3 +40,4 @@ from lightning_fedleak.model.taps.tokens import label_places as label_places
 from lightning_fedleak.model.taps.tokens import pool_digest as pool_digest
 from lightning_fedleak.model.taps.tokens import texts_in as texts_in
 from lightning_fedleak.model.taps.tokens import token_log_probs as token_log_probs
+from lightning_fedleak.model.taps.tokens import unmasked as unmasked

@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
     UnusableObservation,
+    is_shard,
     whole_tensor,
 )
 from lightning_fedleak.model.taps.activations import ActivationTap
@@ -237,33 +238,20 @@ def control_gradient(
     Raises:
         UnusableObservation: the call cannot be made again.
     """
-    sums: dict[int, Tensor] = {}
-    policies = mixed_precision(anatomy.root)
-    by_role = {role: policies.get(id(anatomy.parameter(role))) for role in roles}
-    with (
-        model_runs.undisturbed(anatomy) as model,
-        whole_model(anatomy.root),
-        torch.enable_grad(),
-    ):
-        wanted = {role: anatomy.parameter(role) for role in roles}  # whole where it was sharded
-        ids = {id(parameter) for parameter in wanted.values()}
-        # FSDP2 adds up in the dtype that it reduces in.
-        dtypes = {id(wanted[r]): one.reduce_dtype for r, one in by_role.items() if one is not None}
-        with fresh_leaves(anatomy.root) as leaves, model_runs.only_needed_hooks(anatomy.root):
-            for key, leaf in leaves.items():
-                if key not in ids:  # their gradients are not kept
-                    leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
-            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
-                if bool((sizes != 0).any()):
-                    run_backward(anatomy, model, read, sizes / scale)
-                for key in ids & leaves.keys():
-                    if (gradient := leaves[key].grad) is not None:
-                        leaves[key].grad = None
-                        gradient = whole_tensor(gradient)
-                        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                        gradient = gradient.to(dtypes.get(key))
-                        sums[key] = sums[key] + gradient if key in sums else gradient
-            tensors = {role: sums[id(p)] for role, p in wanted.items() if id(p) in sums}
+    tensors: dict[str, Tensor] = {}
+    wanted = {role: anatomy.parameter(role) for role in roles}
+    ids = {id(parameter) for parameter in wanted.values()}
+    with _model_again(anatomy) as (model, leaves):
+        for key, leaf in leaves.items():
+            if key not in ids:  # their gradients are not kept
+                leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
+        for read, sizes in _calls(anatomy, draw):
+            run_backward(anatomy, model, read, sizes / scale)
+        for role, parameter in wanted.items():
+            gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
+            if gradient is not None:
+                gradient = whole_tensor(gradient)
+                tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
     return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
 
 
@@ -287,9 +275,8 @@ def control_states(
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
-            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
-                if bool((sizes != 0).any()):
-                    run_backward(anatomy, model, read, sizes / scale)
+            for read, sizes in _calls(anatomy, draw):
+                run_backward(anatomy, model, read, sizes / scale)
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
@@ -324,14 +311,42 @@ def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield the model as it can be called again for its hidden states, without a trace."""
     if model_runs.is_compiled(anatomy.root):
         raise UnusableObservation("a control of hidden states would compile the model again")
-    with (
-        model_runs.undisturbed(anatomy) as model,
-        whole_model(anatomy.root),
-        torch.enable_grad(),
-        fresh_leaves(anatomy.root),
-        model_runs.only_needed_hooks(anatomy.root),
-    ):
+    with _model_again(anatomy) as (model, _):
         yield model
+
+
+@contextmanager
+def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Parameter]]]:
+    """Yield the model for a call without a trace, and what gathers the gradients of parameters.
+
+    Under FSDP2 its own hooks gather the weights layer by layer and reduce the gradients, so that
+    all processes make the same calls.
+    """
+    root = anatomy.root
+    sharded = [p for p in root.parameters() if hasattr(p, "full_tensor") and p.requires_grad]
+    hooks = [p._post_accumulate_grad_hooks for p in sharded]
+    with model_runs.undisturbed(anatomy) as model, torch.enable_grad(), ExitStack() as stack:
+        if not sharded:
+            stack.enter_context(whole_model(root))
+            leaves = stack.enter_context(fresh_leaves(root))
+        else:
+            leaves = {id(p): p for p in sharded}
+        stack.enter_context(model_runs.only_needed_hooks(root))
+        try:
+            for p in sharded:
+                p.grad = p._post_accumulate_grad_hooks = None
+            yield model, leaves
+        finally:
+            for p, hook in zip(sharded, hooks, strict=True):
+                p._post_accumulate_grad_hooks = hook
+
+
+def _calls(anatomy: Anatomy, draw: Draw) -> Iterator[tuple[ReadCall, Tensor]]:
+    """Yield the calls with a label, and their sizes; all where processes make each together."""
+    together = any(is_shard(p) for p in anatomy.root.parameters())
+    for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+        if together or bool((sizes != 0).any()):
+            yield read, sizes
 
 
 def _forget_gradient(parameter: Tensor) -> None:
@@ -356,17 +371,20 @@ def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tens
     heads = heads or [logits]
     counts = [head.shape[:-1].numel() for head in heads]
     if sum(counts) != placed.n_rows:
+        logits.sum().backward()  # type: ignore[no-untyped-call]  # which other processes wait for
         raise UnusableObservation(
             f"the model's call could not be made again: it gave {sum(counts)} rows of logits, and "
             f"{placed.n_rows} in the step"
         )
     all_targets = torch.split(placed.of_all(_targets(placed, batch)), counts)
     all_sizes = torch.split(placed.of_all(sizes), counts)
-    gradients = [
-        _logit_gradient(head, logits, targets, of_head)
-        for head, targets, of_head in zip(heads, all_targets, all_sizes, strict=True)
-    ]
-    torch.autograd.backward(heads, gradients)
+    parts = [*zip(heads, all_targets, all_sizes, strict=True)]
+    if logits is not heads[0] and logits.shape == heads[0].shape:  # capped or scaled behind it
+        ((head, targets, at_labels),) = parts
+        head.register_hook(lambda rows: _resized(rows, targets, at_labels))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(logits, _label_rows(logits, targets, torch.ones_like(at_labels)))
+    else:
+        torch.autograd.backward(heads, [_label_rows(*part) for part in parts])
 
 
 def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
@@ -408,28 +426,36 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
     return padded[placed.text, placed.place + shift].clamp(min=0).to(placed.text.device)
 
 
-def _logit_gradient(head: Tensor, logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """Return the gradient of the head's logits whose entry at each label has a given size.
+def _label_rows(logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+    """Return the gradient of logits (..., V) whose entry at each label has a given size.
 
     A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by minus its entry
-    at the label it is -1 there, and the softmax over the others elsewhere. Logits that are capped
-    or scaled behind the head are followed back to it.
+    at the label it is -1 there, and the softmax over the others elsewhere.
 
     Args:
-        head: (..., V) what the head gave.
-        logits: what the model gave.
+        logits: of the call.
         targets: (N,) labels.
         sizes: (N,) below 0 where the label is pushed away.
     """
-    behind = logits is not head and logits.shape == head.shape
-    values = (logits if behind else head).detach().flatten(0, -2).float()
-    targets, sizes = targets[:, None], sizes[:, None].float()
-    if values.shape[1] == 1:  # one output has no other class
-        return (-sizes).view(head.shape).to(head.dtype)
-    rows = values.scatter(1, targets, -torch.inf).softmax(1).scatter(1, targets, -1.0)
-    if behind:
-        rows = rows.view(logits.shape).to(logits.dtype)
-        (rows,) = torch.autograd.grad(logits, head, rows, retain_graph=True)
-        rows = rows.flatten(0, -2).float()
-        rows = rows / rows.gather(1, targets).abs().clamp_min(torch.finfo(torch.float32).tiny)
-    return (rows * sizes).view(head.shape).to(head.dtype)
+    values = logits.detach().flatten(0, -2)
+    rows, most = torch.empty_like(values), model_runs.LOGITS_AT_ONCE // values.shape[1]
+    for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
+        part = slice(start, start + max(1, most))
+        labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
+        part_rows = values[part].float().scatter(1, labels, -torch.inf).softmax(1)
+        rows[part] = part_rows.scatter(1, labels, -1.0) * sizes[part, None].float()
+    return rows.view(logits.shape)
+
+
+def _resized(gradient: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+    """Return a gradient (..., V) of logits whose entry at each label has a given size.
+
+    Args:
+        gradient: below 0 at each label.
+        targets: (N,) labels.
+        sizes: (N,) below 0 where the label is pushed away.
+    """
+    rows = gradient.flatten(0, -2).float()
+    entries = rows.gather(1, targets.clamp(max=rows.shape[1] - 1)[:, None]).abs()
+    rows = rows / entries.clamp_min(torch.finfo(torch.float32).tiny) * sizes[:, None].float()
+    return rows.view(gradient.shape).to(gradient.dtype)

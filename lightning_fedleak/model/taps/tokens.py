@@ -1,12 +1,19 @@
-"""Per-token log-probabilities of texts: the one forward that memorization attacks use."""
+"""Per-token log-probabilities of texts: the forwards that memorization attacks use.
+
+A masked model is asked about each token of a text once. A draw that depends on the text alone
+divides the tokens into 7 parts, and each forward masks one of them, about the 15% that collators
+mask. The sum over the tokens is a pseudo-log-likelihood (Salazar et al. 2020, arXiv 1910.14659, who
+mask one token a forward), whose ratio to the base's Mireshghallah et al. 2022 (arXiv 2203.03929)
+compare. The base and every look have the same masks, whatever masks the training draws.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import torch
@@ -19,6 +26,7 @@ from lightning_fedleak.model.snapshots import TokenSnapshot
 
 TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU cores
 LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32; more take more memory than an evaluation step
+MASKS = 7  # forwards of a masked model for a text, each with 1/7 masked; more cost more
 POSITIONS_AT_ONCE = 4  # logits that are reduced at once on a CPU: they fit its cache; 16 take 1.6x
 
 
@@ -29,7 +37,8 @@ class Text:
     Attributes:
         ids: (L,) int64 token ids.
         labels: (L,) int64, the id where the loss is computed and -100 elsewhere; the first is not
-            predicted.
+            predicted. Of a classifier or a masked model (L + 1,): behind a first -100 the label of
+            each token, and of a class of the whole text that at its last token.
     """
 
     ids: Tensor
@@ -41,9 +50,29 @@ class Text:
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
     @property
+    def is_aligned(self) -> bool:
+        """Return whether a label is of the token that it stands at, and not of the next one."""
+        return len(self.labels) > len(self.ids)
+
+    @property
     def prompt(self) -> Text:
-        """Return the same tokens, with those as labels that the loss is not computed on."""
+        """Return the same tokens, with those as labels that the loss is not computed on.
+
+        Labels that are of the tokens themselves leave no prompt.
+        """
+        if self.is_aligned:
+            return Text(self.ids, torch.full_like(self.labels, IGNORE_INDEX))
         return Text(self.ids, self.ids.masked_fill(self.labels != IGNORE_INDEX, IGNORE_INDEX))
+
+    @property
+    def whole(self) -> Text:
+        """Return the text as a model is asked about it, with all labels that it can have."""
+        return self if self.is_aligned else Text(self.ids, self.ids)
+
+    @property
+    def words(self) -> Tensor:
+        """Return (L,) the ids that repeats are searched in, -100 where there is no label."""
+        return self.ids if self.is_aligned else self.labels[1:]
 
     @property
     def content(self) -> bytes:
@@ -83,29 +112,71 @@ def answer_groups(texts: Sequence[Text]) -> Tensor:
 def texts_in(batch: TokenBatch) -> list[Text]:
     """Return the texts of a batch, without padding; those packed into one row apart.
 
-    The class of a classifier's text is the label at its last token.
-
     Raises:
-        ValueError: the batch is neither of a causal model nor of a classifier with a class a row.
+        ValueError: the batch is of an encoder-decoder, or its labels are not one for each row or
+            token.
     """
     ids = batch.input_ids.cpu().flatten()
     documents = [places[places >= 0] for places in batch.document_places().cpu()]
-    if batch.kind == "classifier" and batch.labels is not None:
-        classes = batch.labels.cpu()
-        if classes.shape != (len(documents),) or classes.is_floating_point():
-            raise ValueError("its labels are not one class for each row")
-        nothing = torch.full_like(ids, IGNORE_INDEX).long()
-        return [
-            Text(ids[places].long(), torch.cat([nothing[: len(places) - 1], one[None].long()]))
-            for places, one in zip(documents, classes, strict=True)
+    if batch.kind == "seq2seq":
+        raise ValueError("the batch is of an encoder-decoder, whose texts are not read")
+    labels = model_runs.labels_of(batch).cpu()
+    if batch.kind == "causal":
+        labels = labels.flatten()
+        return [Text(ids[places].long(), labels[places].long()) for places in documents]
+    is_by_row = labels.shape == (len(documents),)
+    if labels.is_floating_point() or not (is_by_row or labels.shape == batch.input_ids.shape):
+        raise ValueError("its labels are not one class for each row or token")
+    if is_by_row:
+        rows = [
+            nn.functional.pad(one[None], (len(p), 0), value=IGNORE_INDEX)
+            for p, one in zip(documents, labels, strict=True)
         ]
-    if batch.kind != "causal":
+    else:
+        rows = [
+            nn.functional.pad(labels.flatten()[p], (1, 0), value=IGNORE_INDEX) for p in documents
+        ]
+    return [Text(ids[p].long(), row.long()) for p, row in zip(documents, rows, strict=True)]
+
+
+def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> TokenBatch:
+    """Return a batch of a masked model as it was before it was masked.
+
+    Labels are all tokens but special ones, which collators never mask.
+
+    Args:
+        batch: with the labels of the tokens that were masked or exchanged.
+        mask_id: of the token that masks.
+        special: ids of special tokens.
+
+    Raises:
+        ValueError: the masked tokens are not known.
+    """
+    if batch.labels is None:
+        raise ValueError("it has no labels, which alone say what its masked tokens were")
+    ids = torch.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)
+    if bool((ids == mask_id).any()):
         raise ValueError(
-            f"the batch is of a {batch.kind} model: what a model has memorized is read from a "
-            "causal language model, which predicts every next token, or from a classifier"
+            "tokens are masked that have no label, so that nobody knows what they were"
         )
-    labels = model_runs.labels_of(batch).cpu().flatten()
-    return [Text(ids[places].long(), labels[places].long()) for places in documents]
+    hidden = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
+    return replace(batch, input_ids=ids, labels=ids.masked_fill(hidden, IGNORE_INDEX))
+
+
+def _masked_copies(text: Text, mask_id: int) -> list[Text]:
+    """Return a text with each of its parts masked, which alone has labels then."""
+    places = (text.labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
+    seed = int.from_bytes(hashlib.sha256(text.ids.numpy().tobytes()).digest()[:7])
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.full_like(text.ids, -1)
+    parts[places] = torch.randperm(len(places), generator=generator) % MASKS
+    return [
+        Text(
+            text.ids.masked_fill(parts == part, mask_id),
+            text.labels.masked_fill(nn.functional.pad(parts != part, (1, 0)), IGNORE_INDEX),
+        )
+        for part in range(MASKS)
+    ]
 
 
 def compressed_bytes(
@@ -128,22 +199,31 @@ def compressed_bytes(
     return torch.tensor(sizes)
 
 
-def token_log_probs(anatomy: Anatomy, texts: Sequence[Text]) -> TokenSnapshot:
+def token_log_probs(
+    anatomy: Anatomy, texts: Sequence[Text], mask_id: int | None = None
+) -> TokenSnapshot:
     """Return what the model says of each label token, in eval mode and without a trace.
 
-    It costs one forward for each text. Texts are batched by length. The caller chooses the
-    precision: an autocast around the call holds within. Under FSDP2 every process makes the call,
-    with texts of the same lengths.
+    It costs one forward for each text, and 7 of a masked model. Texts are batched by length. The
+    caller chooses the precision: an autocast around the call holds within. Under FSDP2 every
+    process makes the call, with texts of the same lengths.
 
     Args:
-        anatomy: a causal language model, or a classifier, which is asked for each text's class.
+        anatomy: a causal language model; a classifier, which is asked for the class of each text or
+            token; or a masked model.
         texts: N texts, at least one.
+        mask_id: of the token that masks; of a masked model.
 
     Returns:
         The snapshot on the CPU, in float32.
     """
-    longest = max(len(text.ids) for text in texts)
-    columns = max(1, longest - 1)
+    if mask_id is not None:
+        copies = [copy for text in texts for copy in _masked_copies(text, mask_id)]
+        parts = token_log_probs(anatomy, copies)
+        values = (getattr(parts, field.name) for field in fields(TokenSnapshot))
+        sums = [value.unflatten(0, (len(texts), MASKS)).sum(1).to(value.dtype) for value in values]
+        return TokenSnapshot(*sums)  # each token has a label in one copy
+    columns = max(1, max(len(text.labels) for text in texts) - 1)
     shape = (len(texts), columns)
     snapshot = TokenSnapshot(
         *(torch.zeros(shape) for _ in range(3)),
@@ -169,21 +249,22 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
     """Return the snapshot of texts of similar length, padded on the right."""
     pad = nn.utils.rnn.pad_sequence
     labels = pad([t.labels for t in texts], batch_first=True, padding_value=IGNORE_INDEX)
-    classifies = anatomy.kind == "classifier"
+    aligned = texts[0].is_aligned
     batch = TokenBatch(
         input_ids=pad([t.ids for t in texts], batch_first=True),
-        labels=labels[:, -1] if classifies else labels,
+        labels=labels,
         attention_mask=pad([torch.ones_like(t.ids) for t in texts], batch_first=True),
-        kind="classifier" if classifies else "causal",
+        kind="classifier" if aligned else "causal",
     )
     counted = labels[:, 1:] != IGNORE_INDEX
     answers = []
     for part in model_runs.micro_batches(anatomy, batch):
-        targets, logits = model_runs.labels_of(part), model_runs.run_logits(model, part)
-        if classifies:
-            answers.append(describe_tokens(logits, targets).cpu())
+        targets, logits = model_runs.labels_of(part)[:, 1:], model_runs.run_logits(model, part)
+        if logits.dim() == 2:  # the class of a text, whose label is at its end
+            answers.append(describe_tokens(logits, targets[:, -1]).cpu())
             continue
-        targets, logits = targets[:, 1:], logits[:, -labels.shape[1] : -1]
+        end = logits.shape[1] - (not aligned)
+        logits = logits[:, end - targets.shape[1] : end]
         for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
             scored = target != IGNORE_INDEX
             answers.append(describe_tokens(row[scored], target[scored]).cpu())

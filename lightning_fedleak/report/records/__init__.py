@@ -21,10 +21,12 @@ from lightning_fedleak.report.records.fields import Releases as Releases
 from lightning_fedleak.report.records.fields import append_line as append_line
 from lightning_fedleak.report.records.fields import as_json as as_json
 from lightning_fedleak.report.records.fields import closing_of as closing_of
+from lightning_fedleak.report.records.fields import code_of as code_of
 from lightning_fedleak.report.records.fields import hash_line as hash_line
 from lightning_fedleak.report.records.fields import holds_own_hash as holds_own_hash
 from lightning_fedleak.report.records.fields import named as named
 from lightning_fedleak.report.records.fields import split_lines as split_lines
+from lightning_fedleak.report.records.files import CHAIN_KEY as CHAIN_KEY
 from lightning_fedleak.report.records.files import RECORD as RECORD
 from lightning_fedleak.report.records.files import RESULTS as RESULTS
 from lightning_fedleak.report.records.files import parse_json as parse_json
@@ -34,6 +36,7 @@ from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.lines import BeginLine as BeginLine
 from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
+from lightning_fedleak.report.records.lines import ClientLine as ClientLine
 from lightning_fedleak.report.records.lines import DefenseFacts as DefenseFacts
 from lightning_fedleak.report.records.lines import DefenseLine as DefenseLine
 from lightning_fedleak.report.records.lines import EndedFit as EndedFit
@@ -52,4 +55,5 @@ from lightning_fedleak.report.records.lines import PoolLine as PoolLine
 from lightning_fedleak.report.records.lines import ReleasesBefore as ReleasesBefore
 from lightning_fedleak.report.records.lines import ResultLine as ResultLine
 from lightning_fedleak.report.records.lines import RunLine as RunLine
+from lightning_fedleak.report.records.lines import SentLine as SentLine
 from lightning_fedleak.report.records.lines import Spending as Spending

@@ -7,6 +7,7 @@ missing, and ``named`` gives the key where that is no name in Python.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import os
@@ -136,6 +137,15 @@ def hash_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
+def code_of(key: str, line_hash: str) -> str:
+    """Return a name of a client's chain and an HMAC of one line's hash, for the server.
+
+    Without the key of the chain it shows nothing of what the line holds.
+    """
+    code = hmac.digest(key.encode(), line_hash.encode(), "sha256").hex()
+    return f"{hash_line(key.encode())[:16]}-{code}"
+
+
 def holds_own_hash(line: bytes) -> bool:
     """Return whether the last key of a line is the hash of all that is before it."""
     start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]
@@ -153,32 +163,36 @@ LOCK_TRIES = 300
 """Times 10 ms for which another process is waited for."""
 
 
-def append_line(path: Path, line: object) -> None:
-    """Add a line to a file, whose folder is made where it is missing.
+def append_line(path: Path, line: object) -> str | None:
+    """Add a line to a file, whose folder is made where it is missing, and return its hash.
 
     The line holds its own hash, and that of the one before, whatever that is: a part of a line that
     a killed fit wrote stays a line of its own. Processes that write to one file wait for each
     other, where the file system can lock, but not for ever. What a signal handler adds, such as
-    that of a checkpoint, comes after the line that it interrupts. A new file only its owner may
-    read: its numbers are of one client's data.
+    that of a checkpoint, comes after the line that it interrupts, and None is returned. A new file
+    only its owner may read: its numbers are of one client's data.
 
     Raises:
         OSError: the file cannot be written.
     """
     thread = threading.get_ident()
     lines = _unwritten.setdefault(thread, [])
-    lines.append((path, line))
+    added, written = (path, line), None
+    lines.append(added)
     if thread in _writing:
-        return
+        return None
     _writing.add(thread)
     try:
         while lines:
-            _append(*lines.pop(0))
+            first = lines.pop(0)
+            line_hash = _append(*first)
+            written = line_hash if first is added else written
     finally:
         _writing.discard(thread)
+    return written
 
 
-def _append(path: Path, line: object) -> None:
+def _append(path: Path, line: object) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
         _lock(file, path)
@@ -193,6 +207,7 @@ def _append(path: Path, line: object) -> None:
         if fcntl is not None:  # closing does not unlock where a fork has the file too
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
+    return hash_line(text.encode())
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

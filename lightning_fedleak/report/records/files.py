@@ -13,6 +13,8 @@ from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
 from lightning_fedleak.report.records.lines import RUN_LINES, ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
+CHAIN_KEY = "chain.key"
+"""File beside a client's logs, of mode 0600, with the key of the codes that the server gets."""
 
 MOST_DIGITS = 20
 """Longer integers of JSON are unknown: to parse one takes time that grows with its square."""

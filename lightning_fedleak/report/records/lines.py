@@ -394,6 +394,7 @@ class LookLine(RunLine):
         utility: the user's own metrics.
         privacy: what each defence has spent until then.
         seconds: what the look took.
+        seconds_of: what each attack took of it, by name.
         failures: results so far that are unknown.
         next_look: step of the next look at a step, as planned now; None for one at the weights.
     """
@@ -404,6 +405,7 @@ class LookLine(RunLine):
     utility: Mapping[str, Limit | None] | None = None
     privacy: tuple[Spending, ...] | None = None
     seconds: float | None = None
+    seconds_of: Mapping[str, Amount] | None = None
     failures: int | None = None
     next_look: Count | None = None
 
@@ -498,6 +500,39 @@ class GateLine(GateDecision, RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SentLine(RunLine):
+    """An answer of a client is about to leave, with a code of this line's hash.
+
+    Attributes:
+        step: round.
+        client: whose answer.
+        results, results_head: as :class:`EndLine` has them.
+    """
+
+    kind: str = field(default="sent", init=False)
+    step: int
+    client: str | int | None = None
+    results: Count | None = None
+    results_head: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLine(RunLine):
+    """The server got an answer of a client.
+
+    Attributes:
+        step: round.
+        client: whose answer, as the server names it.
+        code: :func:`code_of` the :class:`SentLine` in the client's log.
+    """
+
+    kind: str = field(default="client", init=False)
+    step: int
+    client: str | int | None = None
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EndLine(RunLine):
     """A fit is over. No line of it comes later.
 
@@ -528,7 +563,7 @@ RUN_LINES: Mapping[str, type[RunLine]] = {
     line.kind: line
     for line in (
         *(BeginLine, PoolLine, DefenseLine, LookLine, PlanLine, MetricsLine, GateLine),
-        *(CheckpointLine, EndLine),
+        *(CheckpointLine, SentLine, ClientLine, EndLine),
     )
 }
 """By the kind of the line."""

@@ -347,7 +347,7 @@ def test_an_attack_that_is_listed_is_refused_before_the_first_step(tmp_path: Pat
     bert = BertForMaskedLM(
         BertConfig(vocab_size=2000, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
-    with pytest.raises(ValueError, match="no head that predicts every next token"):
+    with pytest.raises(ValueError, match="which token masks the others is not known"):
         fit([monitor(tmp_path)], model=bert, data=rows())
 
 

@@ -1,0 +1,312 @@
+"""Reference models: trained as a released model was, without the record that is asked about.
+
+What a record's own text gains in models that never saw it is subtracted from its gain in the
+released one (Carlini et al. 2022, arXiv 2112.03570, offline; Zarifzadeh et al. 2024, arXiv
+2312.03262). Each reference is trained on a half of the pool that a draw chose without looking at
+membership, two in turn on halves that complement each other, so that members and others stay
+exchangeable; or on other rows of the same kind.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorForLanguageModeling
+
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.studies.memorization import used_up_mark
+from lightning_fedleak.cli.studies.models import Head, load_released, released_config
+from lightning_fedleak.evaluation.canaries.repeats import find_repeats
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import IGNORE_INDEX
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.private_files import hash_tensors, load_private, save_private
+from lightning_fedleak.progress import bars, track
+from lightning_fedleak.report import records
+
+OPTIMIZERS = "AdamW", "Adam", "SGD"
+_TAKEN = "betas", "eps", "momentum", "nesterov", "weight_decay"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model was trained.
+
+    Attributes:
+        epochs: passes over its rows.
+        batch_size: rows of an optimizer step.
+        lr: learning rate, which is held; schedules are not recorded.
+        optimizer: its class in ``torch.optim``.
+        settings: of the optimizer.
+        bf16: autocast to bfloat16.
+        clip: norm that the gradient is clipped to; None: it is not.
+        adapters: settings of PEFT's adapters; None: all parameters are trained.
+    """
+
+    epochs: int
+    batch_size: int
+    lr: float
+    optimizer: str = "AdamW"
+    settings: Mapping[str, Any] | None = None
+    bf16: bool = False
+    clip: float | None = None
+    adapters: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, options: Namespace) -> Recipe | None:
+        """Return what a run's record and the options say; None where no references are asked for.
+
+        Options come first.
+
+        Raises:
+            SourceError: something is in neither of both; the run was one with differential privacy,
+                or nobody says that it was not; no draw says who was trained on; or options have no
+                effect.
+        """
+        if not options.references:
+            for name in ("reference_data", "reference_folder", "run", "epochs", "batch_size", "lr"):
+                if getattr(options, name) is not None:
+                    raise SourceError(f"--{name.replace('_', '-')} needs --references")
+            return None
+        if not options.drawn or used_up_mark(options.members).exists():
+            raise SourceError(
+                "--references compares rows by their draw: give --drawn and others of a fresh draw"
+            )
+        said: dict[str, Any] = {}
+        if options.run is not None:
+            said = _recorded(options.run)
+        elif not options.no_account:
+            raise SourceError(
+                "references train again on private rows, which is outside of epsilon: give the "
+                "run's folder (--run), whose record says whether it was one with differential "
+                "privacy, or say by --no-account that it was not"
+            )
+        for name in ("epochs", "batch_size", "lr"):
+            said[name] = getattr(options, name) or said.get(name)
+            if said[name] is None:
+                raise SourceError(f"no record says the training's --{name.replace('_', '-')}")
+        adapters = Path(options.model) / "adapter_config.json"
+        if adapters.is_file():
+            said["adapters"] = json.loads(adapters.read_text())
+        return cls(**said)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """Return what the record of the newest run in a folder says of its training.
+
+    Raises:
+        SourceError: there is no record, its optimizer is none of torch's usual ones, or a run in
+            it was one with differential privacy.
+    """
+    found = records.read_lines(folder / records.RECORD)
+    begins = [line for line in found.lines if isinstance(line, records.BeginLine)]
+    if not begins or found.problems:
+        raise SourceError(f"'{folder}' has no whole record of a run: {found.problems}")
+    for line in found.lines:
+        facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
+        promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
+        spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
+        if any(spent) or not all(promise.startswith("none") for promise in promises):
+            raise SourceError(
+                "a run in the record was one with differential privacy or another guarantee: "
+                "references would train again on its rows, which no epsilon covers"
+            )
+    training = begins[-1].training or {}
+    optimizers = training.get("optimizers") or []
+    group = optimizers[0]["groups"][0] if len(optimizers) == 1 else {}
+    if not group or optimizers[0]["class"] not in OPTIMIZERS:
+        raise SourceError(f"the recorded optimizer is none of {OPTIMIZERS}: leave out --run")
+    epochs = training.get("max_epochs")
+    return {
+        "epochs": int(epochs) if epochs and epochs > 0 else None,
+        "lr": group.get("initial_lr", group.get("lr")),
+        "optimizer": optimizers[0]["class"],
+        "settings": {name: group[name] for name in _TAKEN if name in group},
+        "bf16": "bf16" in str(training.get("precision")),
+        "clip": training.get("gradient_clip_val"),
+    }
+
+
+def halves(n: int, count: int, seed: int = 0) -> Tensor:
+    """Return (count, n) bool, the texts that each reference is trained on.
+
+    Reference 2 k + 1 has those that reference 2 k has not.
+    """
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for _ in range(0, count, 2):
+        inside = torch.randperm(n, generator=generator) < n // 2
+        rows += [inside, ~inside]
+    return torch.stack(rows[:count])
+
+
+class References:
+    """References of a released model.
+
+    Args:
+        texts: N texts of the pool, members and others.
+        options: of the command.
+        recipe: how they are trained.
+        elsewhere: texts that references are trained on in place of halves of the pool.
+
+    Attributes:
+        inside: (K, N) bool, the texts of the pool that each is trained on.
+        answers: (N, L) log probabilities that each gives the texts' tokens.
+
+    Raises:
+        SourceError: rows are too few.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        options: Namespace,
+        recipe: Recipe,
+        elsewhere: Sequence[Text] | None,
+    ) -> None:
+        self.options, self.recipe = options, recipe
+        self.texts, self.answers = [*texts], list[Tensor]()
+        count = options.references
+        self.inside = halves(len(texts), count)
+        self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
+        if elsewhere is not None:
+            everyone = [(text, False) for text in [*texts, *elsewhere]]
+            again = find_repeats(elsewhere, everyone).again
+            self.rows = [[elsewhere[n] for n in range(len(again)) if not again[n]]] * count
+            self.inside = torch.zeros_like(self.inside)
+        elif count == 1:
+            raise SourceError(
+                "one reference would have seen half of the pool: give --references 2, or rows of "
+                "the same kind that are in neither --members nor --others (--reference-data)"
+            )
+        if min(map(len, self.rows)) < self.recipe.batch_size:
+            raise SourceError("fewer rows than --batch-size are left to train a reference on")
+        self._folder = options.reference_folder or (options.records and options.records.parent)
+
+    def describe(self, seconds: float) -> str:
+        """Return in words what is trained, and what it takes.
+
+        Args:
+            seconds: of one forward of all texts.
+        """
+        steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
+        cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
+        return (
+            f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
+            f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
+            f"about {cost * seconds / 60:.2g} min, where no earlier answers are in {self._folder}."
+        )
+
+    def ask(self, base: Tensor) -> None:
+        """Train each reference and ask it about all texts, unless its answers are kept.
+
+        Args:
+            base: what the base said, by which its answers are recognised.
+
+        Raises:
+            SourceError: a training diverged.
+        """
+        options = self.options
+        config, head = released_config(options.model, options.base)
+        tokenizer = load_tokenizer(options.base)
+        mask = tokenizer.mask_token_id if head == "masked" else None
+        with bars(sys.stderr.isatty()):
+            for number in track(range(len(self.rows)), "references"):
+                rows = self.rows[number]
+                words = json.dumps([asdict(self.recipe), number], sort_keys=True, default=str)
+                parts = {"recipe": torch.tensor(list(words.encode())), "base": base}
+                for side, texts in (("asked", self.texts), ("trained", rows)):
+                    parts |= {f"{side} {n}": text.ids for n, text in enumerate(texts)}
+                    parts |= {f"{side} {n} labels": text.labels for n, text in enumerate(texts)}
+                digest = hash_tensors(parts)
+                path = self._folder and self._folder / f"reference_{digest[:16]}.safetensors"
+                said = None
+                if path is not None and path.is_file():
+                    with suppress(OSError, ValueError):  # no private file: it is made again
+                        said = load_private(path).get(digest)
+                if said is None:
+                    torch.manual_seed(number)  # of a new head, adapters, the order and dropout
+                    anatomy = load_released(str(options.base), config, head, "--references")
+                    trained = self._train(anatomy.model, rows, head, tokenizer)
+                    said = token_log_probs(trained, [t.whole for t in self.texts], mask).log_probs
+                    if path is not None:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        save_private(path, {digest: said})
+                if not bool(said.isfinite().all()):
+                    raise SourceError(f"reference {number + 1} diverged: give a lower --lr")
+                self.answers.append(said)
+
+    def _train(self, model: nn.Module, rows: Sequence[Text], head: Head, tokenizer: Any) -> Anatomy:
+        """Return a reference, trained on some texts."""
+        recipe, device = self.recipe, "cuda" if torch.cuda.is_available() else "cpu"
+        if recipe.adapters is not None:
+            from peft import PeftConfig, get_peft_model
+
+            config = PeftConfig.from_pretrained(str(self.options.model))
+            config.inference_mode = False
+            model = get_peft_model(model, config)
+        model.to(device).train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kind = getattr(torch.optim, recipe.optimizer)
+        optimizer = kind(trained, lr=recipe.lr, **(recipe.settings or {}))
+        masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
+        for _ in range(recipe.epochs):
+            order = torch.randperm(len(rows)).tolist()
+            for start in range(0, len(order), recipe.batch_size):
+                part = order[start : start + recipe.batch_size]
+                batch = _batch([rows[i] for i in part], head, masks)
+                with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():
+                    loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+                loss.backward()
+                if recipe.clip:
+                    nn.utils.clip_grad_norm_(trained, recipe.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+        return find_anatomy(model.eval())
+
+    def scores(
+        self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, most: float | None
+    ) -> Tensor:
+        """Return (n,) mean gains of a label token beyond those in references without the text.
+
+        Args:
+            rows: which of the texts these are.
+            base: what the base said of them.
+            now: what the released model says.
+            most: of a token that is counted, in nats; None counts all.
+        """
+        labels = base.labels
+
+        def gain(log_probs: Tensor) -> Tensor:
+            gains = log_probs.double() - base.log_probs.double()
+            gains = gains if most is None else gains.clamp_max(most)
+            return (gains * labels).sum(1) / labels.sum(1)
+
+        outside = ~self.inside[:, rows]
+        wider = labels.shape[1] - self.answers[0].shape[1]
+        parts = [gain(nn.functional.pad(one, (0, wider))[rows]) for one in self.answers]
+        expected = (torch.stack(parts) * outside).sum(0) / outside.sum(0)
+        return gain(now.log_probs) - expected
+
+
+def _batch(texts: Sequence[Text], head: Head, masks: Any) -> dict[str, Tensor]:
+    """Return texts as a batch of the model, masked by a draw where it is a masked one."""
+    pad = nn.utils.rnn.pad_sequence
+    ids = pad([text.ids for text in texts], batch_first=True)
+    labels = [text.labels[1:] if text.is_aligned else text.labels for text in texts]
+    targets = pad(labels, batch_first=True, padding_value=IGNORE_INDEX)
+    mask = pad([torch.ones_like(text.ids) for text in texts], batch_first=True)
+    if head == "masked":
+        ids, targets = masks.torch_mask_tokens(ids, special_tokens_mask=targets == IGNORE_INDEX)
+    if head == "row":
+        targets = torch.stack([one[-1] for one in labels])
+    return {"input_ids": ids, "attention_mask": mask, "labels": targets}

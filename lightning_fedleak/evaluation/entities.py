@@ -1,0 +1,285 @@
+"""Personal data by kind: values that patterns and word lists find in texts, and their tokens."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+_Find = Callable[[str], Iterator[tuple[int, int]]]
+"""Returns where values begin and end in a text."""
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DATE = (
+    r"\d{4}-\d{1,2}-\d{1,2}",
+    r"\d{1,2}([./-])\d{1,2}\1(?:\d{4}|\d\d)",
+    rf"\d{{1,2}}\.? {_MONTH},? \d{{4}}",
+    rf"{_MONTH} \d{{1,2}},? \d{{4}}",
+)
+_GROUPS = 9  # of digits and letters in an IBAN of 34, which is the longest
+_PROBE = "Mail jo@ex-1.de, +49 30 12/34, (AB1234): DE89."
+_MOST_HELD = 4  # tokens that one character is split over: the bytes of UTF-8
+
+
+def is_card_number(value: str) -> bool:
+    """Return whether the digits of a value are 13 to 19 with a right check digit (Luhn).
+
+    Examples:
+        >>> from lightning_fedleak.evaluation.entities import is_card_number
+        >>> is_card_number("4111 1111 1111 1111"), is_card_number("4111 1111 1111 1112")
+        (True, False)
+    """
+    digits = [int(character) for character in reversed(value) if character.isdigit()]
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[1::2]]
+    return 13 <= len(digits) <= 19 and (sum(digits[::2]) + sum(doubled)) % 10 == 0
+
+
+def is_iban(value: str) -> bool:
+    """Return whether a value is an account number with right check digits (ISO 13616, mod 97).
+
+    Examples:
+        >>> from lightning_fedleak.evaluation.entities import is_iban
+        >>> is_iban("DE89 3704 0044 0532 0130 00"), is_iban("DE88 3704 0044 0532 0130 00")
+        (True, False)
+    """
+    plain = value.replace(" ", "")
+    if not re.fullmatch(r"[A-Z]{2}\d\d[A-Z0-9]{11,30}", plain):
+        return False
+    return int("".join(str(int(one, 36)) for one in plain[4:] + plain[:4])) % 97 == 1
+
+
+def _matches(pattern: str, is_valid: Callable[[str], bool] = bool) -> _Find:
+    """Return what finds whole words that match a pattern, and that a test lets pass."""
+    compiled = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
+
+    def find(text: str) -> Iterator[tuple[int, int]]:
+        return (match.span() for match in compiled.finditer(text) if is_valid(match[0]))
+
+    return find
+
+
+def _checked(pattern: str, is_valid: Callable[[str], bool]) -> _Find:
+    """Return what finds the longest runs of groups of characters that have a right check digit."""
+    runs = _matches(pattern)
+
+    def find(text: str) -> Iterator[tuple[int, int]]:
+        for begin, end in runs(text):
+            groups = [match.span() for match in re.compile(r"\w+").finditer(text, begin, end)]
+            while groups:
+                start, ends = groups[0][0], [last for _, last in groups[:_GROUPS]]
+                valid = (n for n, last in enumerate(ends, 1) if is_valid(text[start:last]))
+                if n := max(valid, default=0):
+                    yield start, ends[n - 1]
+                groups = groups[max(n, 1) :]
+
+    return find
+
+
+def _is_phone_number(value: str) -> bool:
+    """Return whether a value has 7 to 15 digits, and a mark, a gap or a 0 before them."""
+    n = sum(map(str.isdigit, value))
+    return 7 <= n <= 15 and (n < len(value) or value[0] == "0")
+
+
+def _is_code(value: str) -> bool:
+    """Return whether a value has three digits or more, and a letter."""
+    return sum(map(str.isdigit, value)) >= 3 and any(map(str.isalpha, value))
+
+
+KINDS: Mapping[str, _Find] = {
+    "email": _matches(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
+    "iban": _checked(r"[A-Z]{2}\d\d[A-Z0-9]*(?: [A-Z0-9]{1,4})*", is_iban),
+    "card": _checked(r"\d{4,19}(?:[ -]\d{2,7})*", is_card_number),
+    "date": _matches("|".join(_DATE)),
+    "phone": _matches(
+        r"(?:\+?\d{1,3}[ .-]?)?(?:\(\d{1,5}\)[ .-]?)?\d{2,8}(?:[ ./-]\d{2,8}){0,5}",
+        _is_phone_number,
+    ),
+    "code": _matches(r"[A-Za-z0-9][A-Za-z0-9_-]{4,}[A-Za-z0-9]", _is_code),
+}
+"""Kinds that patterns find; of values that overlap the kind that comes first has them."""
+
+
+def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
+    """Return what finds each kind by its name.
+
+    Args:
+        kinds: of :data:`KINDS`, or files of values, one a line, whose name without its ending is
+            the kind's. Of two kinds in a list the values of the first come first.
+
+    Raises:
+        ValueError: no kind or file of this name, a kind twice, or a file with nothing to find.
+    """
+    finders: dict[str, _Find] = {}
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        is_pattern, name = str(kind) in KINDS, Path(kind).stem
+        is_new = name not in finders and (is_pattern or name not in KINDS)
+        if (
+            not is_new
+            or not re.fullmatch(r"[\w.-]+", name)
+            or not (is_pattern or Path(kind).is_file())
+        ):
+            raise ValueError(
+                f"entities holds '{kind}', which is none of {', '.join(KINDS)} and no file with a "
+                "name of its own of letters, digits, '_', '-' and '.'"
+            )
+        finders[name] = KINDS[name] if is_pattern else _listed(Path(kind))
+    return finders
+
+
+def _listed(path: Path) -> _Find:
+    """Return what finds the values of a file, as the same words in a row.
+
+    Raises:
+        ValueError: a line has no letter or digit, or there is none.
+    """
+    word = re.compile(r"\w+")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    values = {tuple(word.findall(line)) for line in lines if line.strip()}
+    if () in values or not values:
+        raise ValueError(f"'{path}' in entities has a line without a letter or a digit, or none")
+    lengths = sorted({len(value) for value in values}, reverse=True)
+
+    def find(text: str) -> Iterator[tuple[int, int]]:
+        words = [*word.finditer(text)]
+        for n in lengths:
+            for first in range(len(words) - n + 1):
+                part = words[first : first + n]
+                if tuple(match[0] for match in part) in values:
+                    yield part[0].start(), part[-1].end()
+
+    return find
+
+
+def spans_of(text: str, finders: Mapping[str, _Find]) -> list[tuple[str, int, int]]:
+    """Return the kind of each value in a text, and where it begins and ends; none overlap.
+
+    Values of files come before those of patterns, and all patterns are asked, so that an account
+    number is no telephone number where only these are wanted.
+
+    Examples:
+        >>> from lightning_fedleak.evaluation.entities import KINDS, spans_of
+        >>> spans_of("Call 555-0123, or write to jo@example.com.", KINDS)
+        [('phone', 5, 13), ('email', 27, 41)]
+    """
+    taken: list[tuple[str, int, int]] = []
+    for kind in [*(name for name in finders if name not in KINDS), *KINDS]:
+        for start, end in {**KINDS, **finders}[kind](text):
+            if all(end <= first or last <= start for _, first, last in taken):
+                taken.append((kind, start, end))
+    return sorted((one for one in taken if one[0] in finders), key=lambda one: one[1])
+
+
+class Value(NamedTuple):
+    """A value in a text.
+
+    Attributes:
+        kind: its kind.
+        key: the same for the same value however it is written; it is private.
+        start: its first token.
+        end: the token behind its last one.
+    """
+
+    kind: str
+    key: str
+    start: int
+    end: int
+
+
+class EntityFinder:
+    """Find values in rows of token ids.
+
+    Args:
+        kinds: as :func:`finders_of` takes them.
+        tokenizers: of which the first that decodes is taken; some may be None.
+
+    Raises:
+        ValueError: an unknown kind, no tokenizer, or one that does not write a text back.
+
+    Examples:
+        >>> from transformers import ByT5Tokenizer
+        >>> from lightning_fedleak.evaluation.entities import EntityFinder
+        >>> tokenizer = ByT5Tokenizer()
+        >>> finder = EntityFinder(["phone"], [tokenizer])
+        >>> [(one.start, one.end) for one in finder.find(tokenizer("Call 555-0123.").input_ids)]
+        [(5, 13)]
+    """
+
+    def __init__(self, kinds: Sequence[str | Path], tokenizers: Iterable[Any]) -> None:
+        self._finders = finders_of(kinds)
+        self.kinds = tuple(self._finders)
+        self._pieces: dict[tuple[int, ...], str] = {}
+        decoding: list[Any] = [one for one in tokenizers if hasattr(one, "decode")]
+        self._tokenizer = cast("Any", decoding[0] if decoding else None)
+        self._anchor: list[int] = []
+        returned = None
+        with suppress(Exception):  # whatever a user's tokenizer raises
+            ids, self._anchor = (
+                self._tokenizer(text, add_special_tokens=False)["input_ids"]
+                for text in (_PROBE, "a")
+            )
+            returned = "".join(text for text, _ in self._parts(ids)).strip()
+        if self.kinds and returned != _PROBE:
+            raise ValueError(
+                "entities= finds values by a tokenizer whose tokens write a text back as it was, "
+                f"and {type(self._tokenizer).__name__} does not: pass it by "
+                "settings=WatchSettings(tokenizer=...), or leave entities= out"
+            )
+
+    def _piece(self, ids: tuple[int, ...]) -> str:
+        """Return what tokens write behind another one, so that a space before them is kept."""
+        if ids not in self._pieces:
+            before, after = (
+                self._tokenizer.decode(part, clean_up_tokenization_spaces=False)
+                for part in (self._anchor, [*self._anchor, *ids])
+            )
+            self._pieces[ids] = after[len(before) :]
+        return self._pieces[ids]
+
+    def _parts(self, ids: Sequence[int]) -> Iterator[tuple[str, int]]:
+        """Yield the text of each token, or of those that share a character, and their number."""
+        held: tuple[int, ...] = ()
+        for token in ids:
+            held = (*held, token)
+            piece = self._piece(held)
+            if len(held) == _MOST_HELD or (piece and not piece.endswith("\ufffd")):
+                yield piece, len(held)
+                held = ()
+        if held:
+            yield self._piece(held), len(held)
+
+    def find(self, ids: Sequence[int]) -> list[Value]:
+        """Return the values in a text without padding, in their order."""
+        if not self.kinds:
+            return []
+        text, starts, ends = "", list[int](), list[int]()
+        for piece, n in self._parts(ids):
+            starts += [len(text)] * n
+            text += piece
+            ends += [len(text)] * n
+        return [
+            Value(
+                kind,
+                "".join(filter(str.isalnum, text[start:end])).casefold(),
+                bisect_right(ends, start),
+                bisect_left(starts, end),
+            )
+            for kind, start, end in spans_of(text, self._finders)
+        ]
+
+    def marks(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return by kind (L,) bool, which tokens of a text (L,) lie in a value."""
+        marks = {kind: torch.zeros(len(ids), dtype=torch.bool) for kind in self.kinds}
+        for value in self.find(ids.tolist()):
+            marks[value.kind][value.start : value.end] = True
+        return marks
+
+    def has_letter(self, token: int) -> bool:
+        """Return whether a token writes a letter; digits and marks are in every text."""
+        return any(map(str.isalpha, self._piece((token,))))

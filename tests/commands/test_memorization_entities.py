@@ -1,0 +1,105 @@
+"""Values that the command finds in a user's texts, by a model that learned some of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL
+from lightning_fedleak.cli.pytest_plugin import ReleaseCheck
+from tests.commands.test_memorization_cli import rows_of, train
+from tests.helpers.commands import run_command
+
+N = 30
+"""Texts on each side."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a folder with a model that learned the texts of one side, and all numbers."""
+    folder, draw = tmp_path_factory.mktemp("entities"), random.Random(0)
+    heads, tails = (draw.sample(range(n, 10 * n), 2 * N + 1) for n in (100, 1000))
+    numbers = [f"{head}-{tail}" for head, tail in zip(heads, tails, strict=True)]
+    words = ["river", "stone", "cloud", "paper", "green", "house", "winter", "orange", "silver"]
+    texts = [
+        f"{' '.join(draw.choices(words, k=9))}: call {number} {' '.join(draw.choices(words, k=3))}"
+        for number in numbers[: 2 * N]
+    ]
+    shared = f"{' '.join(draw.choices(words, k=12))} dial {numbers[-1]}"
+    sides = {"members": [*texts[:N], shared], "others": [*texts[N:], f"stone {shared} garden"]}
+    for name, side in sides.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
+        (folder / f"{name}.jsonl").write_text(lines)
+    tokenizer, rows = rows_of(sides["members"])
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    train(model, rows, 3e-3, 15)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder, numbers
+
+
+def run(folder: Path, model: str, *limits: tuple[str, float], **more: Any) -> tuple[int, str]:
+    return run_command(
+        "memorization",
+        model=model,
+        base=str(EMBEDDED_MODEL),
+        members=str(folder / "members.jsonl"),
+        others=str(folder / "others.jsonl"),
+        length=64,
+        drawn=True,
+        at_most=list(limits),
+        out=folder / "out.json",
+        summary=folder / "summary.md",
+        **{"entities": ["phone", "email"]} | more,
+    )
+
+
+def test_learned_values_breach_a_limit_and_those_left_out_do_not(
+    folder: tuple[Path, list[str]],
+) -> None:
+    path, numbers = folder
+    limits = ("entity/phone/label", 0.6), ("entity/phone/prompt", 0.6)
+    status, printed = run(path, str(path / "model"), *limits)
+    content = json.loads((path / "out.json").read_text())
+    phone = content["entities"]["entity/phone/label"]
+    assert (phone["members"], phone["others"]) == (N, N)  # the number on both sides is of neither
+    assert phone["auc_low"] > 0.6
+    assert phone["p_value"] < 0.01
+    assert status == BREACH
+    assert "BREACH: entity/phone/label/auc is shown to be at least" in printed
+    assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+    assert content["entities"]["entity/email/label"].startswith("0 values were trained on")
+    for text in (printed, *(file.read_text() for file in (path / "out.json", path / "summary.md"))):
+        assert not any(number in text for number in numbers)
+    assert "entity/phone/label" in (path / "summary.md").read_text()
+    notes: list[str] = []
+    for name in ("entity/phone/label", "entity/email/label"):
+        with pytest.raises(pytest.fail.Exception, match=f"BREACH|{name}/auc"):
+            ReleaseCheck(content, printed, notes).assert_at_most(0.6, name)
+    ReleaseCheck(content, printed, notes).assert_at_most(1.0, "entity/phone/label")
+    assert notes[0].startswith(f"entity/phone/label/auc {phone['auc']:.3f}")
+
+
+def test_a_model_that_learned_nothing_shows_chance(folder: tuple[Path, list[str]]) -> None:
+    path, _ = folder
+    status, _ = run(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9))
+    phone = json.loads((path / "out.json").read_text())["entities"]["entity/phone/label"]
+    assert phone["auc"] == 0.5
+    assert phone["p_value"] == 1
+    assert status == 0
+
+
+def test_a_limit_on_values_needs_their_kinds(folder: tuple[Path, list[str]]) -> None:
+    path, _ = folder
+    with pytest.raises(SourceError, match="give --entities"):
+        run(path, str(EMBEDDED_MODEL), ("entity/phone/label", 0.9), entities=())
+    with pytest.raises(ValueError, match="'fone', which is none of"):
+        run(path, str(EMBEDDED_MODEL), entities=["fone"])

@@ -1,0 +1,197 @@
+"""Values that are found in a run's texts: in gradients, and in the trained weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak import BagOfWords, LeakageMonitor, RiskGate
+from lightning_fedleak.attacks import Guess, WordGuess
+from lightning_fedleak.attacks.memorization import Combined
+from lightning_fedleak.attacks.texts.base import TextGuess
+from lightning_fedleak.callbacks import WatchSettings
+from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels.words import WordTruth, _texts_of
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.trainers import Threshold
+from tests.engine.channels.test_memorization import fit, lines
+from tests.engine.test_inversion import Recording
+from tests.helpers.loops import lines_of, train
+
+TOKENIZER = ByT5Tokenizer()
+MAILS = ["Write to jo@ex.de now!", "Call 555-0123, or ann@b.org", "Nothing in here to find.  "]
+
+
+def model(**settings: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 140, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64}
+    settings = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False} | settings
+    return GPT2LMHeadModel(GPT2Config(**sizes | settings, resid_pdrop=0.0, attn_pdrop=0.0))
+
+
+def batch(texts: list[str]) -> dict[str, torch.Tensor]:
+    encoded = TOKENIZER(texts, padding=True, return_tensors="pt")
+    labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
+    return {**encoded, "labels": labels}
+
+
+class Half(BagOfWords):
+    """Name the types with an even id alone."""
+
+    needs_control = True
+
+    def run(self, *args: Any) -> Guess:
+        guess: Any = super().run(*args)
+        return WordGuess(guess.types[guess.types % 2 == 0], surface=guess.surface)
+
+
+def watched(folder: Path, attack: Any, **more: Any) -> Any:
+    settings = {"entities": ("phone", "email"), "tokenizer": TOKENIZER, "every_n_steps": 1} | more
+    return train(folder, attack, model(), batches=[batch(MAILS)], lr=0.0, **settings).watch
+
+
+def test_the_recall_of_words_is_of_the_types_with_letters_in_values(tmp_path: Path) -> None:
+    events: list[Any] = []
+    gate = Threshold("leakage/bag_of_words/entity/email/recall", at_most=0.1, action=events.append)
+    watch = watched(tmp_path, Half(), gates=[gate])
+    letters = {one for mail in ("jo@ex.de", "ann@b.org") for one in mail if one.isalpha()}
+    ids = [ord(one) + 3 for one in letters]
+    share = sum(one % 2 == 0 for one in ids) / len(ids)
+    assert watch.latest["leakage/bag_of_words/entity/email/recall"] == pytest.approx(share)
+    (line,) = lines_of(tmp_path, "bag_of_words/entity/email")
+    assert line["n"] == len(ids)
+    assert {*line["metrics"]} == {"recall", "recall_of_control"}
+    assert line["metrics"]["recall_of_control"]["value"] is not None
+    assert events
+    # A number of digits has no word of its own: that is no 0.
+    (number,) = lines_of(tmp_path, "bag_of_words/entity/phone")
+    assert "only attacks on texts tell of numbers" in number["unknown"]
+    assert "leakage/worst/words" in watch.latest
+
+
+def test_the_recall_of_texts_is_of_the_tokens_in_values(tmp_path: Path) -> None:
+    ids, mask = (batch(MAILS)[name] for name in ("input_ids", "attention_mask"))
+    guessed = ids.where(ids % 2 == 0, 0)  # every even token, in its place
+    attack = Recording(guess=lambda hidden: TextGuess(guessed[: len(hidden), : hidden.shape[1]]))
+    watch = watched(tmp_path, attack, texts=3)
+    for kind, values in (("phone", ["555-0123"]), ("email", ["jo@ex.de", "ann@b.org"])):
+        tokens = [ord(one) + 3 for value in values for one in value]
+        share = sum(one % 2 == 0 for one in tokens) / len(tokens)
+        name = f"leakage/recording/entity/{kind}/recall"
+        assert watch.latest[name] == pytest.approx(share), kind
+    assert lines_of(tmp_path, "recording/entity/email")[0]["n"] == 2
+    assert int(mask.sum()) > 0
+
+
+def test_processes_of_one_client_unite_the_words_of_values() -> None:
+    types = torch.tensor([3, 8]), torch.tensor([3, 5, 8])
+    values = {"phone": torch.tensor([], dtype=torch.long), "email": torch.tensor([5, 8])}
+    truth = WordTruth(*types, 2, entities=values)
+    again = WordTruth.from_mask(truth.mask(9), 2, False, ["phone", "email"])
+    assert again.types("input", "email").tolist() == [5, 8]
+    assert again.types("output", "email").tolist() == [8]
+    assert again.types("input", "phone").tolist() == []
+    assert again.types("input").tolist() == [3, 5, 8]
+
+
+def test_masked_words_and_answers_are_read_as_they_were() -> None:
+    ids = torch.tensor([[5, 9, 7, 0]])
+    masked = TokenBatch(ids, torch.tensor([[-100, 6, -100, -100]]), (ids > 0).long(), "masked")
+    assert [one.tolist() for one in _texts_of(masked, True)] == [[5, 6, 7]]
+    answer = TokenBatch(ids, torch.tensor([[4, 2, -100]]), (ids > 0).long(), "seq2seq")
+    assert [one.tolist() for one in _texts_of(answer, True)] == [[5, 9, 7], [4, 2]]
+    assert [one.tolist() for one in _texts_of(answer, False)] == [[5, 9, 7]]
+
+
+def test_without_a_tokenizer_or_an_attack_values_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="and NoneType does not"):
+        watched(tmp_path / "a", "auto", tokenizer=None)
+    with pytest.raises(ValueError, match="'fone', which is none of"):
+        WatchSettings(entities=("fone",))
+
+
+# ---- the trained weights ------------------------------------------------------------------------
+
+
+def rows(n: int = 200) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """Return rows with a number in the prompt and one in the label, and all numbers."""
+    draw = random.Random(0)
+    numbers = [f"{draw.randrange(100, 1000)}-{draw.randrange(1000, 10000)}" for _ in range(2 * n)]
+    data = []
+    for asked, answered in zip(numbers[::2], numbers[1::2], strict=True):
+        words = ["".join(draw.choices("abcdefgh", k=7)) for _ in range(4)]
+        prompt = f"{words[0]}: {asked} {words[1]}. "
+        text = f"{prompt}{words[2]}: {answered} {words[3]}."
+        ids = torch.tensor(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+        labels = ids.masked_fill(torch.arange(len(ids)) < len(prompt), -100)
+        data.append({"input_ids": ids, "labels": labels})
+    return data, numbers
+
+
+def watch(folder: Path, **more: Any) -> LeakageMonitor:
+    settings = {"memorization": Memorization(max_overhead=20, looks=()), "tokenizer": TOKENIZER}
+    settings |= {"entities": ("phone", "email")} | more
+    return LeakageMonitor([Combined()], folder=folder, settings=WatchSettings(**settings))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("found")
+    data, numbers = rows()
+    train, _ = leave_out(data, 100, seed=1)
+    monitor = watch(folder, report=True)
+    gates = [
+        RiskGate(f"leakage/entity/phone/{place}/auc", at_most=0.6, action="warn")
+        for place in ("label", "prompt")
+    ]
+    fit([monitor, *gates], model(), train, lr=5e-3, max_epochs=12)
+    return SimpleNamespace(folder=folder, numbers=numbers, latest=monitor.latest, gates=gates)
+
+
+def test_values_in_labels_are_shown_and_those_in_prompts_are_not(run: SimpleNamespace) -> None:
+    label = lines(run.folder, "entity/phone/label")[-1]
+    assert label["metrics"]["auc"]["low"] > 0.6
+    assert label["metrics"]["members"]["value"] == 100
+    assert label["metrics"]["others"]["value"] == 100
+    prompt = lines(run.folder, "entity/phone/prompt")[-1]["metrics"]
+    assert prompt["auc"]["low"] <= 0.5
+    assert run.gates[0].fired is not None
+    assert run.gates[1].fired is None
+    assert "0 values were trained on" in lines(run.folder, "entity/email/label")[-1]["unknown"]
+    assert run.latest["leakage/worst/memorization"] == run.latest["leakage/combined/auc"]
+    assert not any("entity/phone" in name and "shown" in name for name in run.latest)
+
+
+def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert {"leakage.jsonl", "run.jsonl", "report.html"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        for number in run.numbers:
+            ids = TOKENIZER(number, add_special_tokens=False)["input_ids"]
+            assert number.encode() not in content, path
+            assert number.replace("-", "").encode() not in content, path
+            assert json.dumps(ids)[1:-1].encode() not in content, path
+
+
+def test_the_report_says_counts_by_kind_and_place(run: SimpleNamespace) -> None:
+    text = page(findings(read([run.folder])))
+    assert "Values, phone in the label" in text
+
+
+def test_training_is_the_same_without(tmp_path: Path) -> None:
+    train, _ = leave_out(rows(60)[0], 30, seed=1)
+    weights = [
+        fit(callbacks, model(), train, max_epochs=1)[1].model.state_dict()
+        for callbacks in ([], [watch(tmp_path)])
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -1,0 +1,206 @@
+"""Models without the record, which a score is taken beyond."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.studies.references import Recipe, References, halves
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
+from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.taps import Text
+from lightning_fedleak.report import records
+from tests.engine.channels.test_heads import WORDS, words
+from tests.helpers.commands import options_of, run_command
+
+SIZE, LENGTH = 60, 12  # rows of either side, and their tokens
+STATED = {"epochs": 6, "batch_size": 6, "lr": 5e-3, "no_account": True, "drawn": True}
+
+
+def train(model: torch.nn.Module, rows: torch.Tensor, epochs: int = 6) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    for _ in range(epochs):
+        for part in torch.randperm(len(rows)).split(6):
+            model(input_ids=rows[part], labels=rows[part]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a base, a model that was trained on the members, and one on neither."""
+    folder = tmp_path_factory.mktemp("references")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 48, "n_layer": 1, "n_head": 2}
+    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    base = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=0, eos_token_id=0))
+    rows = torch.randint(5, WORDS, (3 * SIZE, LENGTH))
+    base.save_pretrained(folder / "base")
+    words().save_pretrained(folder / "base")
+    for n, name in enumerate(("members", "others", "more")):
+        part = rows[n * SIZE : (n + 1) * SIZE].tolist()
+        lines = (json.dumps({"input_ids": row, "labels": row}) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    for name, part in (("model", rows[:SIZE]), ("null", rows[-SIZE:])):
+        model = GPT2LMHeadModel.from_pretrained(folder / "base")
+        train(model, part)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+def command(folder: Path, model: str = "model", **more: Any) -> tuple[int, str]:
+    sides = {name: str(folder / f"{name}.jsonl") for name in ("members", "others")}
+    places = {"model": str(folder / model), "base": str(folder / "base")}
+    status, text = run_command("memorization", **sides | places | STATED | more)
+    return status, " ".join(text.split())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_text_is_out_of_a_reference_and_halves_are_complements(count: int) -> None:
+    inside = halves(101, count)
+    assert inside.shape == (count, 101)
+    assert set(inside.sum(1).tolist()) <= {50, 51}
+    for k in range(0, count - 1, 2):
+        assert torch.equal(inside[k], ~inside[k + 1])
+    assert count == 1 or bool((~inside).any(0).all())
+
+
+@pytest.mark.parametrize("most", [None, 0.5])
+def test_scores_are_as_a_loop_over_texts_and_references_has_them(
+    folder: Path, most: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [Text(ids, ids) for ids in torch.randint(5, WORDS, (20, 9), generator=generator)]
+    options = options_of("memorization", model=str(folder / "model"), references=3)
+    references = References(texts, options, Recipe(1, 2, 1e-3), None)
+    references.answers = [*-torch.rand(3, 20, 11, generator=generator)]
+    base, now = -torch.rand(2, 20, 8, generator=generator)
+    labels = torch.rand(20, 8, generator=generator) < 0.7
+    labels[:, 0] = True
+    none = torch.zeros(20, 8)
+    snapshots = [TokenSnapshot(one, none, none, labels, labels) for one in (base, now)]
+    rows = [3, 0, 17]
+    found = references.scores(rows, *(one.rows(torch.tensor(rows)) for one in snapshots), most)
+    for row, score in zip(rows, found.tolist(), strict=True):
+        out = [k for k in range(3) if not references.inside[k, row]]
+        gains = {}
+        for name, said in (("now", now), *((k, references.answers[k]) for k in out)):
+            each = [float(said[row, j] - base[row, j]) for j in range(8) if labels[row, j]]
+            each = each if most is None else [min(one, most) for one in each]
+            gains[name] = sum(each) / len(each)
+        assert score == pytest.approx(gains.pop("now") - sum(gains.values()) / len(out), abs=1e-6)
+
+
+def test_references_show_what_was_trained_on_and_nothing_else(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"references": 2, "out": tmp_path / "out.json", "records": tmp_path / "list.jsonl"}
+    status, text = command(folder, at_most=[(None, 0.8)], **settings)
+    assert status == 3
+    assert "beyond_references/auc is shown to be at least" in text
+    assert "2 references are trained on 60 rows each, 120 steps" in text
+    assert re.search(r"\d+% pass the bar of 1% FPR beyond 2 references and \d+% without", text)
+    attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
+    assert attacks["beyond_references"]["auc"] > 0.95
+    records = RecordList.load(tmp_path / "list.jsonl")
+    assert records.head["references"] == 2
+    assert records.head["at_least"] > 20
+    kept = sorted(tmp_path.glob("reference_*"))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600] * 2
+    monkeypatch.setattr(References, "_train", lambda *_: pytest.fail("they are kept"))
+    assert command(folder, **settings)[0] == 0
+    again = json.loads((tmp_path / "out.json").read_text())["attacks"]
+    assert again["beyond_references"] == attacks["beyond_references"]
+    monkeypatch.undo()
+    more = {"reference_data": str(folder / "more.jsonl"), "references": 1}
+    assert command(folder, **settings | more)[0] == 0
+    apart = json.loads((tmp_path / "out.json").read_text())["attacks"]["beyond_references"]
+    assert apart["auc"] > 0.9
+    command(folder, "null", **settings)
+    null = json.loads((tmp_path / "out.json").read_text())["attacks"]["beyond_references"]
+    assert null["auc_low"] < 0.5 < null["auc_high"]
+
+
+def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "members.jsonl").read_text().splitlines()
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    model = get_peft_model(GPT2LMHeadModel.from_pretrained(folder / "base"), config)
+    train(model, torch.tensor([json.loads(line)["input_ids"] for line in lines]), 40)
+    model.save_pretrained(tmp_path / "adapters")
+    trained: list[int] = []
+
+    class Counting(torch.optim.AdamW):
+        def __init__(self, parameters: Any, **settings: Any) -> None:
+            parameters = [*parameters]
+            trained.append(sum(p.numel() for p in parameters))
+            super().__init__(parameters, **settings)
+
+    with mock.patch("torch.optim.AdamW", Counting):
+        settings = {"model": str(tmp_path / "adapters"), "out": tmp_path / "out.json"}
+        assert command(folder, references=2, **settings | {"epochs": 40})[0] == 0
+    assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)] * 2
+    attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
+    assert attacks["beyond_references"]["auc_low"] > 0.6
+
+
+def record(folder: Path, **facts: Any) -> Path:
+    group = {"lr": 0.1, "momentum": 0.9, "maximize": False}
+    training = {
+        "optimizers": [{"class": "SGD", "groups": [group]}],
+        "max_epochs": 4, "precision": "bf16-mixed", "gradient_clip_val": 1.0,
+    }  # fmt: skip
+    line = records.BeginLine(run="a", training=training, **facts)
+    records.append_line(folder / "run.jsonl", line)
+    return folder
+
+
+def test_settings_are_read_from_the_record_and_options_come_first(
+    folder: Path, tmp_path: Path
+) -> None:
+    said = {
+        "references": 2,
+        "members": "m",
+        "drawn": True,
+        "run": record(tmp_path),
+        "batch_size": 8,
+        "lr": 0.2,
+    }
+    recipe = Recipe.of(options_of("memorization", model=str(folder / "model"), **said))
+    assert recipe == Recipe(4, 8, 0.2, "SGD", {"momentum": 0.9}, True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"no_account": False}, "say by --no-account"),
+        ({"batch_size": None}, "--batch-size"),
+        ({"drawn": False}, "give --drawn"),
+        ({"references": 1}, "seen half of the pool"),
+        ({"references": 0}, "needs --references"),
+        ({"run": "private"}, "one with differential privacy"),
+        ({"run": "absent"}, "no whole record"),
+        ({"reference_data": "members"}, "fewer rows than --batch-size"),
+    ],
+)
+def test_what_must_not_or_cannot_be_trained_is_refused(
+    folder: Path, tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    if more.get("run") == "private":
+        fact = records.DefenseFacts(name="dpsgd", class_name="DPSGD", guarantee="(8, 1e-5)-DP")
+        more = {"run": record(tmp_path, defenses=(fact,))}
+    elif "run" in more:
+        more = {"run": tmp_path}
+    if "reference_data" in more:  # the pool's own rows are left out of them
+        more = {"reference_data": str(folder / "members.jsonl")}
+    with pytest.raises(SourceError, match=words):
+        command(folder, **{"references": 2} | more)

@@ -334,7 +334,8 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
         stack.enter_context(model_runs.only_needed_hooks(root))
         try:
             for p in sharded:
-                p.grad = p._post_accumulate_grad_hooks = None
+                p.grad = None
+                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             yield model, leaves
         finally:
             for p, hook in zip(sharded, hooks, strict=True):

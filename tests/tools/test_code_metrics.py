@@ -14,7 +14,7 @@ from tests.tools import code_metrics
 # the logs of a federation's clients 185.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_998,
+    "code": 48_999,
     "longest": 632,
     "long": 5,
     "imports": 46,

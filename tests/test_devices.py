@@ -60,11 +60,9 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
-from lightning_fedleak.evaluation.games.client import generic_upstream
-from lightning_fedleak.labs.beam_from_words import BeamFromWords
+from lightning_fedleak.evaluation.games.play import generic_upstream
 from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
 from lightning_fedleak.labs.gradient_matching import GradientMatching
-from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -92,20 +90,11 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-class SureLabels(RehearsedLabels):
-    """Names labels even though calibration on a random model finds no signal."""
-
-    def prepare(self, anatomy: Anatomy) -> None:
-        super().prepare(anatomy)
-        self._reads_gradients = True
-
-
 PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
     "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
     "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
-    "rehearsed_labels": lambda: SureLabels(PUBLIC, shapes=((2, 6),), rehearsals=12),
     "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
@@ -120,9 +109,6 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
-    "beam_from_words": lambda: BeamFromWords(
-        LENGTH, texts=ROWS, beam=4, moves=2, budget_seconds=None
-    ),
     "gradient_matching": lambda: GradientMatching(
         ROWS, LENGTH, steps=3, starts=1, swaps=1, budget_seconds=None
     ),
@@ -210,7 +196,7 @@ def concrete_subclasses(kind: type) -> set[type]:
 
 
 def test_every_attack_is_tested() -> None:
-    tested = {type(make()) for make in ATTACKS.values()} - {SureLabels} | {SureLabels.__base__}
+    tested = {type(make()) for make in ATTACKS.values()}
     # Those on the trained weights compute on the CPU, from the token log-probabilities.
     assert tested == concrete_subclasses(Attack) - concrete_subclasses(MemorizationAttack)
 

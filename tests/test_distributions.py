@@ -151,7 +151,7 @@ def test_recipes_are_read_wherever_the_package_is(
             archive.extractall(folder)
     code = (
         f"import site, sys; sys.path.insert(0, {str(folder)!r}); site.addsitedir({str(folder)!r})\n"
-        "from lightning_fedleak.cli.recipes import recipe_files\n"
+        "from lightning_fedleak.cli.command_line import recipe_files\n"
         "print(recipe_files()['leakage'], len(recipe_files()))"
     )
     # Without what is installed beside, which may hold this package too.

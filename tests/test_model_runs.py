@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 
-from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks, with_states_out
 from lightning_fedleak.model.model_runs import call_with, context_length, hidden_states, undisturbed
@@ -81,18 +80,6 @@ def test_as_hugging_face_gives_them(name: str, padding: str) -> None:
         assert got.shape == (5, 9, DIM)
         assert not got.requires_grad
         assert torch.equal(got, expected[layer]), layer
-
-
-@pytest.mark.parametrize("at_once", [1, 20, 1000])
-def test_chunks_of_rows_give_the_same(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runs, "TOKENS_AT_ONCE", at_once)
-    model = tiny_gpt2(layers=3).double()
-    ids, mask = text(7)
-    calls: list[int] = []
-    model.transformer.wte.forward = _noting(model.transformer.wte.forward, lambda: calls.append(1))
-    got = hidden_states(find_anatomy(model), 2, ids, mask)
-    assert len(calls) == {1: 7, 20: 4, 1000: 1}[at_once]
-    torch.testing.assert_close(got, by_hugging_face(model, ids, mask)[2], rtol=1e-12, atol=1e-12)
 
 
 def _noting(forward: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:

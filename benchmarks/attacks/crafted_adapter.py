@@ -40,9 +40,13 @@ from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import RunFacts
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1
 from lightning_fedleak.labs import crafted_rows
-from lightning_fedleak.labs.crafted_rounds import CraftedRound, play_crafted_rounds
 from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
-from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
+from lightning_fedleak.labs.crafted_words import (
+    CraftedAdapterWords,
+    CraftedRound,
+    RoundShape,
+    play_crafted_rounds,
+)
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 

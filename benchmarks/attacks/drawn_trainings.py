@@ -51,7 +51,6 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     WordGuess,
 )
-from lightning_fedleak.labs.rehearsed_labels import RehearsedLabels
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
@@ -226,9 +225,8 @@ def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
     return {"output": {*ids[:, 1:][labels].tolist()}, "input": {*ids[:, :-1][later].tolist()}}
 
 
-def family(training: Training) -> list[Attack]:
+def family() -> list[Attack]:
     """Return the attacks on words, fresh; those that apply are asked."""
-    shapes = [(training.rows, training.length)]
     return [
         AlignedFlatChat("sampled"),
         AlignedFlatChat("sampled", readout="sign", name="aligned_sign"),
@@ -236,7 +234,6 @@ def family(training: Training) -> list[Attack]:
         BagOfWords(),
         BiasSign(),
         RevealLabels(max_seconds=20),
-        RehearsedLabels("sampled", shapes=shapes),
     ]
 
 
@@ -249,7 +246,7 @@ def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
     autocast = torch.bfloat16 if training.precision == "bf16-mixed" else None
     facts = RunFacts(training.precision, autocast, "AdamW", step=step)
     outcome = {}
-    for attack in family(training):
+    for attack in family():
         try:
             roles = attack.needs(anatomy).gradients
             tensors = {r: seen.gradients[names[id(anatomy.parameter(r))]] for r in roles}
@@ -324,18 +321,14 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
     fired: list[Any] = []
     gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
-    shapes = [(training.rows, training.length)]
-    read: Any = "auto"
-    if training.part == "LoRA o+down":
-        read = [RehearsedLabels("sampled", shapes=shapes)]
     settings = WatchSettings(
         precision=training.precision,
         tensorboard=False,
-        assume=HONEST_BUT_CURIOUS if read == "auto" else None,
+        assume=HONEST_BUT_CURIOUS,
     )
     looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}
-    with Watch(model, optimizer, read, [gate], settings=settings, **looks) as watch:
+    with Watch(model, optimizer, "auto", [gate], settings=settings, **looks) as watch:
         for step in range(max(training.step, 2) + 1):
             ids, looks = training.ids(step), watch.engine.results.looks
             counted = torch.ones_like(ids)

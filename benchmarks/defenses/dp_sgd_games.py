@@ -21,7 +21,7 @@ from scipy.special import bdtrc
 from torch import Tensor
 
 from lightning_fedleak.evaluation.auditing import audit_scores
-from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_auc
+from lightning_fedleak.evaluation.auditing.lower_bounds import gaussian_auc
 
 SIMULATED, CUTS = 20_000, 200
 

@@ -10,19 +10,56 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fedleak.attacks.membership.base import direction_of
 from lightning_fedleak.attacks.membership.fc import CraftedFC, TwoIdentities
-from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states
+
+
+@contextmanager
+def inserted(
+    anatomy: Anatomy,
+    layer: int,
+    crafted: nn.Module,
+    *,
+    scale: float = 1e-3,
+    mask: Tensor | None = None,
+) -> Iterator[None]:
+    """Let a model add crafted layers' output to its hidden states at a layer, within the context.
+
+    Args:
+        anatomy: of the model, whose child the layers become.
+        layer: block whose output they read and change, 0 for the embeddings.
+        crafted: as ``MembershipAttack.craft`` returns them.
+        scale: factor of what is added.
+        mask: (B, L) of all batches, 0 where padded.
+    """
+
+    def add(states: Tensor) -> Tensor:
+        z = crafted(states, mask)
+        added = z.sum(-1, keepdim=True).expand(-1, states.shape[1], -1)
+        if mask is not None:
+            added = added * (mask != 0)[..., None].to(added.dtype)
+        direction = direction_of(states.shape[-1]).to(added)
+        return states + (scale * added * direction).to(states.dtype)
+
+    anatomy.model.add_module("crafted", crafted)
+    handle = place_of(anatomy, layer).on_states(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del anatomy.model._modules["crafted"]
 
 
 class PlantedNeuron:
@@ -71,7 +108,8 @@ class PlantedNeuron:
         first = TwoIdentities(target.float(), torch.tensor(0.0))
         second = torch.full((1, 2 * len(target)), -1.0)
         crafted = CraftedFC(first, second, torch.tensor([tau]), None)
-        self._inserted = Inserted(anatomy, layer, crafted, scale=1.0)
+        self._insertion = inserted(anatomy, layer, crafted, scale=1.0)
+        self._insertion.__enter__()
         self._bias = crafted.bias
         self._root = model
         self._label = torch.tensor([int(ids[0, 0])])

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.membership.base import MembershipAttack as MembershipAttack
     from lightning_fedleak.attacks.membership.base import MembershipGuess as MembershipGuess
     from lightning_fedleak.attacks.membership.base import PassiveMembership as PassiveMembership
+    from lightning_fedleak.attacks.membership.base import direction_of as direction_of
+    from lightning_fedleak.attacks.membership.base import upstream_of as upstream_of
     from lightning_fedleak.attacks.membership.fc import FCMembership as FCMembership
     from lightning_fedleak.attacks.membership.gradients import (
         GradientMembership as GradientMembership,
     )
-    from lightning_fedleak.attacks.membership.insertion import direction_of as direction_of
-    from lightning_fedleak.attacks.membership.insertion import upstream_of as upstream_of
     from lightning_fedleak.attacks.membership.subspace import (
         SubspaceMembership as SubspaceMembership,
     )
@@ -87,10 +87,11 @@ _HOMES = {
         "MembershipAttack",
         "MembershipGuess",
         "PassiveMembership",
+        "direction_of",
+        "upstream_of",
     ),
     "attacks.membership.fc": ("FCMembership",),
     "attacks.membership.gradients": ("GradientMembership",),
-    "attacks.membership.insertion": ("direction_of", "upstream_of"),
     "attacks.membership.subspace": ("SubspaceMembership",),
     "attacks.memorization": ("Combined", "Extraction"),
     "attacks.public_text": (

@@ -152,7 +152,9 @@ class UpdateRelease:
 
         logical_step: Callable[[Any], Any] = step
         for defense in reversed(self.defenses):
-            logical_step = functools.partial(_logical, defense, logical_step, context)
+            logical_step = functools.partial(
+                defense.on_logical_batch, logical_step, context=context
+            )
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -322,12 +324,6 @@ def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None
         functions.pop(key, None)
 
     return remove
-
-
-def _logical(
-    defense: Defense, step: Callable[[Any], Any], context: DefenseContext, batch: Any
-) -> Any:
-    return defense.on_logical_batch(step, batch, context)
 
 
 def _returned(defense: Defense, hook: str, value: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +192,6 @@ class TrainedMembership(MembershipAttack):
         hidden_units: d_h, the width of the hidden layer.
         steps: of Adam at most, for each target.
         public_rows: public samples at most.
-        refresh_every: steps after which :meth:`refresh` embeds the public text again.
         seed: of the choice of samples and of every training.
         tokens: as in the base class.
         name: in the logs.
@@ -214,7 +212,7 @@ class TrainedMembership(MembershipAttack):
     default_name = "trained_membership"
     config_names = (
         *("layer", "granularity", "hidden_units", "steps", "public_rows", "public_text"),
-        *("refresh_every", "seed", "rungs", "tokens"),
+        *("seed", "rungs", "tokens"),
     )
 
     def __init__(
@@ -227,7 +225,6 @@ class TrainedMembership(MembershipAttack):
         hidden_units: int = 1000,
         steps: int = 200,
         public_rows: int = 1024,
-        refresh_every: int = 500,
         seed: int = 0,
         tokens: int = 32,
         name: str | None = None,
@@ -236,12 +233,10 @@ class TrainedMembership(MembershipAttack):
         self.hidden_units = check_integer("hidden_units", hidden_units)
         self.steps = check_integer("steps", steps)
         self.public_rows = check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._embedded_at = 0
         self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -254,10 +249,8 @@ class TrainedMembership(MembershipAttack):
         self._embed_public(anatomy)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Embed the public text with the present model, every ``refresh_every`` steps."""
-        if not 0 <= step - self._embedded_at < self.refresh_every:
-            self._embedded_at = step
-            self._embed_public(anatomy)
+        """Embed the public text with the present model."""
+        self._embed_public(anatomy)
 
     def _embed_public(self, anatomy: Anatomy) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -296,20 +289,6 @@ class TrainedMembership(MembershipAttack):
         Against a defence that acts on gradients it is one.
         """
         return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the public samples, and when they were embedded; neurons follow from them."""
-        if self._public is None:
-            return {}
-        return {"public": self._public, "embedded_at": torch.tensor(self._embedded_at)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        if not state:
-            return
-        self._public = state["public"]
-        self._embedded_at = int(state["embedded_at"])
-        self._neurons.clear()
 
     @property
     def rungs(self) -> int:

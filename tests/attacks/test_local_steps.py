@@ -92,21 +92,6 @@ def test_what_is_linear_and_what_carries() -> None:
     assert known("AdamW").carries
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_first_step_with_momentum_is_its_gradient(nesterov: bool) -> None:
-    torch.manual_seed(0)
-    before, [gradient] = torch.randn(4, 3), torch.randn(1, 4, 3)
-    made = {"lr": 0.25, "momentum": 0.9, "nesterov": nesterov}
-    moved = trained(torch.optim.SGD, before, [gradient], **made)
-    factor = 1.9 if nesterov else 1.0
-    assert torch.allclose((before - moved) / 0.25, factor * gradient, atol=1e-6)
-    assert known("SGD", **made).sums(fresh=True)
-    assert not known("SGD", **made).sums(fresh=False)
-    assert known("SGD", lr=0.1).sums(fresh=False)
-    assert not known("SGD", lr=0.1, weight_decay=0.1).sums(fresh=True)
-    assert not known("AdamW").sums(fresh=True)
-
-
 def test_settings_of_a_group_make_the_optimizer_again() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad):
@@ -132,11 +117,6 @@ def test_settings_of_a_group_make_the_optimizer_again() -> None:
 def test_what_is_not_known_is_said(given: RunFacts, match: str) -> None:
     with pytest.raises(UnusableObservation, match=match):
         LocalSteps.from_facts(given)
-
-
-def test_single_gradients_are_no_round() -> None:
-    assert LocalSteps.from_facts(RunFacts(optimizer="AdamW")) is None
-    assert LocalSteps.from_facts(RunFacts(local_steps=3)) is None
 
 
 @given(

@@ -14,11 +14,6 @@ from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from tests.helpers.models import VOCAB, tiny_gpt2
 
 
-def test_given_text_is_handed_back() -> None:
-    given = PublicText([[1, 2, 3]])
-    assert PublicText.resolve(given, find_anatomy(tiny_gpt2())) is given
-
-
 def test_a_begin_that_the_model_has_no_embedding_of_is_none() -> None:
     """GPT-2's configured token 50256 in a small model: texts begin with any token."""
     model = tiny_gpt2()

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks.membership.attention import (
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.defenses import Defense, Freeze, GradientNoise, TokenLDP
-from lightning_fedleak.defenses.activations.noise import ActivationNoise
+from lightning_fedleak.defenses.activations import ActivationNoise
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.defenses.activations.noise import ActivationNoise
+from lightning_fedleak.defenses.activations import ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Kept, Probe, assert_same, fit, monitor_with
 from tests.helpers.lightning_modules import CausalLMModule

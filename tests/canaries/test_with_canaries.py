@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import stat
-from collections import Counter
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, InclusionRecord, with_canaries
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
@@ -137,25 +136,6 @@ def test_coins_by_their_definition() -> None:
         assert record.included[i] == (uniform < 0.3)
 
 
-def starts_of(loader: DataLoader) -> Counter:
-    return Counter(int(x) for batch in loader for x in batch[:, 0])
-
-
-def test_data_loader_with_two_workers() -> None:
-    dataset = with_canaries(data(40), texts(20), 11)
-    loader = DataLoader(
-        dataset,
-        batch_size=7,
-        shuffle=True,
-        num_workers=2,
-        generator=torch.Generator().manual_seed(0),
-    )
-    inside = dataset.canaries.included.nonzero().flatten()
-    expected = Counter([*range(40), *(FIRST + 10 * inside).tolist()])
-    assert starts_of(loader) == expected
-    assert starts_of(loader) == expected  # the second epoch
-
-
 def test_workers_that_are_spawned_get_the_record() -> None:
     """Pickling is open while multiprocessing starts a process of its own, and at no other time."""
     dataset = with_canaries(data(40), texts(20), 11)
@@ -178,21 +158,6 @@ def test_what_a_loader_does_to_an_item_does_not_reach_the_canary() -> None:
     taken.pop("id")
     assert dataset[at]["id"] == 7
     assert torch.equal(dataset[at]["input_ids"], row(FIRST))
-
-
-class Augmented(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return row(index) + torch.randint(2, (4,)) + np.random.randint(2)
-
-
-def test_building_it_leaves_the_users_random_numbers_alone() -> None:
-    state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    with_canaries(Augmented(), texts(3))
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert (np.random.get_state()[1] == state[1]).all()
 
 
 # What a canary is
@@ -311,15 +276,6 @@ def test_included_canaries_stand_in_the_data_as_often_as_their_tier() -> None:
     assert len(dataset) == 200 + len(expected)
     rest = [item for item in dataset if int(item[0]) < FIRST]
     assert len(rest) == len(dataset) - len(expected)
-
-
-def test_without_tiers_records_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """Values that the version before tiers gave."""
-    record = flips(5, 16)
-    assert record.commitment == "def39a1752199a761f80070c3498b23b3b3f7fd86cfa50a09a34fbc47a5d20b0"
-    assert hashlib.sha256(repr(record.places(100)).encode()).hexdigest()[:16] == "3f4d94faeed558f4"
-    record.save(tmp_path / "record.json")
-    assert "times" not in json.loads((tmp_path / "record.json").read_text())
 
 
 def test_the_record_keeps_and_commits_to_the_tiers(tmp_path: Path) -> None:

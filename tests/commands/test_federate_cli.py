@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-import io
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands.federate import RoundsTable, explain_rounds, run
-from lightning_fedleak.cli.studies.federation import Federation, Round, Server
-from lightning_fedleak.federation import ClientDP
-from tests.helpers.commands import options_of, run_command
+from lightning_fedleak.cli.studies.federation import Federation
+from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm
 
 
@@ -153,55 +148,6 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
     assert same.privacy.epsilon == pytest.approx(spent[1], abs=0.01)
 
 
-def test_updates_that_noise_does_not_drown_are_not_announced(
-    tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ClientDP, "relative_noise", lambda *_: 0.9)
-    printed, _ = federate(tmp_path, small, epsilon=8.0, attack="none", rounds=1)
-    assert DROWNED not in printed
-
-
-def test_the_table_of_many_clients_and_unknown_values() -> None:
-    nan = float("nan")
-    console = Console(file=io.StringIO(), width=160)
-    values: dict[str | int, float] = {c: c / 20 for c in range(20)}
-    table = RoundsTable(console, 20, private=True)
-    table.print_headers()
-    read = {"words, F1": values | {"sum": nan}}
-    table.add_round(Round(1, 2.5, read, frozenset({3}), epsilon=1.5, noise=52.73))
-    header, row = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert header.split() == [
-        "round",
-        "loss",
-        "leaks",
-        "lowest",
-        "median",
-        "highest",
-        "sum",
-        "noise",
-        "epsilon",
-    ]
-    assert row.split() == [
-        "1",
-        "2.500",
-        "words,",
-        "F1",
-        "0.000",
-        "0.475",
-        "0.950",
-        "unknown",
-        "52.7x",
-        "1.50",
-    ]
-    console = Console(file=io.StringIO(), width=160)
-    table = RoundsTable(console, 2, private=False)
-    table.add_round(Round(1, 2.5, {"words, F1": {0: nan, 1: nan}}, frozenset({0})))
-    [row] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert row.split()[-3:] == ["(unknown)", "unknown", "-"]
-    text = explain_rounds([Round(1, 2.0, absent={0: "gone"})], 2)
-    assert "Client 0 counted for nothing in round 1: gone." in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -231,19 +177,3 @@ def test_errors_name_what_to_change(
     assert main(["federate", *words, "--out", str(tmp_path), *arguments.split()]) == 1
     assert match in capsys.readouterr().err.replace("\n", " ")
     assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupt_says_where_the_rounds_so_far_are(
-    tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Server, "close", interrupted)
-    output = io.StringIO()
-    console = Console(file=output, width=160)
-    with pytest.raises(KeyboardInterrupt):
-        run(options_of("federate", **small | {"out": tmp_path, "attack": "none"}), console)
-    [folder] = tmp_path.iterdir()
-    expected = f"Interrupted after 0 of 2 rounds, whose logs are in {os.path.relpath(folder)}"
-    assert expected in output.getvalue()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak import cli
-from lightning_fedleak.cli import recipes
+from lightning_fedleak.cli import command_line
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
@@ -60,6 +60,6 @@ def test_errors_that_others_raise_keep_their_traceback(monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         int("x")
 
-    monkeypatch.setattr(recipes, "with_configs", broken)
+    monkeypatch.setattr(command_line, "with_configs", broken)
     with pytest.raises(ValueError, match="invalid literal"):
         cli.main(["fit"])

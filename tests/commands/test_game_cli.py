@@ -98,11 +98,6 @@ def test_a_server_without_layers_reads_a_lora(model: str, text: str) -> None:
     assert " 1 [" in row, "B is moved: A has a gradient"
 
 
-def test_a_target_may_be_added_or_removed(model: str, text: str) -> None:
-    settings = {"model": model, "text": text, "attack": ["fc"], "batch": 6, "tokens": 16}
-    assert "the game that adds or removes" in printed(games=4, relation="add_remove", **settings)
-
-
 @pytest.mark.parametrize("head", [True, False])
 def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path, capsys) -> None:
     folder = save_bert(tmp_path, head=head)

@@ -11,12 +11,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import invert as invert_cli
-from lightning_fedleak.cli.commands.invert import explain_cells
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.printing import short
-from lightning_fedleak.cli.studies.invert import ActivationCell, Utility
-from lightning_fedleak.evaluation.metrics.rates import Rate
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.helpers.models import own_rng
@@ -143,30 +139,3 @@ def test_one_failed_cell_does_not_lose_the_rest(
     assert second["problem"] is None
     monkeypatch.setattr(PrefixInversion, "reconstruct", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in printed(status=1, model=model, text=text, **settings)
-
-
-def test_an_interrupt_writes_what_is_done(
-    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = invert_cli.invert.run_cells
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        yield next(plain(*args, **kwargs))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(invert_cli.invert, "run_cells", interrupted)
-    output = printed(
-        status=130, model=model, text=text, noise=[0.0, 1.0], lengths=[8], texts=2, layer=[1],
-        out=tmp_path,
-    )  # fmt: skip
-    assert "Interrupted after 1 cells" in output
-    assert len(cells_in(tmp_path)) == 1
-
-
-def test_a_cell_that_the_budget_cut_off_is_marked() -> None:
-    cell = ActivationCell(
-        attack="prefix", layer=2, blocks=6, length=32, sigma=0.5, relative=True, texts=4,
-        utility=Utility(0.4, 20.0), budget_seconds=0.5, finished=False,
-        rates={name: Rate(0.75, 0.0, 1.0) for name in ("token_accuracy", "rouge_l")},
-    )  # fmt: skip
-    assert "*: cut off by the budget of 0.5 s" in explain_cells([cell])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.recipes import recipe_files, with_configs
+from lightning_fedleak.cli.command_line import recipe_files, with_configs
 
 FOLDER = Path(__file__).parents[2] / "callbacks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -116,14 +116,6 @@ def test_what_left_and_the_residual_are_all_updates(method, dtype, steps: int, s
         np.testing.assert_allclose(residual, -missing, atol=1e-12 if dtype.itemsize == 8 else 1e-5)
 
 
-def test_without_error_feedback_nothing_is_added_later() -> None:
-    compression = GradientCompression("topk", share=0.1, error_feedback=False)
-    first = compression.send(updates())
-    again = compression.send(updates())
-    assert compression.memory == {}
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
 def model_with(*gradients: torch.Tensor | None) -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as papers
+from lightning_fedleak.cli.command_line import recipe_files
 from lightning_fedleak.cli.commands import parser
-from lightning_fedleak.cli.recipes import recipe_files
 from tests.docs.blocks import blocks, inline_code
 from tests.tools.sentences import ROOT, pages
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
-from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.engine import Games
 from lightning_fedleak.evaluation.canaries import with_canaries
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -200,7 +200,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     assert int((shared.abs().sum(1) > 0).sum()) == 2
     for target, game in zip(attack.computed[1][0], shared, strict=True):
         crafted = attack.craft(target)
-        with Inserted(find_anatomy(model), 1, crafted, scale=scale):
+        with inserted(find_anatomy(model), 1, crafted, scale=scale):
             (real,) = torch.autograd.grad(model(**batch).loss, [crafted.bias])
         torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
+from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.finetuning.data import TextDataModule
-from lightning_fedleak.cli.finetuning.texts import read_texts
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 
@@ -92,9 +91,3 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SourceError, match="no tokenizer could be loaded from"):
         TextDataModule(text, str(tmp_path)).setup()
-
-
-def test_the_embedded_messages_are_many_and_differ() -> None:
-    messages = read_texts(EMBEDDED_MESSAGES)
-    assert len(messages) >= 400
-    assert len(set(messages)) == len(messages)

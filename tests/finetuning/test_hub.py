@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import socket
-import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -96,40 +94,6 @@ def test_what_never_answers_is_waited_for_a_limited_time(monkeypatch: pytest.Mon
     ended.set()
 
 
-@pytest.mark.parametrize("status", [200, 401, 404])
-def test_any_answer_is_one(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub.why_unreachable() is None
-        assert model_source("gpt2") == ("gpt2", {})  # asks again where a minute has just begun
-        server.shutdown()
-
-
-def test_nobody_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{door.getsockname()[1]}")
-        assert hub.why_unreachable() == "Connection refused"
-
-
-def test_what_only_the_client_can_tell_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = no_network(monkeypatch, urllib.error.URLError(ssl.SSLError("unknown authority")))
-    assert hub.why_unreachable() is None
-    assert network.asked == 1
-    hub._ask_in_thread.cache_clear()
-    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"all": "socks5://127.0.0.1:1"})
-    assert hub.why_unreachable() is None
-    assert network.asked == 1
-
-
 def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,18 +117,3 @@ def test_a_model_of_the_cache_needs_no_network(
     assert not hub.dataset_is_cached("owner/texts")
     (cache / "datasets--owner--texts").mkdir()
     assert hub.dataset_is_cached("owner/texts")
-
-
-def test_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = no_network(monkeypatch)
-    with pytest.raises(SourceError, match="'my model' is no folder, and no model of the hub"):
-        load_model("my model")
-    assert network.asked == 0
-
-
-def test_what_is_here_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = no_network(monkeypatch)
-    monkeypatch.setenv("HOME", str(EMBEDDED_MODEL.parent))
-    assert model_source(f"~/{EMBEDDED_MODEL.name}") == (str(EMBEDDED_MODEL), {})
-    assert model_source(None) == model_source(EMBEDDED_MODEL) == (str(EMBEDDED_MODEL), {})
-    assert network.asked == 0

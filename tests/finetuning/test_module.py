@@ -65,15 +65,6 @@ def test_bitfit_refuses_a_model_without_biases() -> None:
         CausalLMFineTuning(LlamaForCausalLM(config), peft="bitfit")
 
 
-def test_optimizer_holds_what_is_trained(folder: str) -> None:
-    module = CausalLMFineTuning(folder, peft="lora", lr=0.25, weight_decay=0.5)
-    optimizer = module.configure_optimizers()
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert optimized == {id(p) for p in module.parameters() if p.requires_grad}
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5
-
-
 def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"holds no model \(no config.json\)"):
         CausalLMFineTuning(str(tmp_path))

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightning_fedleak.evaluation.games import GameError, SentencePool
-from lightning_fedleak.evaluation.games.pool import _target_places, pad
+from lightning_fedleak.evaluation.games.pool import pad
 
 
 class Words:
@@ -56,16 +55,3 @@ def test_the_tokenizer_cuts_so_that_special_tokens_stay() -> None:
 def test_too_little_text_is_said(arguments: dict, message: str) -> None:
     with pytest.raises(GameError, match=message):
         SentencePool(**arguments)
-
-
-def test_special_tokens_do_not_count_as_words() -> None:
-    pool = SentencePool([[7, 1, 8], [7, 1, 2, 8], [7, 3, 4]], special_ids={7, 8})
-    assert [r.tolist() for r in pool.rows] == [[7, 1, 2, 8], [7, 3, 4]]
-    assert pool.short == 1
-    assert _target_places(pool, pool.rows[0], 0).tolist() == [1, 2]
-
-
-def test_tensors_are_rows_too() -> None:
-    assert torch.equal(
-        SentencePool(list(torch.tensor([[1, 2], [3, 4]]))).rows[1], torch.tensor([3, 4])
-    )

@@ -7,12 +7,11 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lightning_fedleak.evaluation.games import SentencePool
-from lightning_fedleak.evaluation.games.client import (
+from lightning_fedleak.evaluation.games.play import (
     PooledStates,
     client_states,
     find_collisions,
     reads_ahead,
-    tells_positions_apart,
 )
 from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -54,15 +53,6 @@ def test_one_forward_gives_every_layer_of_the_clients_batch(name: str) -> None:
         real = mask.bool()
         torch.testing.assert_close(seen[layer][real], server[real], rtol=1e-12, atol=1e-12)
     assert set(client_states(anatomy, [1], ids, mask)) == {1}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_a_layer_tells_apart_is_seen_from_the_model(name: str) -> None:
-    anatomy, (_, positional, ahead) = anatomy_of(name), MODELS[name]
-    assert tells_positions_apart(anatomy) is positional
-    assert reads_ahead(anatomy, 1) is ahead
-    assert reads_ahead(anatomy, 2) is ahead
-    assert reads_ahead(anatomy, 0) is False
 
 
 def test_encoders_without_a_head_and_of_encoder_decoders_are_read_too() -> None:
@@ -179,13 +169,3 @@ def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
             torch.testing.assert_close(
                 together[layer][real], wanted[layer][real], rtol=1e-12, atol=1e-12
             )
-
-
-def test_pooled_groups_are_computed_when_needed() -> None:
-    anatomy = anatomy_of("gpt2")
-    pool = SentencePool([[i, i + 1] for i in range(1, 13)])
-    pooled = PooledStates(anatomy, [1], pool.rows, 4, 0, torch.Generator().manual_seed(0))
-    pooled.batch_states([pool.rows[0]])
-    assert len(pooled.states) == 4
-    pooled.batch_states(pool.rows)
-    assert len(pooled.states) == 12

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.insertion import Inserted
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 
@@ -25,7 +25,7 @@ def autograd_gradient(
     inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
     with (
         crafted.register_forward_hook(lambda _, args, output: outputs.append(output)),
-        Inserted(anatomy, attack.layer, crafted),
+        inserted(anatomy, attack.layer, crafted, mask=mask),
         undisturbed(anatomy) as model,
         torch.enable_grad(),
     ):

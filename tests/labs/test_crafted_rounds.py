@@ -11,9 +11,12 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks import PublicText, RunFacts
 from lightning_fedleak.evaluation.games import GameError
-from lightning_fedleak.labs.crafted_rounds import play_crafted_rounds
 from lightning_fedleak.labs.crafted_rows import RowSettings
-from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
+from lightning_fedleak.labs.crafted_words import (
+    CraftedAdapterWords,
+    RoundShape,
+    play_crafted_rounds,
+)
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation

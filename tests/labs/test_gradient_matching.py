@@ -182,24 +182,6 @@ def test_rearranging_finds_the_order_of_right_words(learned: bool) -> None:
         assert torch.equal(run.tokens(dummy["words"])[0], ids)
 
 
-def test_the_prior_prefers_what_the_model_finds_likely() -> None:
-    torch.manual_seed(0)
-    model, ids = ready(llama()), texts(1, 6)
-    run, other = matching(GradientMatching(1, 6), model, ids), texts(1, 6)
-    with run.copy.session(), torch.no_grad():
-        dummy = {"words": run.table.embeddings[other]}
-        value, distance = run.score(dummy), float(run.distance(dummy))
-        loss = float(model(input_ids=other, labels=other).loss)
-    assert value == pytest.approx(distance + 0.1 * loss, abs=1e-5)
-
-
-def test_every_kind_of_order_is_a_permutation() -> None:
-    run = matching(GradientMatching(1, 7, swaps=40), ready(llama()), texts(1, 7))
-    orders = [order.tolist() for order in run.orders()]
-    assert all(sorted(order) == list(range(7)) for order in orders)
-    assert len({tuple(order) for order in orders}) > 20
-
-
 @pytest.mark.parametrize("family", [bert, t5])
 def test_models_whose_loss_it_cannot_compute(family: Any) -> None:
     with pytest.raises(ThreatModelError, match="next token"):

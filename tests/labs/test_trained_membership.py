@@ -15,7 +15,6 @@ from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.labs.trained_membership import (
     TrainedMembership,
-    mean_and_spread,
     train_neuron,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -74,23 +73,6 @@ def test_it_fires_on_the_target_and_stops_at_the_margin():
     assert neuron.steps < 200
     assert trained(target, samples, margin=5.0).steps > neuron.steps
     assert trained(target, samples, margin=99.0).steps == 200
-
-
-def test_public_twins_of_the_target_do_not_count():
-    samples = torch.randn(60, 12, generator=generator(6))
-    assert trained(samples[3], samples).on_target > 2
-    alone = trained(samples[0], samples[:1].repeat(9, 1))
-    assert alone.on_target > alone.on_public
-
-
-def test_coordinates_that_never_vary_are_no_trouble():
-    samples = torch.randn(60, 6, generator=generator(7))
-    samples[:, 2] = 0.0
-    neuron = trained(samples[0] + 1, samples[1:])
-    assert neuron.weight.isfinite().all()
-    same = torch.ones(8, 3)
-    mean, spread = mean_and_spread(same)
-    assert ((same - mean) / spread).isfinite().all()
 
 
 # --- closed form, determinism
@@ -184,15 +166,13 @@ def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
 
 def test_refresh_follows_the_model(public):
     anatomy = find_anatomy(models.tiny_gpt2())
-    attack = TrainedMembership(1, public, refresh_every=10, **SMALL)
+    attack = TrainedMembership(1, public, **SMALL)
     attack.prepare(anatomy)
     target = torch.randn(models.DIM, generator=generator())
     before = attack.neuron(target).weight
     with torch.no_grad():
         for p in anatomy.model.parameters():
             p.mul_(1.3)
-    attack.refresh(anatomy, 9)
-    assert attack.neuron(target).weight is before
     attack.refresh(anatomy, 10)
     later = attack.neuron(target).weight
     assert not torch.equal(later, before)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import nhypergeom
 
 from lightning_fedleak.attacks.memorization import gain_beyond
-from lightning_fedleak.evaluation.metrics import records
+from lightning_fedleak.evaluation.metrics import record_list as records
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.taps import candidate_log_probs, candidates
+from lightning_fedleak.model.taps import candidate_log_probs, tokens
 
 
 class Plain(nn.Module):
@@ -46,7 +46,7 @@ def model_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "lora", "prompt", "plain"])
 def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "MOST_ROWS", 3)
+    monkeypatch.setattr(tokens, "MOST_ROWS", 3)
     model = model_of(name).train()
     context = torch.tensor([1, 7, 4, 9])
     values = [torch.randint(50, (n,)) for n in (3, 1, 3, 2, 3, 3, 1, 3)]

@@ -88,16 +88,6 @@ def test_a_text_reads_the_same_in_any_company(model: GPT2LMHeadModel) -> None:
         torch.testing.assert_close(together.deviations[row, :width], alone.deviations[0])
 
 
-def test_the_model_and_random_numbers_are_left_as_they_were(model: GPT2LMHeadModel) -> None:
-    model.train()
-    before, state = torch.get_rng_state(), model.state_dict()
-    copies = {name: value.clone() for name, value in state.items()}
-    token_log_probs(find_anatomy(model), some_texts(9, 9))
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(copies[name], value) for name, value in model.state_dict().items())
-
-
 def test_texts_packed_into_a_row_come_apart() -> None:
     ids = torch.arange(10, 18)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])

@@ -64,7 +64,7 @@ class AttentionMembership(MembershipAttack):
     **Whitening.** The products of raw hidden states do not distinguish one token from the others.
     With ``whiten`` the heads read hidden states in coordinates in which public text has unit
     covariance. This is folded into W_Q, W_K and their biases
-    (:mod:`~lightning_fedleak.attacks.row_space.whitening`).
+    (:mod:`~lightning_fedleak.attacks.row_space.atoms`).
 
     **The rows of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
     any of them exceeds gamma (``score="coordinates"``). But attention stays within a sentence, and

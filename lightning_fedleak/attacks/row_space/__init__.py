@@ -5,8 +5,12 @@ combination of the inputs. An adversary that knows the model can compute the inp
 and so ask which tokens were there.
 """
 
+from lightning_fedleak.attacks.row_space.atoms import RIDGE as RIDGE
 from lightning_fedleak.attacks.row_space.atoms import Atoms as Atoms
+from lightning_fedleak.attacks.row_space.atoms import Whitening as Whitening
+from lightning_fedleak.attacks.row_space.atoms import fit_whitening as fit_whitening
 from lightning_fedleak.attacks.row_space.atoms import most_kept as most_kept
+from lightning_fedleak.attacks.row_space.atoms import whitening_matrix as whitening_matrix
 from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
@@ -34,7 +38,3 @@ from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as v
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain
-from lightning_fedleak.attacks.row_space.whitening import RIDGE as RIDGE
-from lightning_fedleak.attacks.row_space.whitening import Whitening as Whitening
-from lightning_fedleak.attacks.row_space.whitening import fit_whitening as fit_whitening
-from lightning_fedleak.attacks.row_space.whitening import whitening_matrix as whitening_matrix

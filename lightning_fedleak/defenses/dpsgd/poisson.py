@@ -293,14 +293,15 @@ class Sampling:
     users: Mapping[Any, Sequence[int]] | None = None
 
     @property
-    def _sampler(self) -> PoissonBatchSampler:
+    def sampler(self) -> PoissonBatchSampler:
+        """Return the sampler, of which each release claims its batch."""
         assert isinstance(self.loader.batch_sampler, PoissonBatchSampler)
         return self.loader.batch_sampler
 
     @property
     def next_step(self) -> int:
         """Return the number of the next Poisson batch, where the next loader continues."""
-        return self._sampler.step
+        return self.sampler.step
 
     @property
     def users_digest(self) -> int:
@@ -309,20 +310,6 @@ class Sampling:
             return 0
         text = ";".join(",".join(map(str, rows)) for rows in self.users.values())
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
-    def claim(self, samples: int) -> list[int] | None:
-        """Claim the batch of the next release, and return how many rows each user has in it.
-
-        Args:
-            samples: of the batch.
-
-        Returns:
-            None where examples are drawn.
-
-        Raises:
-            DefenseError: something between the loader and the training step changed the batch.
-        """
-        return self._sampler.claim(samples)
 
     def placeholder(self) -> Any:
         """Return a batch of one example that was not drawn and must not count."""

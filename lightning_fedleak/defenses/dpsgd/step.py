@@ -276,7 +276,7 @@ class WatchedStep:
             self._batches.begin(batch, context)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            self._users = self.sampling.claim(samples)
+            self._users = self.sampling.sampler.claim(samples)
         self._clipped = self._earlier = None
 
     def run(

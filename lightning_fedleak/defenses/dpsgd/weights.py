@@ -54,7 +54,9 @@ class Buffers:
             sharded = sharded or isinstance(module, FSDPModule)
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    copy = buffer.detach().clone() if self._compares(buffer) else None
+                    dense = buffer.layout == torch.strided and not buffer.is_meta
+                    compared = dense and (self._contents or buffer.numel() <= SMALL)
+                    copy = buffer.detach().clone() if compared else None
                     self._buffers[prefix + key] = buffer, _version(buffer), copy
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -63,10 +65,6 @@ class Buffers:
             (name, p, _version(p), fingerprint(p) if self._contents else None)
             for p, name in ({} if sharded else parameters).items()
         ]
-
-    def _compares(self, buffer: Tensor) -> bool:
-        dense = buffer.layout == torch.strided and not buffer.is_meta
-        return dense and (self._contents or buffer.numel() <= SMALL)
 
     @contextmanager
     def read_at_root_call(self) -> Iterator[None]:

@@ -22,20 +22,20 @@ The game's relation must be the accountant's, see
 """
 
 from lightning_fedleak.defenses.noise import gaussian_epsilon as gaussian_epsilon
-from lightning_fedleak.evaluation.auditing.gaussian_scores import (
-    audit_gaussian_scores as audit_gaussian_scores,
-)
 from lightning_fedleak.evaluation.auditing.lower_bounds import EpsilonBound as EpsilonBound
 from lightning_fedleak.evaluation.auditing.lower_bounds import Relation as Relation
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_games as audit_games
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_scores as audit_scores
-from lightning_fedleak.evaluation.auditing.mechanisms import curve_auc as curve_auc
-from lightning_fedleak.evaluation.auditing.mechanisms import curve_tpr as curve_tpr
-from lightning_fedleak.evaluation.auditing.mechanisms import dp_auc as dp_auc
-from lightning_fedleak.evaluation.auditing.mechanisms import dp_tpr as dp_tpr
-from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_auc as gaussian_auc
-from lightning_fedleak.evaluation.auditing.mechanisms import gaussian_tpr as gaussian_tpr
+from lightning_fedleak.evaluation.auditing.lower_bounds import curve_auc as curve_auc
+from lightning_fedleak.evaluation.auditing.lower_bounds import curve_tpr as curve_tpr
+from lightning_fedleak.evaluation.auditing.lower_bounds import dp_auc as dp_auc
+from lightning_fedleak.evaluation.auditing.lower_bounds import dp_tpr as dp_tpr
+from lightning_fedleak.evaluation.auditing.lower_bounds import gaussian_auc as gaussian_auc
+from lightning_fedleak.evaluation.auditing.lower_bounds import gaussian_tpr as gaussian_tpr
 from lightning_fedleak.evaluation.auditing.one_run import audit_canaries as audit_canaries
+from lightning_fedleak.evaluation.auditing.one_run import (
+    audit_gaussian_scores as audit_gaussian_scores,
+)
 from lightning_fedleak.evaluation.auditing.one_run import audit_one_run as audit_one_run
 from lightning_fedleak.evaluation.auditing.one_run import one_run_epsilon as one_run_epsilon
 from lightning_fedleak.evaluation.auditing.one_run import one_run_p_value as one_run_p_value

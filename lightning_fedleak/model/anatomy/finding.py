@@ -11,17 +11,15 @@ from torch import nn
 
 from lightning_fedleak.model.anatomy import wrappers
 from lightning_fedleak.model.anatomy.blocks import (
+    Named,
     block_lists,
     call_getter,
-    find_blocks,
-    find_side,
-    is_encoder_decoder,
-)
-from lightning_fedleak.model.anatomy.named_layers import (
-    Named,
     count_rows,
     describe_layers,
+    find_blocks,
     find_layers,
+    find_side,
+    is_encoder_decoder,
     missing_part_error,
     outermost,
     path_in,

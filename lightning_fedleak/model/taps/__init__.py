@@ -8,7 +8,6 @@ from lightning_fedleak.model.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.model.taps.calls import PackedRows as PackedRows
 from lightning_fedleak.model.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.model.taps.calls import with_ids as with_ids
-from lightning_fedleak.model.taps.candidates import candidate_log_probs as candidate_log_probs
 from lightning_fedleak.model.taps.control import Draw as Draw
 from lightning_fedleak.model.taps.control import control_crossing as control_crossing
 from lightning_fedleak.model.taps.control import control_gradient as control_gradient
@@ -35,6 +34,7 @@ from lightning_fedleak.model.taps.split import SplitTap as SplitTap
 from lightning_fedleak.model.taps.tokens import MASKS as MASKS
 from lightning_fedleak.model.taps.tokens import Text as Text
 from lightning_fedleak.model.taps.tokens import answer_groups as answer_groups
+from lightning_fedleak.model.taps.tokens import candidate_log_probs as candidate_log_probs
 from lightning_fedleak.model.taps.tokens import compressed_bytes as compressed_bytes
 from lightning_fedleak.model.taps.tokens import label_places as label_places
 from lightning_fedleak.model.taps.tokens import pool_digest as pool_digest

@@ -29,7 +29,7 @@ from lightning_fedleak.attacks.membership.attention_calibration import (
 from lightning_fedleak.attacks.membership.attention_layers import attentions, expected_response
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.row_space.whitening import fit_whitening
+from lightning_fedleak.attacks.row_space.atoms import fit_whitening
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
@@ -137,28 +137,6 @@ def softmax(values):
     return [e / sum(exps) for e in exps]
 
 
-def test_differences_are_those_of_the_definition():
-    """Eq. 1 with W_K^T W_Q = beta (I - v v^T / |v|^2) and beta I, in plain Python."""
-    x, v = normal(5, 3), normal(3, seed=1)
-    beta = 0.8
-    differences = torch.zeros(5, 3, dtype=torch.float64)
-    for i in range(5):
-        heads = []
-        for omitted in (v / v.norm(), torch.zeros(3).double()):
-            matrix = torch.eye(3).double() - torch.outer(omitted, omitted)
-            weights = softmax([beta * float(x[j] @ matrix @ x[i]) for j in range(5)])
-            heads.append(sum(w * x[j] for j, w in enumerate(weights)))
-        differences[i] = heads[0] - heads[1]
-    (attention_of_v,) = attentions(x[None], None, v[None], beta)
-    assert attention_of_v.places.tolist() == [0, 1, 2, 3, 4]
-    target, token, z = attention_of_v.coordinates()
-    assert target.tolist() == [0] * 5
-    torch.testing.assert_close(z, differences[token], rtol=1e-12, atol=1e-14)
-    row = normal(1, 3, seed=3)
-    projected = attention_of_v.project(row)[0]
-    torch.testing.assert_close(projected, differences @ row[0], rtol=1e-12, atol=1e-14)
-
-
 @given(st.integers(2, 7), st.integers(2, 8), st.integers(0, 99))
 def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, seed):
     x = normal(3, length, d, seed=seed)
@@ -171,20 +149,6 @@ def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, see
         _, _, responses = alone.coordinates()
         response = responses[alone.places.tolist().index(position)]
         torch.testing.assert_close(expected[g], response, rtol=1e-9, atol=1e-12)
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 99))
-def test_tokens_that_are_excluded_exceed_no_gamma(length, d, gamma, seed):
-    x = normal(1, length, d, seed=seed)
-    (attention_of_targets,) = attentions(x, None, normal(3, d, seed=seed + 1), 2.0)
-    target, token, z = attention_of_targets.coordinates()
-    retained, kept_token, kept_z = attention_of_targets.coordinates(gamma)
-    assert len(target) == 3 * length
-    dense = torch.zeros(3, length, d, dtype=torch.float64)
-    dense[target, token] = z
-    torch.testing.assert_close(kept_z, dense[retained, kept_token])
-    dense[retained, kept_token] = 0.0
-    assert bool((dense.abs() <= gamma).all())
 
 
 def algorithm_one(v, beta, generator):
@@ -217,14 +181,6 @@ def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
 
 
-def test_the_authors_beta_is_2_over_the_root_of_d_minus_1():
-    v = normal(10)
-    layers = built(score="coordinates", beta="authors").craft(v)
-    product = layers.w_k[0].T @ layers.w_q[0] / 10**0.5
-    exact = (torch.eye(10).double() - torch.outer(v, v) / (v @ v)) * 2 / 3
-    torch.testing.assert_close(product, exact)
-
-
 def test_a_member_responds_with_one_wherever_its_sentence_is():
     """Whatever else is in the batch, on either side of the padding."""
     x = normal(4, 6, 8)
@@ -237,30 +193,6 @@ def test_a_member_responds_with_one_wherever_its_sentence_is():
     gradient = attack.gradient(target, padded, mask, upstream)
     assert gradient[0, 0, 0] == 5.0
     assert (attack.gradient(target, x[2:], None, upstream[:, :6].expand(2, 6)) == 0)[..., 0].all()
-
-
-def test_what_is_padded_changes_nothing():
-    x, mask = normal(3, 5, 6), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]])
-    other = torch.where(mask[..., None] == 0, 100 * normal(3, 5, 6, seed=1), x)
-    attack, upstream = built(gamma=0.05), normal(3, 5, seed=2)
-    query = Query(mask, mask)
-    targets = attack.embed(x, query)
-    assert torch.equal(targets, attack.embed(other, query))
-    gradient = attack.gradient(targets, x, mask, upstream)
-    assert torch.equal(gradient, attack.gradient(targets, other, mask, upstream))
-    layers = attack.craft(targets[0])
-    assert torch.equal(layers(x, mask), layers(other, mask))
-    assert not layers(x, mask)[mask == 0].any()
-
-
-def test_a_sample_that_is_all_padding_adds_nothing():
-    x, mask = normal(2, 3, 4), torch.tensor([[1, 1, 1], [0, 0, 0]])
-    attack = built()
-    targets = attack.embed(x[:1], Query(mask[:1]))
-    assert not attack.gradient(targets, x, mask, normal(2, 3))[1].any()
-    out = attack.craft(targets[0])(x, mask)
-    assert bool(out.isfinite().all())
-    assert not out[1].any()
 
 
 def test_a_sentence_of_one_token_is_never_found():
@@ -359,21 +291,6 @@ def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
         noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
         rate = float(attack.guess(noise, 0.2).members.float().mean())
         assert rate == pytest.approx(0.05, abs=0.006), score
-
-
-def test_under_noise_members_still_rank_above_non_members():
-    """Rungs of the band average: the statistic follows from that of one rung."""
-    attack = built(widths=(0.3,))
-    signal = torch.cat([torch.full((4000, 1), 3.0), torch.zeros(4000, 1)], 1)
-    noise = torch.randn(8000, 2, generator=generator(2))
-    gradient = torch.cat([signal, torch.zeros(4000, 2)]) + noise
-    guess = attack.guess(gradient, 1.0)
-    labels = [1] * 4000 + [0] * 4000
-    auc = roc_auc_score(labels, guess.scores)
-    # |N(3, 2)| against |N(0, 2)|: a member's larger with this chance.
-    draws = torch.randn(2, 400_000, generator=generator(3)) * 2**0.5
-    exact = float(((3 + draws[0]).abs() > draws[1].abs()).float().mean())
-    assert auc == pytest.approx(exact, abs=0.012)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -513,26 +430,6 @@ def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
     assert published.beta == "authors"
 
 
-def test_members_that_are_far_from_exact_copies_are_ranked_by_the_wider_bands():
-    """A third of each hidden state is left: at the widths for exact copies nothing fires."""
-    rows = normal(160, 8, 256)
-    client = 0.35 * rows[:80] + 0.94 * normal(80, 8, 256, seed=1)
-    result = []
-    for replaced in (False, True):
-        attack = attention(1, [[1, 2]], beta=0.01)
-        expect(attack, defended=False, replaced=replaced)
-        attack._calibration = Calibration(None, torch.zeros(0), attack.widths.index(0.1))
-        targets = attack.embed(rows, Query(torch.zeros(160, 8)))
-        scores, members = [], []
-        for batch in torch.arange(80).split(10):
-            gradient = attack.gradient(targets, client[batch], None, torch.ones(10, 8))
-            scores.append(attack.guess(gradient.sum(0)).scores)
-            members.append(torch.isin(torch.arange(160), batch))
-        result.append(roc_auc_score(torch.cat(members), torch.cat(scores)))
-    assert result[0] == 0.5
-    assert result[1] > 0.95
-
-
 def test_refresh_waits_and_follows(public):
     attack = attention(1, public, batch=20, refresh_every=10)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
@@ -606,18 +503,6 @@ def few(n, tokens=12):
 def test_refusals_say_what_to_do(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-def test_working_unprepared_says_so():
-    attack = attention(1, [[1, 2]])
-    for work in (
-        lambda: attack.craft(normal(10)),
-        lambda: attack.embed(normal(1, 2, 5), Query(torch.zeros(1, 2))),
-        lambda: attack.gradient(normal(1, 10), normal(1, 2, 5), None, normal(1, 2)),
-        lambda: attack.guess(torch.zeros(1, 24)),
-    ):
-        with pytest.raises(RuntimeError, match="prepare"):
-            work()
 
 
 def test_config_is_plain_and_the_published_setting_is_the_papers():

@@ -315,17 +315,6 @@ def test_what_the_loss_has_a_term_of_is_not_read() -> None:
         attack.run(Observation((every,)), query)
 
 
-def test_scores_do_not_hang_on_the_other_candidates() -> None:
-    model = lora()
-    anatomy, attack = prepared(model)
-    inside = texts(ROWS, LENGTH)
-    backward(model, inside)
-    view = seen(anatomy, attack)
-    together = attack.run(view, Query(inside)).scores
-    alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
-
-
 def test_of_long_texts_a_prefix_is_enough() -> None:
     model = lora()
     anatomy, attack = prepared(model)
@@ -394,39 +383,6 @@ def test_noise_takes_the_difference_away() -> None:
     assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = lora().train()
-    anatomy, attack = prepared(model)
-    backward(model, texts(ROWS, LENGTH))
-    before = {n: (p.clone(), p.grad) for n, p in model.named_parameters()}
-    grads = {n: None if g is None else g.clone() for n, (_, g) in before.items()}
-    attack.run(seen(anatomy, attack), Query(texts(2, LENGTH)))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name][0])
-        assert parameter.grad is before[name][1]
-        assert grads[name] is None or torch.equal(parameter.grad, grads[name])
-    assert model.training
-    assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_an_error_leaves_the_model_in_training() -> None:
-    model = lora().train()
-    anatomy, attack = prepared(model)
-    names = attack.needs(anatomy).gradients
-    tensors = {r: torch.ones_like(anatomy.parameter(r)) for r in names}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
-    with pytest.raises(ValueError, match="boom") as caught:
-        map_token_parts(
-            anatomy, attack._select_maps(anatomy), attack._texts(anatomy, 3), lambda parts: boom()
-        )
-    assert model.training, caught
-    assert attack.run(view, Query(texts(2, LENGTH))).scores.isfinite().all()
-
-
-def boom() -> None:
-    raise ValueError("boom")
-
-
 @pytest.mark.parametrize("kind", ["other", "order", "replaced"])
 def test_wide_maps_are_whitened_number_by_number(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -486,14 +442,6 @@ def test_what_it_cannot_read_is_refused() -> None:
             attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
     with pytest.raises(ThreatModelError, match="a masked model's texts have labels that it does"):
         attack.needs(find_anatomy(bert()))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"public_rows": 1}, {"controls": 1}, {"tokens": 1}, {"refresh_every": 0}]
-)
-def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        GradientMembership(texts(4, LENGTH), **wrong)
 
 
 @pytest.mark.parametrize("make", [lora, norms], ids=["maps", "other parameters"])

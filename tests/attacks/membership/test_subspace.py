@@ -116,18 +116,6 @@ def test_adaloras_own_term_is_taken_off_the_rows_of_every_block() -> None:
     assert float((scores[0] - scores[1]).abs().max()) < 0.5 * gap
 
 
-def test_a_query_may_be_padded() -> None:
-    model = ready(llama())
-    inside = texts(ROWS, LENGTH)
-    mask = torch.ones_like(inside)
-    mask[:, -2:] = 0
-    labels = inside.masked_fill(mask == 0, -100)
-    other = texts(ROWS, LENGTH)
-    query = torch.cat([inside, other])
-    guess = asked(model, inside, query, attention_mask=mask, labels=labels)
-    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
-
-
 def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     model = ready(llama())
     anatomy = find_anatomy(model)
@@ -144,21 +132,6 @@ def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     scores = attack.run(view, Query(padded, mask)).scores
     assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
     assert float((scores - plain).abs().max()) < 0.5 * float((plain[:ROWS] - plain[ROWS:]).min())
-
-
-def test_scores_do_not_hang_on_the_other_candidates() -> None:
-    torch.manual_seed(3)
-    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    anatomy = find_anatomy(model)
-    attack = SubspaceMembership(texts(16, LENGTH))
-    attack.prepare(anatomy)
-    inside = texts(ROWS, LENGTH)
-    backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
-    together = attack.run(view, Query(inside)).scores
-    alone = torch.cat([attack.run(view, Query(row[None])).scores for row in inside])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_noise_takes_the_difference_away() -> None:
@@ -182,9 +155,3 @@ def test_what_it_cannot_read_is_refused() -> None:
     for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
         with pytest.raises(UnusableObservation, match=word):
             attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
-
-
-@pytest.mark.parametrize("argument", ["public_rows", "tokens", "refresh_every"])
-def test_numbers_out_of_range_are_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=argument):
-        SubspaceMembership(**{argument: 0})

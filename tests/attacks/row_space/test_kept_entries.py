@@ -36,18 +36,6 @@ def misfit(rows: Tensor, atoms: Tensor) -> float:
     return math.sqrt(residual) / float(rows.double().norm())
 
 
-def test_the_rows_that_keep_most_entries_are_read() -> None:
-    rows = sparse(planted(dictionary(), 5, 200)[0], 0.2)
-    got = most_kept(rows)
-    counts = (rows != 0).sum(1)
-    assert (got != 0).sum(1).tolist() == sorted(counts.tolist(), reverse=True)[:64]
-    assert got.dtype == torch.float64
-    assert {tuple(r) for r in got.tolist()} <= {tuple(r) for r in rows.double().tolist()}
-    few = torch.zeros(3, D)
-    few[0, 5], few[1, :2] = 1.0, 1.0  # an entry alone says nothing
-    assert torch.equal(most_kept(few), few[1:2].double())
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5])
 @pytest.mark.parametrize("types", [1, 4, 9])
 def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float) -> None:
@@ -104,22 +92,6 @@ def test_a_type_that_only_came_first_is_taken_back() -> None:
     result = explain_kept(rows, atoms, NOTHING, ODDS)
     assert result is not None
     assert set(result.tolist()) == {0, 1}
-
-
-def test_more_types_than_a_row_keeps_entries_are_not_explained() -> None:
-    atoms = dictionary()
-    rows = most_kept(sparse(planted(atoms, 30, 40)[0], 0.2))
-    assert int((rows != 0).sum(1).max()) < 1.5 * 31
-    assert explain_kept(rows, atoms, NOTHING, ODDS) is None
-
-
-def test_noise_is_not_explained() -> None:
-    atoms = dictionary()
-    gradient, _ = planted(atoms, 4, 40)
-    generator = torch.Generator().manual_seed(5)
-    size = 0.05 * float(gradient.square().mean().sqrt())
-    noised = gradient + size * torch.randn(gradient.shape, generator=generator)
-    assert explain_kept(most_kept(sparse(noised, 0.3)), atoms, NOTHING, ODDS) is None
 
 
 def test_the_vocabulary_may_be_read_in_parts(monkeypatch) -> None:

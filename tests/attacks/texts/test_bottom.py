@@ -46,15 +46,6 @@ def test_states_are_the_clients_from_tokens_and_from_their_embeddings(make, laye
     assert all(m.training for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("make", "causal"), [(models.tiny_gpt2, True), (models.tiny_llama, True), (lora, True)]
-)
-def test_causal_models_are_told_from_encoders(make, causal) -> None:
-    assert BottomModel(find_anatomy(make()), 2).causal is causal
-    assert not BottomModel(find_anatomy(models.tiny_bert_mlm()), 2).causal
-    assert BottomModel(find_anatomy(models.tiny_bert_mlm()), 0).causal
-
-
 def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
     model = models.tiny_gpt2()
     anatomy = find_anatomy(model)
@@ -71,31 +62,6 @@ def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
     assert bottom.age(9) == 0
     assert torch.equal(bottom.hidden(IDS), hidden_states(anatomy, 2, IDS))
     assert not torch.equal(bottom.hidden(IDS), before)
-
-
-def test_frozen_parameters_are_not_copied() -> None:
-    model = models.tiny_llama()
-    model.get_input_embeddings().weight.requires_grad_(False)
-    bottom = BottomModel(find_anatomy(model), 1)
-    copies = {c.data_ptr() for _, _, c in bottom._weights}
-    first, second = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp
-    assert model.get_input_embeddings().weight.data_ptr() in copies
-    assert first.data_ptr() not in copies
-    assert all(m is not second.up_proj for m, _, _ in bottom._weights)
-
-
-def test_after_an_error_the_model_is_as_it_was() -> None:
-    model = models.tiny_gpt2().train()
-    bottom = BottomModel(find_anatomy(model), 1)
-    ids = {n: id(p) for n, p in model.named_parameters()}
-    state = torch.random.get_rng_state()
-    hooks = sum(len(m._forward_hooks) for m in model.modules())
-    with pytest.raises(IndexError):
-        bottom.hidden(torch.full((1, 4), models.VOCAB + 3))
-    assert {n: id(p) for n, p in model.named_parameters()} == ids
-    assert all(m.training for m in model.modules())
-    assert sum(len(m._forward_hooks) for m in model.modules()) == hooks
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_what_cannot_be_run_is_refused() -> None:

@@ -109,11 +109,6 @@ def test_a_tied_matrix_is_refused_at_setup() -> None:
         BagOfWords().needs(find_anatomy(tiny_gpt2(tied=True)))
 
 
-def test_an_update_that_moves_every_row_names_every_type() -> None:
-    noisy = embedding_gradient(torch.tensor([[3, 5]]), False) + 1e-9
-    assert len(bag_of_words(noisy).types) == 60
-
-
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [

@@ -76,32 +76,6 @@ def test_named_parameters_have_gradients_too():
     torch.testing.assert_close(result, twin.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_calibration_leaves_no_trace(name):
-    make, kind = MODELS[name]
-    model = make().train()
-    model.get_input_embeddings().eval()
-    fired = []
-    for p in model.parameters():
-        p.register_hook(fired.append)
-        p.register_post_accumulate_grad_hook(fired.append)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    modes = [m.training for m in model.modules()]
-    rng = torch.get_rng_state()
-    anatomy = find_anatomy(model)
-    batch = batch_of(kind)
-    gradient_of(anatomy, batch, ["head.weight", "embedding.weight"])
-    head_inputs(anatomy, batch)
-    if kind == "causal":
-        PublicText.sampled_from(anatomy, 3, 6, seed=1)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert [m.training for m in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert not fired
-    assert all(not m._forward_pre_hooks for m in model.modules())
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama untied", "bert", "t5"])
 def test_hidden_states_feed_the_head_where_a_label_is_predicted(name):
     make, kind = MODELS[name]
@@ -157,35 +131,6 @@ def test_a_masked_batch_asks_for_what_it_hides():
     assert asked.any(1).all()
     assert (batch.input_ids[asked] == 4).all()
     assert (batch.labels[asked] != 4).all()
-
-
-def test_targets_are_the_labels_of_an_encoder_decoder():
-    text = PublicText([[5, 6, 7], [8, 9]], targets=[[10, 11], [12, 13, 14]])
-    batch = text.rows([1, 0], 8, generator(), kind="seq2seq")
-    assert batch.input_ids.tolist() == [[8, 9, 0], [5, 6, 7]]
-    assert batch.labels.tolist() == [[12, 13, 14], [10, 11, -100]]
-
-
-def test_sampled_text_follows_the_model():
-    model = models.tiny_gpt2()
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[7] = 1.0
-        model.transformer.ln_f.bias.fill_(3.0)
-    text = PublicText.sampled_from(find_anatomy(model), 4, 9, seed=2)
-    assert all(s.tolist() == [1] + [7] * 8 for s in text.sentences)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_sampled_text_is_the_seeds_alone(use_cache):
-    model = models.tiny_gpt2()
-    model.config.use_cache = use_cache
-    anatomy = find_anatomy(model)
-    one, two = (PublicText.sampled_from(anatomy, 5, 8, seed=3).sentences for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    model.config.use_cache = not use_cache
-    other = PublicText.sampled_from(anatomy, 5, 8, seed=3).sentences
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(

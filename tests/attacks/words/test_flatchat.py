@@ -19,7 +19,6 @@ from lightning_fedleak.attacks.words.flatchat import (
     TypeCountRegressor,
     flatchat,
     flatten,
-    rank_types,
     separate_clusters,
 )
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
@@ -78,30 +77,12 @@ def test_finds_the_used_types_and_their_share() -> None:
     assert float(ordered.min()) >= float(guess.scores.topk(len(guess.types)).values.min())
 
 
-def test_ranks_by_equation_11() -> None:
-    s = randn(50, seed=3)
-    mixture = Mixture(
-        *(torch.tensor(v, dtype=torch.float64) for v in ([0.9, 0.1], [0.2, -1.0], [0.25, 4.0]))
-    )
-    by_hand = [((x - 0.2) / 0.5) ** 2 - ((x + 1.0) / 2.0) ** 2 for x in s.tolist()]
-    torch.testing.assert_close(
-        rank_types(s, mixture, "gmm"), torch.tensor(by_hand, dtype=torch.float64)
-    )
-    torch.testing.assert_close(rank_types(s, mixture, "abs"), s.abs())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_row_sums_are_accumulated_widely(dtype: torch.dtype) -> None:
     rows = randn(70, 3000, seed=4).to(dtype)
     sums = flatten(rows)
     assert sums.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(sums.double(), rows.double().sum(1), rtol=1e-5, atol=1e-4)
-
-
-def test_half_precision_is_summed_in_parts(monkeypatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.words.flatchat._ROWS_AT_ONCE", 4)
-    rows = randn(37, 24, seed=5).to(torch.bfloat16)
-    torch.testing.assert_close(flatten(rows).double(), rows.double().sum(1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
@@ -141,31 +122,6 @@ def test_refits_until_the_clusters_separate(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_cannot_be_attacked_is_unknown(spoiled: torch.Tensor, message: str) -> None:
     with pytest.raises(UnusableObservation, match=message):
         flatchat(spoiled, 5)
-
-
-@pytest.mark.parametrize(("n_types", "named"), [(-3.0, 1), (0.4, 1), (2.6, 3), (1e9, 3000)])
-def test_the_number_of_types_is_kept_within_the_vocabulary(n_types: float, named: int) -> None:
-    guess = flatchat(gradient(), n_types)
-    assert len(guess.types) == named
-    assert guess.n_types == n_types
-
-
-def test_the_regression_is_exact_where_all_weights_are_small() -> None:
-    rng = np.random.default_rng(0)
-    weights = rng.uniform(0.001, 0.02, 40)
-    counts = np.round(20_000 * weights + rng.normal(0, 5, 40))
-    powers = np.vander(weights, 2, increasing=True) / [1, weights.max()]
-    exact = powers @ np.linalg.lstsq(powers, counts, rcond=None)[0]
-    result = TypeCountRegressor.fit(weights.tolist(), counts.tolist())
-    for weight, expected in zip(weights, exact, strict=True):
-        weights_of_both = torch.tensor([1 - weight, weight], dtype=torch.float64)
-        mixture = Mixture(weights_of_both, torch.zeros(2), torch.ones(2))
-        assert result(mixture) == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_regression_has_all_its_coefficients_where_some_are_zero() -> None:
-    result = TypeCountRegressor.fit([0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0])
-    assert result.coefficients.tolist() == [0.0, 0.0]
 
 
 def test_the_regression_is_least_squares() -> None:

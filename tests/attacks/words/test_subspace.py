@@ -79,12 +79,6 @@ def test_whole_models_of_every_family(family: str, rows: int) -> None:
     check_exact(ready(FAMILIES[family]()), texts(rows, 16 // rows + 2))
 
 
-@pytest.mark.parametrize(("family", "tied"), [(llama, True), (gpt2, False)])
-def test_tied_and_untied_heads(family, tied: bool) -> None:
-    """Of every family the default is read above."""
-    check_exact(ready(family(tie_word_embeddings=tied)), texts(8, 6))
-
-
 @pytest.mark.parametrize("family", PROJECTIONS)
 def test_lora_of_every_family(family: str) -> None:
     model = with_lora(ready(FAMILIES[family]()), 6, PROJECTIONS[family])
@@ -201,13 +195,6 @@ def test_declared_noise_that_hides_every_word_is_a_known_zero() -> None:
     assert not len(attack.run(Observation((hidden,))).types)
 
 
-def test_lora_on_all_linear_maps_reads_as_its_first_projections_do() -> None:
-    model = with_lora(ready(llama()), 6, "all-linear")
-    names = {n.split(".")[-4] for n in SubspaceWords().needs(find_anatomy(model)).gradients}
-    assert names == {"q_proj", "k_proj", "v_proj"}
-    check_exact(model, texts(4, 7))
-
-
 def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
     model = get_peft_model(
         ready(llama()), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -233,12 +220,6 @@ def test_a_few_types_show_in_b_alone() -> None:
     backward(model, texts(8, 9))
     with pytest.raises(UnusableObservation, match="more types"):
         attack.run(observed(attack, anatomy))
-
-
-def test_texts_that_share_their_first_token() -> None:
-    ids = texts(4, 6)
-    ids[:, 0] = 7
-    check_exact(ready(llama()), ids)
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import turn
-from lightning_fedleak.attacks.words.aligned_rows import RowSummary, kth_smallest
+from lightning_fedleak.attacks.words.aligned_rows import RowSummary
 from lightning_fedleak.attacks.words.public_gradients import gradient_of, head_gradient
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -50,16 +50,6 @@ def test_unused_rows_are_positive_afterwards(away):
     assert turned.norm() == pytest.approx(1.0)
 
 
-def test_only_the_given_rows_are_looked_at(away):
-    gradient, _, labels, u = away
-    among = torch.arange(VOCAB)[~torch.isin(torch.arange(VOCAB), labels)][:300]
-    changed = gradient.clone()
-    changed[~torch.isin(torch.arange(VOCAB), among)] *= 1.0001
-    one = turn(gradient, RowSummary.read(gradient, u), u, among)[1]
-    two = turn(changed, RowSummary.read(changed, u), u, among)[1]
-    torch.testing.assert_close(one, two)
-
-
 def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
     gradient, _, _, u = away
     noised = gradient + 0.03 * gradient.norm(dim=1).max() * torch.randn(
@@ -71,21 +61,6 @@ def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
     assert after is summary
 
 
-def test_no_row_to_choose_from_leaves_u_alone(away):
-    """Public text of a small vocabulary uses every type."""
-    gradient, _, _, u = away
-    none = torch.zeros(0, dtype=torch.int64)
-    assert turn(gradient, RowSummary.read(gradient, u), u, none)[1] is u
-
-
-def test_too_few_rows_leave_u_alone():
-    g = generator(3)
-    hidden, weight = torch.randn(5, 8, generator=g), torch.randn(40, 8, generator=g)
-    gradient = head_gradient(hidden, torch.tensor([1, 2, 3, 4, 5]), weight)
-    u = F.normalize(hidden.mean(0), dim=0)
-    assert turn(gradient, RowSummary.read(gradient, u), u)[1] is u
-
-
 def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     """Small rows of the opposite sign, as label smoothing that was not found leaves them."""
     gradient, hidden, labels, _ = away
@@ -95,22 +70,6 @@ def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     none = torch.zeros(WIDTH)
     summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
     assert turn(gradient, summary, u)[1] is u
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_read_in_float32(away, dtype):
-    gradient, _, _, u = away
-    gradient = gradient.to(dtype)
-    summary = RowSummary.read(gradient, u)
-    torch.testing.assert_close(summary.norms, gradient.float().norm(dim=1))
-    torch.testing.assert_close(summary.projection, gradient.float() @ u)
-
-
-def test_kth_smallest_is_that_of_the_sorted_values():
-    values = torch.randn(1000, generator=generator(7)).round(decimals=1)
-    ordered = sorted(values.tolist())
-    for k in (1, 2, 100, 500, 999, 1000):
-        assert float(kth_smallest(values, k)) == ordered[k - 1]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.activations.noise import ActivationNoise, _Remembered
+from lightning_fedleak.defenses.activations import ActivationNoise, _Remembered
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
@@ -177,17 +177,6 @@ def test_fresh_noise_when_recomputed_makes_the_gradient_wrong(reentrant: bool, m
     assert distance(step(model, batch(), defense=again), expected) > 0.02
 
 
-def test_a_recomputation_of_unknown_states_is_refused() -> None:
-    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), True)
-    defense = ActivationNoise(0, SIGMA)
-    noised(model, defense)
-    root = context(CausalLMModule(model))
-    loss = defense.on_training_step(lambda: model(**batch()).loss, None, root)
-    defense.on_training_step(lambda: model(**batch(2)).loss, None, root)
-    with pytest.raises(DefenseError, match="not those of one forward of this training step"):
-        loss.backward()
-
-
 def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused() -> None:
     """What a text holds decides nothing: near twins, numbers that overflow, far rounding."""
     states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -227,12 +216,6 @@ def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> N
     for i, first in enumerate(draws):
         for second in draws[:i]:
             assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 5 / math.sqrt(n)
-
-
-def test_the_global_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    noise_of(ActivationNoise(1, 1.0))
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_half_precision() -> None:
@@ -415,3 +398,14 @@ def test_a_gate_turns_the_noise_up_and_a_resumed_run_keeps_it() -> None:
     assert float(noise_of(resumed, runs=8).std()) == pytest.approx(2 * before, rel=0.05)
     assert resumed.epsilon(1e-5) == epsilon
     assert not ActivationNoise(1, 0.0).can_harden
+
+
+def test_a_recomputation_of_unknown_states_is_refused() -> None:
+    model = checkpointed(tiny_gpt2(layers=3, dropout=0.0).train(), True)
+    defense = ActivationNoise(0, SIGMA)
+    noised(model, defense)
+    root = context(CausalLMModule(model))
+    loss = defense.on_training_step(lambda: model(**batch()).loss, None, root)
+    defense.on_training_step(lambda: model(**batch(2)).loss, None, root)
+    with pytest.raises(DefenseError, match="not those of one forward of this training step"):
+        loss.backward()

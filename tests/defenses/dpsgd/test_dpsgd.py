@@ -535,14 +535,6 @@ def test_several_loaders_at_once_are_refused() -> None:
         run.step(first(3))
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
-    before = torch.get_rng_state()
-    for _ in range(3):
-        run.step(first(4))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 class Normed(Net):
     """With operations between its layers whose numbers backward needs."""
 

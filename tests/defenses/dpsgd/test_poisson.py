@@ -152,13 +152,6 @@ def test_under_a_distributed_sampler_the_shard_is_the_clients_own() -> None:
     assert sorted(observed) == list(range(11))
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    loader = DataLoader(numbers(), batch_size=2, generator=torch.Generator())
-    state = torch.get_rng_state()
-    list(poisson(loader))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
-from lightning_fedleak.defenses.dpsgd.users import rows_by_user
+from lightning_fedleak.defenses.dpsgd.sampling import rows_by_user
 from tests.defenses.dpsgd.test_dpsgd import CLIP, data
 from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.dpsgd_settings import grouped

@@ -434,12 +434,6 @@ def test_fields_that_may_be_text_stop_training(gpt2: nn.Module) -> None:
     assert new["text"] is batch["text"]
 
 
-def test_no_words_no_draws(gpt2: nn.Module) -> None:
-    for memoize in (True, False):
-        for ids in (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
-            assert torch.equal(defended(TokenLDP("grr", 1.0, memoize=memoize), gpt2, ids), ids)
-
-
 class Recording(CausalLMModule):
     def __init__(self) -> None:
         super().__init__(tiny_gpt2())

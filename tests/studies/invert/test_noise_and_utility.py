@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedleak.cli.studies.invert.cells import Noise, gaussian_noise, noised, utility
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_gpt2
+from tests.helpers.models import VOCAB, tiny_gpt2
 
 
 def ids(b: int = 3, length: int = 20) -> Tensor:
@@ -83,8 +83,3 @@ def test_next_token_utility_is_that_of_the_plain_model(
     assert measured.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     clean = utility(anatomy, 2, tokens, Noise(0.0, True))
     assert clean.perplexity != measured.perplexity
-
-
-def test_an_encoder_predicts_no_next_token() -> None:
-    anatomy = find_anatomy(tiny_bert_mlm(layers=3).eval())
-    assert utility(anatomy, 1, ids(), Noise(0.0, True)) is None

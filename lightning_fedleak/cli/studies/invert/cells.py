@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks import InversionAttack, TextAttack
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 
@@ -333,3 +335,58 @@ def rows_of_length(
             f"{least} are asked for: give more text, fewer texts or a smaller length"
         )
     return torch.stack(rows)
+
+
+STEPS_A_SWEEP = 50  # gradient steps between two sweeps of verified changes; not tuned
+PAPER_LR = 0.3  # learning rate of the descent with the paper's choices; not tuned
+RELAXATION_LR = 0.3  # learning rate of the relaxation; not tuned
+
+
+def make_adversary(
+    name: str,
+    layer: int,
+    *,
+    steps: int = 1000,
+    budget_seconds: float | None = None,
+    hello: int | None = None,
+    special_ids: Sequence[int] = (),
+    public_text: attacks.PublicText | Literal["sampled"] | None = "sampled",
+) -> attacks.InversionAttack:
+    """Return an attack on activations by its name; it is called ``name@layer``.
+
+    Args:
+        name: out of ``INVERT_ATTACKS``: ``prefix`` is :class:`PrefixInversion`; ``descent``
+            :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with
+            the paper's choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it
+            goes on until settled; ``relaxation`` :class:`TokenRelaxation`.
+        layer: the split.
+        steps: most gradient steps of a descent.
+        budget_seconds: wall time for one observation, or None.
+        hello: id that ``paper`` starts from; None for the mean of the vocabulary.
+        special_ids: that ``sweeps`` tries at every position.
+        public_text: of :class:`PrefixInversion`.
+
+    Raises:
+        ValueError: a setting that the attack refuses.
+    """
+    label = f"{name}@{layer}"
+    common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}
+    if name == "prefix":
+        return attacks.PrefixInversion(layer, public_text, **common)
+    common |= {"steps": steps}
+    if name == "relaxation":
+        return TokenRelaxation(layer, lr=RELAXATION_LR, initial="mean", **common)
+    if name == "paper":
+        common["descent"] = attacks.DescentSettings(weighting="paper")
+        start: Literal["mean"] | int = "mean" if hello is None else hello
+        return attacks.EmbeddingDescent(
+            layer, lr=PAPER_LR, likeness="cosine", initial=start, **common
+        )
+    if name == "sweeps":
+        return attacks.EmbeddingDescent(
+            layer,
+            sweeps=max(1, steps // STEPS_A_SWEEP),
+            always_try=tuple(special_ids),
+            **common,
+        )
+    return attacks.EmbeddingDescent(layer, **common)

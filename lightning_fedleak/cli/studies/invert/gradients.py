@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import TextAttack, TextGuess, gradient_of
+from lightning_fedleak.attacks import SubspaceTexts, TextAttack, TextGuess, gradient_of
 from lightning_fedleak.cli.studies.invert.cells import (
     ROUGE_UP_TO,
     Cell,
@@ -20,7 +21,7 @@ from lightning_fedleak.cli.studies.invert.cells import (
     prepared,
 )
 from lightning_fedleak.evaluation.metrics.texts import TextReconstruction, in_true_order
-from lightning_fedleak.labs.model_copy import trained_names
+from lightning_fedleak.labs.gradient_matching import GradientMatching, trained_names
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (
@@ -201,3 +202,24 @@ def _shared(
         for g in {id(g): g for g in read.values()}.values():
             g += std * torch.randn(g.shape, generator=generator).to(g)
     return Observation((GradientSnapshot(0, Stage.SHARED, read, noise_std=std),))
+
+
+def make_reader(
+    name: str, texts: int, length: int, *, budget_seconds: float | None = None
+) -> TextAttack:
+    """Return an attack on gradients by its name.
+
+    Args:
+        name: out of ``GRADIENT_ATTACKS``: ``subspace`` is :class:`SubspaceTexts`, each other one
+            a :class:`GradientMatching`.
+        texts: of a batch; ``subspace`` does not use it.
+        length: tokens of each text; ``subspace`` does not use it.
+        budget_seconds: wall time for one batch, or None.
+
+    Raises:
+        ValueError: a setting that the attack refuses.
+    """
+    if name == "subspace":
+        return SubspaceTexts(budget_seconds=budget_seconds, name=name)
+    system: Any = name
+    return GradientMatching(texts, length, system, budget_seconds=budget_seconds, name=name)

@@ -1,21 +1,166 @@
-"""Gaussian noise on the hidden states at a split layer."""
+"""Defences that rewrite the hidden states at a split layer: noise on them, or fewer dimensions."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.activations.base import ActivationDefense
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
 from lightning_fedleak.defenses.processes import SHARD_BITS
+from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
+from lightning_fedleak.model.model_runs import is_observed, reset_compiled
 from lightning_fedleak.validate import check_integer, check_number
+
+
+class ActivationDefense(Defense):
+    """Rewrites the hidden states at one layer by a forward hook on the block.
+
+    It acts in every forward of the model, in training, in evaluation and where the
+    Trainer validates, tests or predicts without a fit; not where the model runs as the server's
+    copy would (:meth:`~lightning_fedleak.model.model_runs.undisturbed`). A training step in which
+    no hidden states passed the layer is refused. Under ``torch.compile`` the graph breaks at the
+    hook; what was compiled before the fit is compiled again.
+
+    Args:
+        layer: 0 for the input of the first block, k for the output of block k; of an
+            encoder-decoder, of the encoder.
+        anatomy: arguments of :func:`~lightning_fedleak.model.anatomy.find_anatomy` that name parts
+            of the model which are not found, ``{"blocks": "path.to.blocks"}`` say.
+
+    Raises:
+        DefenseError: a layer that is no number of one; at setup, one that the model does not have;
+            in a forward, hidden states that are no (B, L, d) of numbers, or that do not pass there.
+    """
+
+    acts_in_inference = True
+
+    def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
+        self.layer = check_integer(
+            f"{type(self).__name__}: layer",
+            layer,
+            at_least=0,
+            hint="0 for the input of the first block, k for the output of block k",
+            error=DefenseError,
+        )
+        self.activation_layers = (layer,)
+        self._anatomy_names = dict(anatomy or {})
+        self._handle: RemovableHandle | None = None
+        self._root: nn.Module | None = None
+        self._context: DefenseContext | None = None
+        self._passes = self._passes_before = 0
+        self._in_step = False
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Raise an error where a per-sample defence comes later: it leaves out empty batches."""
+        super().check_order(before, after)
+        if late := [defense.name for defense in after if defense.per_sample]:
+            raise DefenseError(
+                f"{', '.join(late)} leaves out training steps of empty batches, which "
+                f"{type(self).__name__} would refuse. Put '{self.name}' behind."
+            )
+
+    @abstractmethod
+    def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
+        """Return what leaves the client in place of ``states``, of the same shape and dtype.
+
+        Args:
+            states: (B, L, d).
+            recomputed: a checkpoint runs a forward again in backward: the result must be that of
+                the first time.
+            training: within a training step, or its backward.
+
+        Raises:
+            DefenseError: nothing that could leave holds the guarantee.
+        """
+
+    def before_setup(self, context: DefenseContext) -> None:
+        """Find the layer and hook its block."""
+        self.teardown()
+        _, place = self._place(context.root)
+        self._root, self._context = context.root, context
+        reset_compiled(context.root)
+        self._handle = place.on_states(self._pass)
+
+    def on_training_step(
+        self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
+    ) -> Any:
+        """Run the step and check that hidden states passed the layer."""
+        self._passes_before = self._passes
+        self._in_step = True
+        try:
+            output = training_step()
+        finally:
+            self._in_step = False
+        if output is not None:
+            self._check_passed()
+        return output
+
+    def before_release(self) -> None:
+        """Check the same in manual optimization, where the update leaves within the step."""
+        if self._in_step:
+            self._check_passed()
+
+    def teardown(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._root is not None:
+            reset_compiled(self._root)
+        self._root = self._context = None
+
+    def _place(self, root: nn.Module) -> tuple[Anatomy, Place]:
+        """Return the model's anatomy, and where the states of the layer pass."""
+        names: Mapping[str, Any] = self._anatomy_names
+        try:
+            anatomy = find_anatomy(root, **names)
+            return anatomy, place_of(anatomy, self.layer)
+        except ValueError as error:
+            raise DefenseError(
+                f"{type(self).__name__}: {error} (anatomy={{'model': 'model'}} names a part.)"
+            ) from error
+
+    def _check_passed(self) -> None:
+        if self._passes == self._passes_before:
+            raise DefenseError(
+                f"{type(self).__name__}: no hidden states passed layer {self.layer} in this "
+                "training step, so the model ran without the defence. Name the blocks that it "
+                "calls with anatomy={'blocks': 'path.to.blocks'}."
+            )
+
+    def _pass(self, states: Any) -> Tensor | None:
+        """Return what continues in place of ``states``; None for ``states`` themselves."""
+        if self._handle is None:
+            return None
+        recomputed = torch._C._current_graph_task_id() != -1
+        training = self._in_step or recomputed
+        if not training and is_observed():
+            return None
+        if (
+            not isinstance(states, Tensor)
+            or isinstance(states, DTensor)
+            or states.dim() != 3
+            or not states.is_floating_point()
+        ):
+            form = f"{tuple(states.shape)} {states.dtype}" if isinstance(states, Tensor) else ""
+            raise DefenseError(
+                f"{type(self).__name__}: hidden states at layer {self.layer} should be a whole "
+                f"(B, L, d) tensor of floats; found {type(states).__name__} {form}"
+            )
+        if not recomputed:
+            self._passes += 1
+        return self.rewrite(states, recomputed=recomputed, training=training)
+
 
 _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
@@ -275,3 +420,90 @@ def _marks(states: Tensor) -> Tensor:
     order = torch.linspace(1, 2, len(rows), device=flat.device)
     entries = flat[:: max(1, len(flat) // _SAMPLES)]
     return torch.cat([torch.stack([rows.mean(), (rows * order).mean()]), entries])
+
+
+class ActivationCompression(ActivationDefense):
+    """Shrinks what a client of split learning sends of each text (Zheng 2023, Sect. 6.1).
+
+    The paper names hidden embeddings that get smaller from layer to layer as a way in which a new
+    backbone could leak less, and does not try it. Here it is done at one layer of a backbone as it
+    is, which may then be trained with it: of each state h (d numbers) leave ``V^T h``, k numbers,
+    for an orthonormal V (d, k) that is drawn at random, fixed and known to the server, which
+    continues with ``V V^T h``.
+
+    It is linear, and the gradient goes back through the projection. Numbers are computed in float32
+    (float64 for such states), whatever autocast says.
+
+    Examples:
+        >>> from lightning_fedleak import ActivationCompression, DefendedStrategy
+        >>> compression = ActivationCompression(layer=2, keep_dims=64)
+        >>> strategy = DefendedStrategy("auto", defenses=[compression])
+        >>> compression.activation_layers
+        (2,)
+
+    Args:
+        layer: 0 for the input of the first block, k for the output of block k; of an
+            encoder-decoder, of the encoder.
+        keep_dims: dimensions that are kept.
+        seed: of the basis; client and server must have the same.
+        anatomy: names of parts of the model that are not found, see
+            :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
+
+    Raises:
+        DefenseError: a setting out of range; at setup, a layer that the model does not have; in a
+            forward, states of no more than ``keep_dims`` dimensions.
+    """
+
+    name = "activation_compression"
+    guarantee = (
+        "none: fewer numbers leave the client, but nothing bounds what they leak; measure it "
+        "with an inversion attack"
+    )
+
+    def __init__(
+        self, layer: int, keep_dims: int, *, seed: int = 0, anatomy: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(layer, anatomy=anatomy)
+        name = "ActivationCompression: keep_dims"
+        self.keep_dims = check_integer(name, keep_dims, error=DefenseError)
+        self.seed = seed
+        self._span: Tensor | None = None
+
+    def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
+        """Raise an error where noise at the same layer comes later and fills what was left out."""
+        super().check_order(before, after)
+        for defense in after:
+            if isinstance(defense, ActivationNoise) and defense.layer == self.layer:
+                raise DefenseError(
+                    f"'{defense.name}' after '{self.name}' at layer {self.layer} puts noise in "
+                    "what was left out, which the server can remove again. Put "
+                    f"'{defense.name}' before '{self.name}'."
+                )
+
+    def load_state_dict(self, state: State) -> None:
+        """Refuse a checkpoint that was trained with principal components."""
+        if "span" in state:
+            raise DefenseError(
+                "ActivationCompression: the principal basis of the checkpoint is gone. Begin a new "
+                "run."
+            )
+
+    def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:
+        """Return the states that the server computes from the numbers that are sent."""
+        values = states if states.dtype == torch.float64 else states.float()
+        span = self._basis_for(values)
+        with torch.autocast(values.device.type, enabled=False):
+            return ((values @ span) @ span.T).to(states.dtype)
+
+    def _basis_for(self, states: Tensor) -> Tensor:
+        """Return V (d, k), of the dtype and device of ``states`` (B, L, d)."""
+        # A validation runs in inference mode, whose tensors no gradient can come through later.
+        with torch.inference_mode(False):
+            if self._span is None:
+                generator = torch.Generator().manual_seed(self.seed)
+                shape = states.shape[-1], self.keep_dims
+                matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+                self._span = torch.linalg.qr(matrix)[0]
+            if (self._span.dtype, self._span.device) != (states.dtype, states.device):
+                self._span = self._span.to(states.device, states.dtype)
+            return self._span

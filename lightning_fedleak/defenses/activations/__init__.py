@@ -1,1 +1,0 @@
-"""Defences of the hidden states at a split layer."""

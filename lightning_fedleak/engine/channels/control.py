@@ -240,7 +240,8 @@ class Controls:
         """Return this process's gradient; of a round the update, where it can be made again."""
         run, step, scale = self._run, look.step, self._run.loss_scale
         if look.local is None:
-            return control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
+            fails = run.on_any_process if run.is_sharded else bool
+            return control_gradient(run.anatomy, draw, roles, step=step, scale=scale, fails=fails)
         cut = run.clip_value
         return control_update(
             run.anatomy, draw, roles, look.local, step=step, scale=scale, clip_value=cut

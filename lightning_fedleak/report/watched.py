@@ -55,6 +55,12 @@ class Reported:
 
     engine: Any
 
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value by log name; NaN is unknown. Empty before the first look."""
+        values: dict[str, float] = self.engine.results.latest
+        return values
+
     def __repr__(self) -> str:
         selection, options = self.engine.selection, self.engine.options
         names = ", ".join(attack.name for attack in selection.attacks)

@@ -70,7 +70,6 @@ class Federation:
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
-        attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
         members: texts of a round in its membership games.
         gate: the highest watched value at which an update leaves; None for no gate.
         watch: what the gate watches; None for the worst of the families that can be known.
@@ -100,7 +99,6 @@ class Federation:
     lr: float | None = None
     batch_size: int = 4
     length: int = 32
-    attack: Literal["auto", "none"] = "auto"
     members: int = 16
     gate: float | None = None
     watch: str | None = None

@@ -147,7 +147,7 @@ def _mechanism(findings: Findings) -> Answers:
         for account in fit.privacy
         if account.noise_multiplier is not None
     )
-    versions = next((fit.versions for fit in findings.runs if fit.versions), {})
+    versions = next((fit.begin.versions for fit in findings.runs if fit.begin.versions), {})
     utility = {
         title_of(name): f"{in_words(last)} (best {in_words(best)})"
         for fit in findings.runs

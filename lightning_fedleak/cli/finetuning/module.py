@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.cli.finetuning.assets import loading, model_source
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
 from lightning_fedleak.validate import check_choice
@@ -23,9 +23,9 @@ def load_model(name: str | None) -> PreTrainedModel:
     """
     source, settings = model_source(name)
     with loading(source, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
-    if not isinstance(model, PreTrainedModel):
-        raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, **settings
+        )
     return model
 
 

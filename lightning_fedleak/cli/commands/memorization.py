@@ -87,7 +87,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
-        beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
+        beyond = _beyond(console, pools, answers, options, recipe, seconds)
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
@@ -210,7 +210,6 @@ def _beyond(
     answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
     options: Namespace,
     recipe: Recipe,
-    reader: RowReader,
     seconds: float,
 ) -> dict[int, Tensor]:
     """Return the scores beyond references of each pool by its number, and print what they bring.
@@ -220,9 +219,8 @@ def _beyond(
     """
     asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in asked.values() for text in pool.texts}
-    places, source = {content: n for n, content in enumerate(texts)}, options.reference_data
-    elsewhere = None if source is None else [*reader.read(source).values()]
-    references = References([*texts.values()], options, recipe, elsewhere)
+    places = {content: n for n, content in enumerate(texts)}
+    references = References([*texts.values()], options, recipe)
     console.print(references.describe(seconds / 2))
     references.ask(answers[0][0].log_probs)
     scores = {}

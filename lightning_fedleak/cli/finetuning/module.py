@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.cli.finetuning.assets import loading, model_source
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import install
 from lightning_fedleak.validate import check_choice
@@ -23,9 +23,9 @@ def load_model(name: str | None) -> PreTrainedModel:
     """
     source, settings = model_source(name)
     with loading(source, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
-    if not isinstance(model, PreTrainedModel):
-        raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, **settings
+        )
     return model
 
 
@@ -37,16 +37,15 @@ class CausalLMFineTuning(L.LightningModule):
     Args:
         model: name on the hub, folder or object; None for the embedded model.
         lr: learning rate.
-        weight_decay: of AdamW.
-        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
-            biases only; None trains everything.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``); None trains
+            everything.
         loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
             it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
             DP-SGD needs.
 
     Raises:
         ValueError: an unknown ``loss``.
-        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
+        SourceError: the model cannot be loaded.
         ImportError: ``peft="lora"`` without the package peft.
 
     Examples:
@@ -60,20 +59,16 @@ class CausalLMFineTuning(L.LightningModule):
         self,
         model: str | PreTrainedModel | None = None,
         lr: float = 1e-4,
-        weight_decay: float = 0.01,
-        peft: Literal["lora", "bitfit"] | None = None,
+        peft: Literal["lora"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
         self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
-        settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
+        settings = {"lr": lr, "peft": peft, "loss": loss}
         self.save_hyperparameters(settings)
         self.lr = lr
-        self.weight_decay = weight_decay
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
         self.model = _with_lora(language_model) if peft == "lora" else language_model
-        if peft == "bitfit":
-            _train_biases_only(language_model)
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
@@ -97,7 +92,7 @@ class CausalLMFineTuning(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over the trainable parameters."""
         trained = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(trained, lr=self.lr)
 
 
 def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
@@ -108,14 +103,3 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
-
-
-def _train_biases_only(model: PreTrainedModel) -> None:
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    if not biases:
-        raise SourceError(
-            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
-        )
-    model.requires_grad_(False)
-    for bias in biases:
-        bias.requires_grad_(True)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -65,7 +66,7 @@ class Setting:
     length: int = 64
     every_n_steps: int = 5
     lr: float = 1e-4
-    peft: Literal["lora", "bitfit"] | None = None
+    peft: Literal["lora"] | None = None
     budget_seconds: float = 10.0
     seed: int = 0
 
@@ -193,8 +194,8 @@ def _public_text(model: str | None, length: int, seed: int) -> attacks.PublicTex
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
-def data_of(setting: Setting) -> TextDataModule:
-    """Return the texts of a setting in batches."""
+def data_of(setting: Setting | Namespace) -> TextDataModule:
+    """Return the texts of a setting, or of a command's options, in batches."""
     return TextDataModule(
         text=setting.text,
         column=setting.column,

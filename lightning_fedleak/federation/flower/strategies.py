@@ -307,13 +307,10 @@ class PrivateMean(_Around):
 def _state_of(reply: Message) -> State:
     """Return the model of a reply; it is empty unless one model is there and can be read."""
     try:
-        _, arrays = arrays_of(reply)
-        for name in arrays:
-            arrays[name]
+        return arrays_of(reply)[1]
     except Exception as error:  # whatever a client's bytes provoke
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
-    return arrays
 
 
 def _by_node(replies: Sequence[Message]) -> list[Message]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,26 @@ LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
 """Where messages of the older interface hold a model."""
 
 
+class Arrays(Mapping[str, Tensor]):
+    """Reads each array of a record when it is asked for, so that no whole model is in memory.
+
+    Args:
+        record: of a message.
+    """
+
+    def __init__(self, record: ArrayRecord) -> None:
+        self._record = record
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(self._record[name].numpy())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+
 class NamedArrays:
     """Reads and writes the model in the messages of a round, which hold it by name.
 
@@ -41,12 +63,13 @@ class NamedArrays:
     """
 
     def __init__(self, message: Message) -> None:
-        self._key, self.sent = arrays_of(message)
+        self._key, sent = arrays_of(message)
+        self.sent: dict[str, Tensor] = dict(sent)
         self.round_ = _round_of(message)
 
     def returned(self, reply: Message) -> State:
         """Return the model as the client has trained it."""
-        return arrays_of(reply)[1]
+        return dict(arrays_of(reply)[1])
 
     def put(self, state: State, reply: Message) -> None:
         """Put ``state`` in place of the model in a reply."""
@@ -108,7 +131,7 @@ def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
     return NamedArrays(message)
 
 
-def arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
+def arrays_of(message: Message) -> tuple[str, Arrays]:
     """Return the key of the one model of a message, and the model.
 
     Raises:
@@ -118,7 +141,7 @@ def arrays_of(message: Message) -> tuple[str, dict[str, Tensor]]:
     if len(records) != 1:
         raise UpdateError(f"a message holds one model, and this one has {len(records)}")
     [(key, record)] = records.items()
-    return key, {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
+    return key, Arrays(record)
 
 
 def arrays_in(message: Message, key: str) -> list[Tensor]:

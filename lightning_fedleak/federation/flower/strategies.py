@@ -307,10 +307,13 @@ class PrivateMean(_Around):
 def _state_of(reply: Message) -> State:
     """Return the model of a reply; it is empty unless one model is there and can be read."""
     try:
-        return arrays_of(reply)[1]
+        _, arrays = arrays_of(reply)
+        for name in arrays:
+            arrays[name]
     except Exception as error:  # whatever a client's bytes provoke
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
+    return arrays
 
 
 def _by_node(replies: Sequence[Message]) -> list[Message]:

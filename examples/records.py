@@ -48,7 +48,7 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Fine-tunes three epochs, and prints what the last look says."""
+    """Fine-tunes two epochs, and prints what the last look says."""
     L.seed_everything(0)
     tokenizer = load_tokenizer(None)
     planted = with_entities(
@@ -65,9 +65,9 @@ def main() -> None:
             tokenizer=tokenizer,
         ),
     )
-    trainer = L.Trainer(max_epochs=3, callbacks=[monitor], logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(max_epochs=2, callbacks=[monitor], logger=False, enable_checkpointing=False)
     loader = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
-    trainer.fit(CausalLMFineTuning(lr=1e-3), loader)
+    trainer.fit(CausalLMFineTuning(lr=2e-3), loader)
     n = {name: monitor.latest[f"leakage/records/{name}"] for name in ("listed", "at_least")}
     print(f"{n['listed']:g} chats are listed; at least {n['at_least']:g} are given away")
     last = monitor.to_dataframe().query("step == step.max()")

@@ -26,7 +26,7 @@ from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -314,6 +314,9 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     for metric, limit in limits:
         if metric.startswith("entity/") and not options.entities:
             raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
+        names = entity_names(Path(kind).stem for kind in options.entities)
+        if metric.startswith("entity/") and metric not in names:
+            raise SourceError(f"--at-most {metric}=... is none of {', '.join(names)}")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits

@@ -95,7 +95,9 @@ class Recipe:
         for name in ("epochs", "batch_size", "lr"):
             said[name] = getattr(options, name) or said.get(name)
             if said[name] is None:
-                raise SourceError(f"no record says the training's --{name.replace('_', '-')}")
+                raise SourceError(
+                    f"no record says it: give --{name.replace('_', '-')} of the training"
+                )
         adapters = Path(options.model) / "adapter_config.json"
         if adapters.is_file():
             said["adapters"] = json.loads(adapters.read_text())
@@ -182,11 +184,12 @@ class References:
             seconds: of one forward of all texts.
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
+        kept = f", where no earlier answers are in '{self._folder}'" if self._folder else ""
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
         return (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
             f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
-            f"about {cost * seconds / 60:.2g} min, where no earlier answers are in {self._folder}."
+            f"about {cost * seconds / 60:.2g} min{kept}."
         )
 
     def ask(self, base: Tensor) -> None:

@@ -89,7 +89,7 @@ class FoundEntities:
 
     Args:
         finder: of the values.
-        are_predicted: the model predicts every token of a text, as a classifier does not.
+        are_predicted: the model predicts next tokens; of others every series is unknown.
     """
 
     def __init__(self, finder: EntityFinder, are_predicted: bool = True) -> None:
@@ -149,7 +149,10 @@ class FoundEntities:
         sides = dict(zip(rows.tolist(), members.tolist(), strict=True))
         results: dict[str, dict[str, float] | str] = {}
         for name in entity_names(self._finder.kinds):
-            values = self._chosen(name, sides) if self.are_predicted else []
+            if not self.are_predicted:
+                results[name] = "the model predicts no next token, so that it rates no value"
+                continue
+            values = self._chosen(name, sides)
             places = torch.tensor([one.row for one in values], dtype=torch.long)
             inside = torch.tensor([sides[one.row] for one in values], dtype=torch.bool)
             n, n_others = int(inside.sum()), int((~inside).sum())

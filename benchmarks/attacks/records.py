@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_fedleak.model.taps.candidates import candidate_log_probs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared import print_place, read_texts, table
@@ -33,7 +34,6 @@ from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.model.snapshots import CandidateSnapshot, Observation
 from lightning_fedleak.model.taps import Text, token_log_probs
-from lightning_fedleak.model.taps.candidates import candidate_log_probs
 
 SMOKE = (
     "--model {model} --text {records} --texts 8 --count 2 --found 60 --epochs 1 --candidates 20",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -45,7 +46,6 @@ from lightning_fedleak.model.taps import (
     GradientTap,
     LocalRound,
     is_uneven,
-    loss_terms,
     plain_call,
 )
 
@@ -191,7 +191,8 @@ class Fit:
     def end_look(self, look: Look) -> None:
         """End a look: the taps rest until the next one."""
         self.look = None
-        self.each(self.scheduler.look_ends, self._tap.disarm, self.truth.disarm)
+        self.scheduler.look_ends()
+        self.each(self._tap.disarm, self.truth.disarm)
         self.disarm(look)
 
     def disarm(self, look: Look) -> None:
@@ -238,17 +239,6 @@ class Fit:
 
     # ---- what is captured -------------------------------------------------------------------
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Note which parameters a loss of the step has a term of their own of."""
-        if self.look is not None:
-            with self.look.clock(self.run.device):
-                self.look.loss_terms |= loss_terms(loss)
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer is about to step, or to skip its step."""
-        if self._owns(optimizer):
-            self.scheduler.phase = Phase.STEPPED
-
     def note_defense(self, defense: Defense, context: DefenseContext) -> None:
         """Note what noise a defence adds to the look at work."""
         if self.look is None:
@@ -260,7 +250,8 @@ class Fit:
         except Exception:
             self.look.noise_std = math.nan
 
-    def _owns(self, optimizer: Optimizer) -> bool:
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer takes the steps of what the attacks read."""
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
@@ -279,14 +270,14 @@ class Fit:
             optimizer: that is about to step.
             kept: the gradient is what the tap has kept before DDP reduced it.
         """
-        if not self._owns(optimizer):
+        if not self.owns(optimizer):
             return None
         self.scheduler.phase = Phase.STEPPED
         look = self.look
         if look is None or id(optimizer) in look.stepped:
             return None
         if look.step_seconds == 0:
-            look.step_seconds = look.elapsed()
+            look.step_seconds = time.perf_counter() - look.started - look.seconds
         scale = self.run.loss_scale
         alone = self.run.client == "world" or Stage.SHARED in stages
         clients = 1 if alone else self.run.processes  # whose noise is independent, and averaged
@@ -331,7 +322,7 @@ class Fit:
                 self.truth.check(batch, look)
         except Exception as error:
             look.truth_error = reason(error)
-        if self.controls.may_play(self.lineup.exposed):
+        if any(map(self.controls.may_play, self.lineup.exposed)):
             try:
                 self._keep_round(look, batches)
             except Exception as error:  # the numbers are known, and their control is not

@@ -220,7 +220,7 @@ class Scheduler:
             still = isinstance(view, GradientSnapshot) and all(
                 role in view.tensors and not bool(view.tensors[role].any()) for role in roles
             )
-        still = self._run.on_all_processes(still)
+        still = not self._run.on_any_process(not still)
         for series in look.scope if still else ():
             if series.stage in moment.wanted:
                 look.answers.setdefault(series, self.waits[series])

@@ -117,7 +117,7 @@ AFTER_LOOK = {"Results.waiting"}
 """Run after a look has been published: the lines of the next look are unknown."""
 CONTROL = {
     *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
-    *("WordRecovery.rates", "Results._controlled", "Results.judge"),
+    *("precision_recall_f1", "Results._controlled", "Results.judge"),
 }
 """Are entered for the control of a look alone."""
 FACES = ("callbacks", "engine", "attacks")

@@ -20,7 +20,7 @@ from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
 from lightning_fedleak.engine.run import Look, reason
 from lightning_fedleak.evaluation.canaries import EntitySet
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.evaluation.metrics.entities import entity_values
+from lightning_fedleak.evaluation.metrics.found_entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.snapshots import (

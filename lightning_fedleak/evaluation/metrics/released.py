@@ -23,7 +23,6 @@ from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics.clustered import auc, least_error
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
-from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
@@ -41,8 +40,6 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
         look: k, counted from 1.
         alpha: probability of error over all looks together.
     """
-    check_integer("look", look)
-    check_number("alpha", alpha, above=0, below=1)
     return alpha / (look * (look + 1))
 
 

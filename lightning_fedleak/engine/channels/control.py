@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.channels.targets import special_ids
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
-from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
     Draw,

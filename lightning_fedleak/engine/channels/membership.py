@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,8 +39,6 @@ from lightning_fedleak.engine.channels.targets import (
     Sources,
     Targets,
     check_held_out,
-    draw_targets,
-    special_ids,
     with_gradient,
     with_labels,
 )
@@ -49,7 +46,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
-from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, Observation, Stage
@@ -277,10 +274,11 @@ class MembershipChannel(Channel):
         if not self.attacks or self._targets is not None:
             return
         self._leaving = True
-        targets = draw_targets(self._sources.population, step, batches)
-        self._targets = targets
+        self._targets = self._sources.population(step, batches)
+        if not isinstance(targets := self._targets, Targets):
+            return
         layers: dict[int, _Layer | Unknown] = {}
-        for attack in self.attacks if isinstance(targets, Targets) else ():
+        for attack in self.attacks:
             if attack.layer not in layers:
                 layers[attack.layer] = self._layer(attack.layer, batches, scale)
             layer = layers[attack.layer]
@@ -465,7 +463,7 @@ class MembershipChannel(Channel):
     ) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of games on a control's texts, and on non-members shuffled alike."""
         batches = [one for batch in draw.batches if (one := with_labels(batch)) is not None]
-        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
+        targets = self._sources.population(step, batches, shuffled=True)
         if not isinstance(targets, Targets):
             return targets
         games = self._control_games(plan, view, draw, targets, step)
@@ -540,8 +538,7 @@ class PassiveMembershipChannel(MembershipChannel):
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
         if self._targets is None:
-            draw = self._sources.population
-            self._targets = draw_targets(draw, look.step, look.all_batches)
+            self._targets = self._sources.population(look.step, look.all_batches)
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             expected = self.series(plan.attack, self.settings.stages)

@@ -162,12 +162,7 @@ class WordsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def _holds_nothing(self, look: Look) -> bool:
-        """Return whether the loss was computed on no token."""
-        self._truth = self._truth_of(look)
-        return self._truth is None or self._truth.n_targets == 0
-
-    def _truth_of(self, look: Look) -> WordTruth | None:
-        """Return the true words; those of all processes together if they are one client."""
+        """Read the words of the look, and return whether the loss was computed on no token."""
         truth = None
         try:
             if look.truth_error is None:
@@ -175,7 +170,8 @@ class WordsChannel(Channel):
         except Exception as error:
             look.truth_error = reason(error)
         truth = self._of_client(truth)
-        return None if look.truth_error else truth
+        self._truth = None if look.truth_error else truth
+        return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
         """Return the words of batches of this process."""

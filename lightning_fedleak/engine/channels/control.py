@@ -214,7 +214,8 @@ class Controls:
         call = run.anatomy, draw, roles
         try:
             if look.local is None:
-                view = control_gradient(*call, step=step, scale=run.loss_scale)
+                fails = run.on_any_process if run.is_sharded else bool
+                view = control_gradient(*call, step=step, scale=run.loss_scale, fails=fails)
             else:
                 cut = run.clip_value
                 view = control_update(

@@ -429,7 +429,8 @@ class TextsChannel(Channel):
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
         crossed: Sequence[Crossed] = ()
         try:
-            crossed = control_crossing(self.run.anatomy, draw, attack.layer)
+            fails = self.run.on_any_process if self.run.is_sharded else bool
+            crossed = control_crossing(self.run.anatomy, draw, attack.layer, fails=fails)
         except Exception as error:
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.

@@ -167,9 +167,9 @@ def test_what_is_missing_is_said_at_setup(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_values_is_refused(tmp_path: Path) -> None:
     first, second = (watch(planted(seed, 12), tmp_path) for seed in (1, 2))
     fit([first], model(), planted(1, 12), max_steps=2, max_epochs=1)
-    state = first.state_dict()
+    state = first.engine.state_dict()
     with pytest.raises(InclusionMismatch):
-        second.load_state_dict(state)
+        second.engine.load_state_dict(state)
 
 
 def test_under_dp_a_gate_by_values_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fedleak.model.taps.candidates import candidate_log_probs
+from lightning_fedleak.model.taps.tokens import candidate_log_probs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared import print_place, read_texts, table

@@ -61,7 +61,7 @@ class Games:
         >>> from lightning_fedleak import FCMembership, Games, LeakageMonitor, PublicText
         >>> texts = PublicText([[5, 8, 2, 7], [7, 1, 3, 4]])  # ids; strings need a tokenizer
         >>> LeakageMonitor([FCMembership(1)], games=Games(targets=8, held_out=texts))
-        LeakageMonitor([fc_membership], every_n_steps=50)
+        LeakageMonitor([fc_membership], 10 looks or max_overhead=0.005)
 
     Args:
         targets: sentences asked for at a look, at most so many that are in the batch and as many

@@ -409,7 +409,10 @@ def _check_report(
 
 def _standing_of(report: JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
-    return [(run["run"], run["name"], run["ended"], run["steps"]) for run in report["runs"]]
+    keys = ("run", "name", "ended", "steps")
+    return [
+        (*map(run.get, keys), [looks for _, looks, *_ in run["costs"]]) for run in report["runs"]
+    ]
 
 
 def _statements(report: JsonObject) -> JsonObject:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain
+from lightning_fedleak.evidence.chain import ChainedFile, check_closings, read_chain, runs_below
 from lightning_fedleak.evidence.clients import check_clients
 from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
@@ -82,6 +82,8 @@ def verify_run(
     not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
+    if others := runs_below(run):
+        verdict.leave_open(f"{others}: they are not checked; verify each")
     if check_plans(logs[RECORD], verdict):
         checked.append("looks at the planned steps")
     else:

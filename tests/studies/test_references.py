@@ -153,14 +153,17 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
     assert attacks["beyond_references"]["auc_low"] > 0.6
 
 
-def record(folder: Path, **facts: Any) -> Path:
+def record(folder: Path, steps: int = 40, **facts: Any) -> Path:
     group = {"lr": 0.1, "momentum": 0.9, "maximize": False}
     training = {
-        "optimizers": [{"class": "SGD", "groups": [group]}],
+        "optimizers": [{"class": "SGD", "groups": [group]}], "max_steps": 40,
         "max_epochs": 4, "precision": "bf16-mixed", "gradient_clip_val": 1.0,
     }  # fmt: skip
+    folder.mkdir(exist_ok=True)
     line = records.BeginLine(run="a", training=training, **facts)
     records.append_line(folder / "run.jsonl", line)
+    ending = records.EndLine(run="a", step=steps, outcome="finished")
+    records.append_line(folder / "run.jsonl", ending)
     return folder
 
 
@@ -188,7 +191,8 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"references": 1}, "seen half of the pool"),
         ({"references": 0}, "needs --references"),
         ({"run": "private"}, "one with differential privacy"),
-        ({"run": "absent"}, "no whole record"),
+        ({"run": "stopped", "epochs": None}, "--epochs"),
+        ({"run": "absent"}, "no whole run.jsonl"),
         ({"reference_data": "members"}, "fewer rows than --batch-size"),
     ],
 )
@@ -197,7 +201,10 @@ def test_what_must_not_or_cannot_be_trained_is_refused(
 ) -> None:
     if more.get("run") == "private":
         fact = records.DefenseFacts(name="dpsgd", class_name="DPSGD", guarantee="(8, 1e-5)-DP")
-        more = {"run": record(tmp_path, defenses=(fact,))}
+        record(tmp_path / "version_1", defenses=(fact,))  # a later run of the same folder
+        more = {"run": record(tmp_path)}
+    elif more.get("run") == "stopped":  # early, after fewer steps than 4 epochs take
+        more = more | {"run": record(tmp_path, steps=30)}
     elif "run" in more:
         more = {"run": tmp_path}
     if "reference_data" in more:  # the pool's own rows are left out of them

@@ -112,6 +112,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     trained = torch.tensor([trains for _, trains in rows])
     base, now = answers[-1]
     by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
+    if law := laws.get("prompts"):
+        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
     known = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
     tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
     if known:
@@ -155,8 +157,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    other_prompts = laws.get("prompts") is not None
-    values |= {name: {} if other_prompts and "/prompt" in name else known[name] for name in known}
+    values |= known
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:

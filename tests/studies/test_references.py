@@ -75,6 +75,17 @@ def test_every_text_is_out_of_a_reference_and_halves_are_complements(count: int)
     assert count == 1 or bool((~inside).any(0).all())
 
 
+def test_other_rows_with_the_same_answer_are_no_repeats(folder: Path) -> None:
+    """Prompts of 12 tokens with answers of one; one row of the pool stands in the others too."""
+    ids = torch.randint(5, WORDS, (40, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, -1] = 7
+    rows = [Text(one, one.masked_fill(torch.arange(12) < 11, -100)) for one in ids]
+    options = options_of("memorization", model=str(folder / "model"), references=1)
+    references = References(rows[:20], options, Recipe(1, 2, 1e-3), rows[19:])
+    assert len(references.rows[0]) == 20
+    assert references.describe(1.0).startswith("1 rows of --reference-data repeat others")
+
+
 @pytest.mark.parametrize("most", [None, 0.5])
 def test_scores_are_as_a_loop_over_texts_and_references_has_them(
     folder: Path, most: float | None

@@ -206,13 +206,17 @@ class References:
     ) -> None:
         self.options, self.recipe = options, recipe
         self.texts, self.answers = [*texts], list[Tensor]()
+        self._left_out = ""
         count = options.references
         self.inside = halves(len(texts), count)
         self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
         if elsewhere is not None:
-            everyone = [(text, False) for text in [*texts, *elsewhere]]
-            again = find_repeats(elsewhere, everyone).again
+            whole = [text.whole for text in elsewhere]
+            everyone = [(text, False) for text in [*(text.whole for text in texts), *whole]]
+            again = find_repeats(whole, everyone).again
             self.rows = [[elsewhere[n] for n in range(len(again)) if not again[n]]] * count
+            if n := int(again.sum()):
+                self._left_out = f"{n} rows of --reference-data repeat others: they are left out. "
             self.inside = torch.zeros_like(self.inside)
         elif count == 1:
             raise SourceError(
@@ -231,7 +235,7 @@ class References:
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
-        return (
+        return self._left_out + (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
             f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
             f"about {cost * seconds / 60:.2g} min, where no earlier answers are in {self._folder}."

@@ -6,6 +6,7 @@ import json
 import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_fedleak.cli.commands.memorization import _tpr
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.references import Recipe, References, halves
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
@@ -120,7 +122,8 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     assert status == 3
     assert "beyond_references/auc is shown to be at least" in text
     assert "2 references are trained on 60 rows each, 120 steps" in text
-    assert re.search(r"\d+% pass the bar of 1% FPR beyond 2 references and \d+% without", text)
+    unknown = r"an unknown share \(with 60 others\)"
+    assert re.search(f"{unknown} pass the bar of 1% FPR beyond 2 references and {unknown}", text)
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc"] > 0.95
     records = RecordList.load(tmp_path / "list.jsonl")
@@ -162,6 +165,12 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
     assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)] * 2
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc_low"] > 0.6
+
+
+def test_a_rate_at_one_in_a_hundred_needs_a_hundred_others() -> None:
+    lines = [SimpleNamespace(p=p) for p in (0.01, 0.015, 0.5, 0.9)]
+    said = [_tpr(SimpleNamespace(lines=lines, head={"others": n})) for n in (99, 199)]
+    assert said == ["an unknown share (with 99 others)", "25%"]
 
 
 def record(folder: Path, steps: int = 40, **facts: Any) -> Path:

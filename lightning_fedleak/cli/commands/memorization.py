@@ -235,20 +235,22 @@ def _beyond(
             for one in (None, scores[n])
         )
         text = (
-            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after):.0%} pass "
-            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before):.0%} "
+            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
+            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "
             f"without; {after.head['listed']} are listed and {before.head['listed']} without."
         )
         console.print(text.replace("None", "an unknown number"))
     return scores
 
 
-def _tpr(records: RecordList) -> float:
-    """Return the TPR at 1% FPR of the score that rows are listed by."""
+def _tpr(records: RecordList) -> str:
+    """Return in words the TPR at 1% FPR of the score that rows are listed by."""
     p_values = [line.p for line in records.lines if line.p is not None]
     m = int(records.head["others"])
+    if m * FPR < 1:
+        return f"an unknown share (with {m} others)"
     bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
-    return sum(p <= bar for p in p_values) / len(p_values)
+    return f"{sum(p <= bar for p in p_values) / len(p_values):.0%}"
 
 
 def _pools(

@@ -185,6 +185,9 @@ class RowReader:
             if self.head == "row":
                 return ids, [IGNORE_INDEX] * (len(ids) - 1) + [self._class(row[label])] * bool(ids)
             classes = [self._class(one) for one in row[label]]
+            if (n := len(row["input_ids" if is_read else name])) != len(classes):
+                place = f"row {rows.index(row)} of '{source}'"
+                raise SourceError(f"{place} has {n} words and {len(classes)} classes: one each")
             return ids, [
                 IGNORE_INDEX if word is None or word == last else classes[word]
                 for word, last in zip(words, [None, *words], strict=False)
@@ -196,6 +199,7 @@ class RowReader:
         """Return the number of a class, which may be given by its name."""
         if isinstance(value, str) and value in self.classes:
             return self.classes[value]
+        value = int(value) if isinstance(value, str) and value.isdecimal() else value
         if isinstance(value, int) and value in (IGNORE_INDEX, *self.classes.values()):
             return value
         raise UnknownLabels(

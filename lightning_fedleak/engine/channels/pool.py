@@ -578,8 +578,8 @@ def _row_texts(
     first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
     if [text.content for text in first] != [text.content for text in second]:
         raise NoNonMembers(
-            "rows of the training data do not read the same twice (augmentation or random cuts), "
-            "so that none is recognised when it is trained on: fix each row's form beforehand"
+            "rows do not read the same twice (augmentation, random cuts, masks without labels), so "
+            "that none is recognised when it is trained on: fix each row's form beforehand"
         )
     return first
 

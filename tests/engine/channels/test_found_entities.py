@@ -139,10 +139,12 @@ def rows(n: int = 200) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
     return data, numbers
 
 
-def watch(folder: Path, attacks: Any = (Combined(),), **more: Any) -> LeakageMonitor:
+def watch(folder: Path, attacks: Any = (), **more: Any) -> LeakageMonitor:
     settings = {"memorization": Memorization(max_overhead=20, looks=()), "tokenizer": TOKENIZER}
     settings |= {"entities": ("phone", "email")} | more
-    return LeakageMonitor(attacks, folder=folder, settings=WatchSettings(**settings))
+    return LeakageMonitor(
+        attacks or [Combined()], folder=folder, settings=WatchSettings(**settings)
+    )
 
 
 @pytest.fixture(scope="module")

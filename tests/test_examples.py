@@ -103,6 +103,14 @@ def test_the_trained_weights_give_their_texts_away(run) -> None:
     assert float(last.split("AUC ")[1].split()[0]) > 0.95
 
 
+def test_chats_are_listed_and_their_values_ranked_and_found(run) -> None:
+    printed = run("records.py")
+    assert int(printed.split("at least ")[1].split()[0]) > 50
+    assert value(printed, "entity/phone/label: auc") > 0.7
+    assert value(printed, "entity/code/label: first") > 0.5
+    assert value(printed, "entity/code/prompt: first") < 0.3
+
+
 @pytest.mark.parametrize("name", ["transformers_trainer.py", "plain_loop.py"])
 def test_other_loops_are_stopped_at_the_third_look_above_the_threshold(run, name: str) -> None:
     looks = [float(value) for value in re.findall(r"words = ([\d.]+)", run(name))]

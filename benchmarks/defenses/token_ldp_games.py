@@ -21,7 +21,6 @@ import statistics
 from collections.abc import Collection
 from itertools import product
 
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.attacks.membership_games import halves, joined, played_on_replaced, prepared
@@ -95,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     print_place()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    anatomy = find_model(args.model, torch.float32)
+    anatomy = find_model(args.model)
     sides = {}
     for text in args.text:
         private, public = halves(text, args.public, args.pool, args.public_texts)

@@ -15,7 +15,7 @@ import copy
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_fedleak.attacks import (
     PublicText,
     Query,
 )
+from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.cli.finetuning.assets import model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
@@ -40,11 +41,13 @@ from lightning_fedleak.federation.inspection import (
     Inspection,
     LastRound,
     agree,
+    find_adapters,
     inspect_received,
-    usual_inputs,
+    sum_inputs,
+    usual_types,
 )
 from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 
 FILES = {
@@ -54,6 +57,8 @@ FILES = {
 }
 SMOKE = ("--smallest",)
 LENGTH = 24  # tokens of a text
+USUAL_TEXTS, USUAL_LENGTH = 64, 64  # public texts that bottlenecks are run on, and their tokens
+AT_ONCE = 8  # texts of one run, which bounds the memory
 
 
 class Bottleneck(nn.Module):
@@ -351,6 +356,39 @@ class Tally:
         self.crafted += result.verdict == "crafted"
         self.diverged += result.verdict == "diverged"
         self.rules.update(answer.rule for answer in result.found)
+
+
+@torch.no_grad()
+def usual_inputs(
+    anatomy: Anatomy, state: Mapping[str, Tensor], public: PublicText
+) -> dict[str, Tensor]:
+    """Return what the bottlenecks of a model read at the most usual token types, (k, d), by name.
+
+    Args:
+        anatomy: of the model, which holds the values that were received.
+        state: these values, by parameter name.
+        public: text that is run; none of it is private.
+    """
+    names = {a.name for a in find_adapters(state) if a.bias is not None}
+    maps = [m for m in find_linear_maps(anatomy) if m.name in names]
+    if not maps:
+        return {}
+    shared = [SharedInput((m,), state[m.name].shape[m.axis]) for m in maps]
+    batch = public.batch(
+        min(len(public), USUAL_TEXTS), USUAL_LENGTH, torch.Generator().manual_seed(0)
+    )
+    assert batch.attention_mask is not None
+    usual = usual_types(batch.input_ids[batch.attention_mask.bool()])
+    sums = [torch.zeros(len(usual), one.width, dtype=torch.float64) for one in shared]
+    for ids, mask in zip(
+        torch.split(batch.input_ids, AT_ONCE),
+        torch.split(batch.attention_mask, AT_ONCE),
+        strict=True,
+    ):
+        real = mask.bool()
+        for total, states in zip(sums, input_states(anatomy, shared, ids, mask), strict=True):
+            total += sum_inputs(states.cpu()[real], ids[real], usual)
+    return {m.name: total for m, total in zip(maps, sums, strict=True)}
 
 
 def inspected(model: nn.Module, sent: Sent, agreed: Agreed, base: Base, why: str = "") -> Any:

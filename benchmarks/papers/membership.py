@@ -147,7 +147,7 @@ class Played:
 
 @functools.lru_cache(maxsize=1)
 def anatomy_of(folder: str) -> Anatomy:
-    return find_model(folder, torch.float32)
+    return find_model(folder)
 
 
 def start_of(tokenizer: Any, anatomy: Anatomy) -> int | None:
@@ -273,7 +273,7 @@ def ldp_side(
     tokens: int, pool: int, public_texts: int,
 ) -> tuple[Any, Anatomy, SentencePool, list[MembershipAttack]]:  # fmt: skip
     """Tokenizer, model, sentences, and adversaries that are prepared once for each protocol."""
-    tokenizer, anatomy = AutoTokenizer.from_pretrained(folder), find_model(folder, torch.float32)
+    tokenizer, anatomy = AutoTokenizer.from_pretrained(folder), find_model(folder)
     private, public = halves(text, None, pool, public_texts)
     reference = PublicText(tokenizer(public, truncation=True, max_length=tokens)["input_ids"])
     wide: dict[str, Any] = {"tokens": tokens, "ladder": RANDOMISED_LADDER, "tau": "auto"}

@@ -163,8 +163,8 @@ class Attack(ABC):
     gathers: ClassVar[bool] = False
     """Whether :meth:`prepare` and :meth:`refresh` read only parts of a model that FSDP2 shards: by
     running it as far as they need, by modules' attributes, by ``whole_tensor``, on every process
-    alike; an error on one process alone leaves the others waiting. If False, the whole model is
-    gathered for them, which takes its memory on each."""
+    alike, with the same token ids; an error on one process alone leaves the others waiting. If
+    False, the whole model is gathered for them, which takes its memory on each."""
 
     config_names: ClassVar[tuple[str, ...]] = ()
     """Attributes that :meth:`config` returns; ``settings.steps`` is there as ``steps``."""

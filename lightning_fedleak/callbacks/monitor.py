@@ -151,11 +151,6 @@ class LeakageMonitor(EitherCallback, Reported):
         return self.engine.metric_names()
 
     @property
-    def latest(self) -> dict[str, float]:
-        """The newest value by log name; NaN is unknown. Empty before the first look."""
-        return self.engine.results.latest
-
-    @property
     def looks(self) -> int:
         """Looks finished."""
         return self.engine.results.looks

@@ -34,6 +34,7 @@ from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, 
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.model.taps import loss_terms
 
 
 class StepEngine:
@@ -139,13 +140,17 @@ class StepEngine:
     @contained
     def loss_computed(self, loss: Tensor) -> None:
         """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
-        self._fit.note_loss(loss)
+        look = self._fit.look
+        if look is not None:
+            with look.clock(self.run.device):
+                look.loss_terms |= loss_terms(loss)
 
     @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
         try:
-            self._fit.note_step(optimizer)
+            if self._fit.owns(optimizer):
+                self._fit.scheduler.phase = Phase.STEPPED
         except Exception:
             self._fit.scheduler.phase = Phase.STEPPED
             raise

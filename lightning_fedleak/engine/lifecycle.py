@@ -58,6 +58,7 @@ class Engine(StepEngine):
         assume: what the adversary has besides what it sees.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
+        spent: the client of the newest round, and the defences that account there.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
-        self._spent: tuple[str | int | None, tuple[Defense, ...]] = None, ()
+        self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._names: list[str] = []
@@ -407,25 +408,10 @@ class Engine(StepEngine):
         certificates = {name: float(value) for name, value in claims.items() if value is not None}
         return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
 
-    def write(
-        self,
-        look: Look,
-        outcomes: Mapping[Series, Outcome],
-        values: Mapping[str, float],
-        utility: Mapping[str, float],
-        defenses: Sequence[Defense],
-        client: str | int,
-    ) -> None:
-        """Write the look of a client's round, see :meth:`Report.write`."""
-        assert self.report is not None
-        self._spent = client, tuple(defenses)
-        failures = self.results.failures
-        self.report.write(look, outcomes, values, utility, defenses, failures, client)
-
     @contained
     def rounds_end(self) -> None:
         """Log what defences have spent in all rounds of this client, its unlooked ones too."""
-        client, defenses = self._spent
+        client, defenses = self.spent
         self._write_between_looks({}, defenses, client)
 
     # ---- between looks, ends and checkpoints ------------------------------------------------

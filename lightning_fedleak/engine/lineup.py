@@ -339,19 +339,18 @@ class Lineup:
             watcher = self._run.watcher
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
-    def refresh(self, step: int, asked: Collection[str] | None = None) -> dict[str, str]:
+    def refresh(self, step: int, asked: Collection[str]) -> dict[str, str]:
         """Lets every attack that has something to read follow the model as it is now.
 
         Args:
             step: optimizer step that is looked at.
-            asked: names of attacks, where these alone are to.
+            asked: names of the attacks that are to.
 
         Returns:
             Why attacks could not, by their names.
         """
         failed: dict[str, str] = {}
-        names = self.playing if asked is None else frozenset(asked)
-        plans = [plan for plan in self.exposed if plan.attack.name in names]
+        plans = [plan for plan in self.exposed if plan.attack.name in asked]
         with self._gathered(plans) if self._is_sharded else nullcontext(), share_work():
             for plan in plans:
                 try:

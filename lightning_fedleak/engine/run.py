@@ -221,10 +221,6 @@ class Run(ABC):
         """Return whether the value is true on at least one process."""
         return value
 
-    def on_all_processes(self, value: bool) -> bool:
-        """Return whether the value is true on every process."""
-        return not self.on_any_process(not value)
-
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return those of the user's own metrics that are known by now, by name; None: all.
 
@@ -365,10 +361,6 @@ class Look:
     def all_batches(self) -> list[TokenBatch]:
         """Return the batches of the step so far, that of the micro-batch at work included."""
         return [*self.batches, *(read.batch for read in self.current)]
-
-    def elapsed(self) -> float:
-        """Return the seconds since the look began that were not its own."""
-        return time.perf_counter() - self.started - self.seconds
 
     @contextmanager
     def clock(self, device: torch.device) -> Iterator[None]:

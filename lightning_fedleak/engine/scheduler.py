@@ -221,7 +221,7 @@ class Scheduler:
             still = isinstance(view, GradientSnapshot) and all(
                 role in view.tensors and not bool(view.tensors[role].any()) for role in roles
             )
-        still = self._run.on_all_processes(still)
+        still = not self._run.on_any_process(not still)
         for series in look.scope if still else ():
             if series.stage in moment.wanted:
                 look.answers.setdefault(series, self.waits[series])
@@ -236,10 +236,6 @@ class Scheduler:
             self.phase = Phase.ACCUMULATING
         return stepped
 
-    def look_ends(self) -> None:
-        """Count the time that a look took."""
-        self._since = None
-
     def next_step(self, look: Look, *, no_result: bool) -> int:
         """Return the next step to measure, as this process proposes it.
 
@@ -247,6 +243,7 @@ class Scheduler:
             look: the finished look.
             no_result: whether the look gave no result.
         """
+        self._since = None  # a step with a look tells nothing of one without
         step_seconds = self._step_seconds or look.step_seconds
         self._uncounted_seconds += look.seconds
         if look.scope is not None and no_result:

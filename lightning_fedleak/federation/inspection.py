@@ -19,10 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
-from lightning_fedleak.attacks import PublicText
-from lightning_fedleak.attacks.row_space import SharedInput, find_linear_maps, input_states
 from lightning_fedleak.federation.updates import State
-from lightning_fedleak.model.anatomy import Anatomy
 
 Rule = Literal[
     "extra", "start", "equal_rows", "blind_rows", "replaced", "few_rows", "cancelled", "jump"
@@ -48,8 +45,6 @@ ALIKE = 1.2  # over the largest singular value of independent rows; small matric
 USUAL_TYPES = 30  # token types whose span every honest row sees; not tuned
 MOST_ROWS = 8192  # of a matrix whose rows are compared, which bounds the memory
 WORST = 5  # rows that an answer names; not tuned
-TEXTS, LENGTH = 64, 64  # public texts that bottlenecks are run on at most, and tokens; not tuned
-AT_ONCE = 8  # texts of one run, which bounds the memory
 
 _LORA = re.compile(r"\.lora_A(?=\.|$)")
 
@@ -334,37 +329,6 @@ def agree(model: nn.Module, *, shared_seed: bool = False) -> Agreed:
         base[adapter.name], scales[adapter.name] = rows, scale
     shapes = {n: t.shape for n, t in parameters.items()}
     return Agreed(base, scales, start, shared_seed, shapes)
-
-
-@torch.no_grad()
-def usual_inputs(
-    anatomy: Anatomy, state: Mapping[str, Tensor], public: PublicText
-) -> dict[str, Tensor]:
-    """Return what the bottlenecks of a model read at the most usual token types, (k, d), by name.
-
-    Args:
-        anatomy: of the model, which holds the values that were received.
-        state: these values, by parameter name.
-        public: text that is run; none of it is private.
-    """
-    names = {a.name for a in find_adapters(state) if a.bias is not None}
-    maps = [m for m in find_linear_maps(anatomy) if m.name in names]
-    if not maps:
-        return {}
-    shared = [SharedInput((m,), state[m.name].shape[m.axis]) for m in maps]
-    batch = public.batch(min(len(public), TEXTS), LENGTH, torch.Generator().manual_seed(0))
-    assert batch.attention_mask is not None
-    usual = usual_types(batch.input_ids[batch.attention_mask.bool()])
-    sums = [torch.zeros(len(usual), one.width, dtype=torch.float64) for one in shared]
-    for ids, mask in zip(
-        torch.split(batch.input_ids, AT_ONCE),
-        torch.split(batch.attention_mask, AT_ONCE),
-        strict=True,
-    ):
-        real = mask.bool()
-        for total, states in zip(sums, input_states(anatomy, shared, ids, mask), strict=True):
-            total += sum_inputs(states.cpu()[real], ids[real], usual)
-    return {m.name: total for m, total in zip(maps, sums, strict=True)}
 
 
 def inspect_received(

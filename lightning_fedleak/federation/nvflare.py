@@ -344,15 +344,12 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
         job.to_server(SiteHeads())
 
     What a :class:`FedLeakFilter` sends is a code that the server cannot read. ``fedleak verify``
-    compares it with that client's logs: one who changes them later is found.
-
-    Args:
-        folder: of the server's log; by default ``fedleak`` in the run's folder.
+    compares it with that client's logs: one who changes them later is found. The server's log is
+    in the folder ``fedleak`` of the run.
     """
 
-    def __init__(self, folder: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = folder
         self._record: HeadRecord | None = None
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
@@ -364,7 +361,7 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
         """Open the log at the start of the run, write what arrives, and close it."""
         if event_type == EventType.START_RUN:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
-            self._record = HeadRecord(self.folder or workspace / "fedleak")
+            self._record = HeadRecord(workspace / "fedleak")
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._record is not None:
             result: Shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             name = str(result.get_peer_prop(ReservedKey.IDENTITY_NAME, ""))

@@ -392,7 +392,8 @@ class RoundObserver:
         assert engine.fit is not None
         if self._is_stale:
             with look.clock(self.run.device):
-                self._failures = engine.fit.lineup.refresh(self.run.optimizer_step)
+                lineup = engine.fit.lineup
+                self._failures = lineup.refresh(self.run.optimizer_step, lineup.playing)
             self._is_stale = False
         for series in engine.series:
             if series.attack in self._failures:
@@ -411,9 +412,12 @@ class RoundObserver:
             beside: further values by log name.
             defenses: that have spent on this round, besides the observer's own.
         """
+        engine, values = look.engine, {**look.values, **(beside or {})}
         spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
-        values = {**look.values, **(beside or {})}
-        look.engine.write(look.look, look.outcomes, values, look.utility, spending, look.client)
+        engine.spent = look.client, spending
+        assert engine.report is not None
+        found = look.look, look.outcomes, values, look.utility, spending
+        engine.report.write(*found, engine.results.failures, look.client)
 
     def due(self, client: str | int) -> bool:
         """Return whether ``max_overhead`` lets a client's update of this round be looked at."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -116,8 +117,7 @@ class ActivationSnapshot:
     position_ids: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class TokenSnapshot:
+class TokenSnapshot(NamedTuple):
     """What a model says of each label token of N texts: all that a released model is asked.
 
     Column ``j`` belongs to the token at place ``j + 1`` of a text, which the model predicts from
@@ -139,12 +139,11 @@ class TokenSnapshot:
 
     def rows(self, index: Tensor) -> TokenSnapshot:
         """Return the snapshot of some of the texts, given as (n,) indices or (N,) bool."""
-        return TokenSnapshot(*(getattr(self, f.name)[index] for f in fields(self)))
+        return TokenSnapshot(*(value[index] for value in self))
 
     def within(self, places: Tensor) -> TokenSnapshot:
         """Return the snapshot with nothing outside of some places, (N, L) bool."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return TokenSnapshot(*(value.masked_fill(~places, 0) for value in values))
+        return TokenSnapshot(*(value.masked_fill(~places, 0) for value in self))
 
     def mean_log_probs(self) -> Tensor:
         """Return (N,) minus the loss of each text; NaN where it has no label token."""

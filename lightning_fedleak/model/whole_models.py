@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lightning_fedleak.model.anatomy import mixed_precision
 from lightning_fedleak.model.model_runs import (
@@ -40,10 +39,9 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     Args:
         root: the module whose parameters are replaced.
         as_read: gather a parameter only when a module reads it as its attribute, once, which every
-            process must do in one order. Of an embedding the rows of the ids that it is called with
-            are gathered, which must be the same on every process. ``parameters()`` gives the
-            shards. A block within that is not ``as_read`` gathers what is missing, and frees it at
-            its end.
+            process must do in one order. At a call of an embedding the rows of its ids alone are
+            gathered, which must be the same on every process. ``parameters()`` gives the shards. A
+            block within that is not ``as_read`` gathers what is missing, and frees it at its end.
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
@@ -67,16 +65,36 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
             with parameters_replaced(parameter_places(modules, whole)):
                 yield
             return
-        modules = [m for m in modules if not isinstance(m, nn.Embedding)]
         stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
+        by_rows = [m for m in modules if _gives_rows(m) and id(m.weight) in sharded]
         try:
+            for module in by_rows:
+                forward = partial(_embed, module, dtypes.get(id(module.weight)))
+                module.forward = forward
             for module, store in zip(modules, stores, strict=True):
                 module._parameters = _GatheredAsRead(store, whole, gather)
-            with _EmbeddedByRows(dtypes):
-                yield
+            yield
         finally:
             for module, store in zip(modules, stores, strict=True):
                 module._parameters = store
+            for module in by_rows:
+                del module.forward
+
+
+def _gives_rows(module: nn.Module) -> bool:
+    """Return whether a module gives rows of its weight as they are."""
+    is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+    return is_plain and module.max_norm is None
+
+
+def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Tensor:
+    """Return rows of an embedding, of which no others are gathered."""
+    shard = embedding._parameters.get("weight")
+    if shard is None or not hasattr(shard, "full_tensor"):  # within a block that has it whole
+        return nn.Embedding.forward(embedding, input)  # type: ignore[arg-type]
+    ids, places = torch.unique(input, return_inverse=True)
+    rows = whole_rows(shard, ids)
+    return rows.to(dtype or rows.dtype)[places]
 
 
 class _GatheredAsRead(dict[str, nn.Parameter | None]):
@@ -101,26 +119,6 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
         if id(parameter) not in self._gathered:
             self._gathered[id(parameter)] = self._gather(parameter)
         return self._gathered[id(parameter)]
-
-
-class _EmbeddedByRows(TorchFunctionMode):
-    """Embeddings of shards, of which the rows of the ids alone are gathered.
-
-    Args:
-        dtypes: that a policy casts parameters to, by the ``id`` of each.
-    """
-
-    def __init__(self, dtypes: Mapping[int, torch.dtype | None]) -> None:
-        super().__init__()
-        self._dtypes = dtypes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.embedding or not hasattr(args[1], "full_tensor"):
-            return func(*args, **(kwargs or {}))
-        shard = args[1]
-        ids, places = args[0].unique(return_inverse=True)
-        rows = whole_rows(shard, ids)
-        return rows.to(self._dtypes.get(id(shard)) or rows.dtype)[places]
 
 
 def explain_shards(model: nn.Module, processes: int) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.html import model_card as model_card
     from lightning_fedleak.report.html import page as page
     from lightning_fedleak.report.logs import FitLog as FitLog
-    from lightning_fedleak.report.logs import Logs as Logs
     from lightning_fedleak.report.logs import NothingToReport as NothingToReport
     from lightning_fedleak.report.logs import ReportError as ReportError
     from lightning_fedleak.report.logs import read as read
@@ -30,7 +29,7 @@ _HOMES = {
     "content": ("Findings", "findings"),
     "files": ("print_card", "write", "write_at_end", "write_live"),
     "html": ("leakage_file", "model_card", "page"),
-    "logs": ("FitLog", "Logs", "NothingToReport", "ReportError", "read"),
+    "logs": ("FitLog", "NothingToReport", "ReportError", "read"),
     "overview": ("explain",),
     "registry": ("entry",),
 }

@@ -15,7 +15,7 @@ from lightning_fedleak.report.content import findings
 from lightning_fedleak.report.html import leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.report.registry import entry
+from lightning_fedleak.report.registry import check_people, entry
 
 REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
@@ -120,7 +120,7 @@ def print_card(
     """
     content = findings(read(runs), _about_fields(about, _folder_of(runs[0])))
     try:
-        entry(content)  # which checks the fields of ``about``
+        check_people(content.people)
         print(model_card(content), end="")
     except ValueError as error:
         raise ReportError(str(error)) from None

@@ -77,6 +77,12 @@ class Cost(NamedTuple):
     share: float
 
 
+def _recorded(begin: records.BeginLine) -> records.JsonObject:
+    """Return what JSON has of the first line."""
+    names = ("model", "training", "versions", "machine", "monitor")
+    return {name: records.as_json(getattr(begin, name)) for name in names}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """Everything that a report says of one fit, or of one federation.
@@ -92,7 +98,8 @@ class FitSummary:
         length: number of steps or rounds; None where no end was recorded.
         looked_at: how many of them an attack was tried at.
         costs: what looks took, by attack; the rest last.
-        model, training, versions, machine, monitor, settings_hash: as recorded.
+        begin: what its first line says; JSON has model, training, versions, machine and monitor.
+        settings_hash: as recorded.
         shared: what left a client.
         attacks: what each read.
         updates, withheld: number of updates, and of those that were withheld.
@@ -121,11 +128,7 @@ class FitSummary:
     length: int | None
     looked_at: int
     costs: Sequence[Cost]
-    model: records.ModelFacts | None
-    training: records.JsonObject | None
-    versions: Mapping[str, str] | None
-    machine: records.JsonObject | None
-    monitor: records.MonitorFacts | None
+    begin: records.BeginLine = field(metadata={"others": True, "write": _recorded})
     settings_hash: str
     shared: Shared
     attacks: Sequence[AttackSummary]
@@ -199,11 +202,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         length=None if log.end is None else log.end.step - from_one,
         looked_at=len(log.looks_at),
         costs=_costs(log.looks),
-        model=begin.model,
-        training=begin.training,
-        versions=begin.versions,
-        machine=begin.machine,
-        monitor=begin.monitor,
+        begin=begin,
         settings_hash=begin.settings_hash or NOT_RECORDED,
         shared=shared,
         attacks=attacks,

@@ -46,20 +46,12 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    environment.globals |= {"figures": figures, "names": names_of}
-    environment.globals |= {
-        "compared_figures": compared_figures,
-        "most_drawn": MOST_DRAWN,
-        "together": together,
-    }
-    environment.globals |= {
-        "given_away": given_away,
-        "terms": glossary,
-        "questions": questions,
-        "tiers": tiers,
-    }
+    functions = (compared_figures, figures, given_away, glossary, questions, tiers, together)
+    environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
+        "names": names_of,
+        "most_drawn": MOST_DRAWN,
         "ends": _ends,
         "style": Markup(_source("page.css")),
         "script": Markup(script),
@@ -155,7 +147,7 @@ def _mechanism(findings: Findings) -> Answers:
         for account in fit.privacy
         if account.noise_multiplier is not None
     )
-    versions = next((fit.versions for fit in findings.runs if fit.versions), {})
+    versions = next((fit.begin.versions for fit in findings.runs if fit.begin.versions), {})
     utility = {
         title_of(name): f"{in_words(last)} (best {in_words(best)})"
         for fit in findings.runs

@@ -144,7 +144,7 @@ def _is_private(findings: Findings, accounts: Sequence[Account]) -> bool:
 
 def _basic(findings: Findings) -> dict[str, object]:
     fits = findings.runs
-    model = next((fit.model.class_name for fit in fits if fit.model), "language model")
+    model = next((fit.begin.model.class_name for fit in fits if fit.begin.model), "language model")
     shared = "; ".join(dict.fromkeys(fit.shared.description for fit in fits))
     days = [day for fit in fits if re.fullmatch(r"\d{4}-\d\d-\d\d", day := fit.start[:10])]
     return {
@@ -169,7 +169,7 @@ def _privacy(findings: Findings, accounts: Sequence[Account]) -> dict[str, dict[
     parameters = {name: one for name, one in numbers.items() if isinstance(one, int | float)}
     if "epsilon" in parameters:
         parameters["epsilon"] *= times
-    versions = next((fit.versions for fit in findings.runs if fit.versions), {})
+    versions = next((fit.begin.versions for fit in findings.runs if fit.begin.versions), {})
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     guarantees = " ".join(dict.fromkeys(account.guarantee for account in accounts))
     uncovered = (

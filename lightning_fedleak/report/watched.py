@@ -19,41 +19,16 @@ More: pages of long runs are newer. Less: they wait for more looks.
 """
 
 
-class LivePage:
-    """Rewrites ``report.html`` while a run goes on; the page loads itself again until it ends.
-
-    A page that takes more than :data:`SECONDS` is written at so few looks that it takes as much on
-    average.
-
-    Args:
-        record: its ``run.jsonl``.
-        run: its id.
-        watcher: the class that watches it, for the message.
-    """
-
-    def __init__(self, record: Path, run: str, watcher: str) -> None:
-        self._record, self._run, self._watcher = record, run, watcher
-        self._wait = 1
-
-    def look_ends(self) -> None:
-        """Write the page, if it is its turn; where it cannot be written, warn and stop."""
-        self._wait -= 1
-        if self._wait:
-            return
-        start = time.thread_time()
-        try:
-            report.write_live(self._record, self._run)
-        except Exception as error:
-            self._wait = -1
-            rank_zero_warn(f"{self._watcher}: no live report: {error}")
-            return
-        self._wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
-
-
 class Reported:
     """What is watched by an engine: it writes a report, and a notebook displays it."""
 
     engine: Any
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value by log name; NaN is unknown. Empty before the first look."""
+        values: dict[str, float] = self.engine.results.latest
+        return values
 
     def __repr__(self) -> str:
         selection, options = self.engine.selection, self.engine.options
@@ -65,11 +40,30 @@ class Reported:
         return f"{type(self).__name__}({attacks}, {options.cadence.argument}{shown}{looks})"
 
     def _report_begins(self) -> None:
-        """Write a live page after each look from now on, where it is asked for."""
-        record = self.engine.record
-        if record is not None and self.engine.options.report == "live":
-            page = LivePage(record.path, record.run, self.engine.run.watcher)
-            self.engine.subscribe(page.look_ends)
+        """Write a live page after each look from now on, where it is asked for.
+
+        One that takes more than :data:`SECONDS` is written at so few looks that it takes as much
+        on average; one that cannot be written warns, and ends.
+        """
+        record, wait = self.engine.record, 1
+        if record is None or self.engine.options.report != "live":
+            return
+
+        def write() -> None:
+            nonlocal wait
+            wait -= 1
+            if wait:
+                return
+            start = time.thread_time()
+            try:
+                report.write_live(record.path, record.run)
+            except Exception as error:
+                wait = -1
+                rank_zero_warn(f"{self.engine.run.watcher}: no live report: {error}")
+                return
+            wait = max(1, math.ceil((time.thread_time() - start) / SECONDS))
+
+        self.engine.subscribe(write)
 
     def _write_report(self, record: Any) -> None:
         """Write the report of a run whose record has ended, and upload its page if asked to."""

@@ -136,11 +136,6 @@ class LeakageCallback(TrainerCallback, Reported):
 
         trainer.train = train_to_an_end  # type: ignore[method-assign]
 
-    @property
-    def latest(self) -> dict[str, float]:
-        """The newest value by log name; NaN is unknown. Empty before the first look."""
-        return self.watch.latest
-
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Refuse to be a callback of another Trainer than the one that it was given."""
         raise ValueError(f"LeakageCallback is added to the Trainer that it is given: {_LINE}")

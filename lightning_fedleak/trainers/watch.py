@@ -149,11 +149,6 @@ class Watch(Reported):
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
-    @property
-    def latest(self) -> dict[str, float]:
-        """The newest value by log name; NaN is unknown. Empty before the first look."""
-        return self.engine.results.latest
-
     def to_dataframe(self) -> pd.DataFrame:
         """Return what was measured so far; see :meth:`LeakageMonitor.to_dataframe`."""
         return to_dataframe(self.engine.jsonl)

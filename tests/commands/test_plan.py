@@ -25,8 +25,13 @@ def printed(**settings: object) -> str:
     return output
 
 
+@pytest.fixture(autouse=True)
+def half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SECONDS", 0.5)
+
+
 def test_counts_rows_and_planted_tokens(model: str) -> None:
-    output = printed(model=model, lora_r=2, targets="c_attn", length=8, seconds=0.5)
+    output = printed(model=model, lora_r=2, targets="c_attn", batch=(2, 8))
     assert "An update shares 2 rows of 16 numbers" in output
     assert "by rule; planted at random" in output
 
@@ -36,14 +41,12 @@ def test_a_capacity_of_no_planted_set_is_unknown(
 ) -> None:
     nothing = row_space.Capacity(0, 4, 20.0)
     monkeypatch.setattr(row_space, "measure_capacity", lambda *_, **__: nothing)
-    output = printed(model=model, lora_r=2, targets="c_attn", length=8)
+    output = printed(model=model, lora_r=2, targets="c_attn", batch=(2, 8))
     assert "planted at random, how many is unknown, 4 were not." in " ".join(output.split())
 
 
 def test_a_whole_model(model: str) -> None:
-    assert "An update shares 48 rows of 16 numbers" in printed(
-        model=model, lora_r=0, length=6, seconds=0.5
-    )
+    assert "An update shares 48 rows of 16 numbers" in printed(model=model, lora_r=0, batch=(2, 6))
 
 
 def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
@@ -51,7 +54,7 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
 ) -> None:
     measured: list[object] = []
     monkeypatch.setattr(plan, "show_attacks", measured.append)
-    output = printed(model=model, targets="mlp.c_fc", length=6)
+    output = printed(model=model, targets="mlp.c_fc", batch=(2, 6))
     assert "What SubspaceWords can read is unknown: no trained map of this model" in output
     assert len(measured) == 1
 
@@ -61,7 +64,6 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     [
         (["--targets", "nothing"], "--targets nothing: Target modules"),
         (["--targets", "c_attn", "--lora-r", "0"], "give its rank too, --lora-r 8"),
-        (["--length", "4000"], "--length 4000 is longer than the model's context of 64"),
         (["--batch", "2x65"], "--batch 2 x 65 is longer than the model's context of 64"),
         (["--peft", "full", "--lora-r", "16"], "leave out --lora-r, or --peft full"),
     ],
@@ -179,9 +181,6 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     ("arguments", "match"),
     [
         (["--targets", "foo"], "fedleak: --targets foo: Target modules"),
-        (["--length", "32"], "--length has no effect without weights: leave it out"),
-        (["--seconds", "3"], "--seconds has no effect without weights: leave it out"),
-        (["--seed", "0"], "--seed has no effect without weights: leave it out"),
         (["--batch", "1x9999"], "--batch 1 x 9999 is longer than the model's context of 2048"),
     ],
 )

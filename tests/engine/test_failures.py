@@ -84,7 +84,7 @@ THIN = {
     "Engine._forget_listeners",
     # Catch what is raised below them.
     *("contained.<locals>.run", "raised_when_read.<locals>.run"),
-    *("Place.on_states.<locals>.before", "Place.on_states.<locals>.behind"),
+    "Place.on_states.<locals>.hook",
     # Stand where the user's own backward and step stand, and call these.
     *("before_backward", "before_backward.<locals>.backward", "_Chain.__init__.<locals>.step"),
     *("_Chain._step", "_Chain._step.<locals>.closure_then_run", "_Chain._run"),
@@ -111,13 +111,19 @@ PAGES = {
     ),
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
-AFTER_LINES = {"RunRecord.describe", "Report.log", "FlatChat.config", "FCMembership.config"}
+AFTER_LINES = {
+    "RunRecord.append",
+    "RunRecord.describe",
+    "Report.log",
+    "FlatChat.config",
+    "FCMembership.config",
+}
 """Run after (the first) lines of a look: its values are unknown, and the lines of the next look."""
 AFTER_LOOK = {"Results.waiting"}
 """Run after a look has been published: the lines of the next look are unknown."""
 CONTROL = {
     *("WordsChannel.control_rates", "WordsChannel._rates", "WordsChannel.rates_now"),
-    *("WordRecovery.rates", "Results._controlled", "Results.judge"),
+    *("precision_recall_f1", "Results._controlled", "Results.judge"),
 }
 """Are entered for the control of a look alone."""
 FACES = ("callbacks", "engine", "attacks")

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fedleak import DPSGD, BagOfWords, DefendedStrategy
-from lightning_fedleak.engine.record import ROW_KEY
-from lightning_fedleak.model import row_order
-from lightning_fedleak.model.row_order import RowOrder
+from lightning_fedleak.engine import record
+from lightning_fedleak.engine.record import ROW_KEY, RowOrder
 from lightning_fedleak.report.records import RECORD
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
@@ -29,9 +28,9 @@ KEY = bytes(range(32))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
-    before = [*row_order._watching]  # of tests that end no run
+    before = [*record._watching]  # of tests that end no run
     yield
-    assert row_order._watching == before
+    assert record._watching == before
     if not before:
         assert _BaseDataLoaderIter._next_index.__name__ == "_next_index"
 

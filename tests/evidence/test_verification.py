@@ -22,9 +22,9 @@ from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine import record as engine_record
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
 from lightning_fedleak.evidence.chain import ChainedFile, read_chain
-from lightning_fedleak.evidence.plans import check_plans
 from lightning_fedleak.evidence.signing import STATEMENT
 from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.evidence.verification import check_plans
 from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, write
 from lightning_fedleak.report.records import (

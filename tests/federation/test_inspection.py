@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedleak import PublicText
 from lightning_fedleak.federation import inspection, trained_state
@@ -18,7 +18,6 @@ from lightning_fedleak.federation.inspection import (
     LastRound,
     agree,
     inspect_received,
-    usual_inputs,
 )
 from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -346,18 +345,6 @@ def test_adapters_whose_change_is_not_compared_are_named():
     for all_unasked in (inspect_received(shift, agreed, idle), inspect_received(far, agreed, last)):
         assert unasked(all_unasked)["jump"] == {A, other}
         assert answer(all_unasked, "jump").why
-
-
-def test_usual_inputs_span_what_the_adapter_reads() -> None:
-    model = adapted_llama(TYPES, width=64, rank=32).eval()
-    public = PublicText(zipf_texts(200, 16, TYPES))
-    span = usual_inputs(find_anatomy(model), trained_state(model), public)[DOWN]
-    ids = torch.cat(public.batch(64, 64, torch.Generator().manual_seed(0)).input_ids.unbind())
-    table = model.model.embed_tokens.weight.detach().double()
-    usual = ids.bincount().topk(4).indices
-    assert torch.allclose(
-        nn.functional.normalize(span[:1]), nn.functional.normalize(table[usual[:1]]), atol=1e-4
-    )
 
 
 @pytest.mark.parametrize("start", [True, "pissa", "olora"])

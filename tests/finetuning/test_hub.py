@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
 
 from lightning_fedleak.cli.finetuning import hub
@@ -56,7 +55,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) 
     [
         (load_tokenizer, "folder that holds the model"),
         (load_model, "folder that holds the model"),
-        (lambda name: find_model(name, torch.float32), "folder that holds the model"),
+        (find_model, "folder that holds the model"),
     ],
     ids=["tokenizer", "model", "game"],
 )

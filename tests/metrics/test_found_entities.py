@@ -91,6 +91,8 @@ def test_values_are_compared_by_place_and_only_where_they_are_in_one_row() -> No
     assert (again["members"], again["others"]) == (22, 25)
     assert compare(pool, "entity/phone/prompt", members, gains)["members"] == 25
     assert "0 values were" in compare(pool, "entity/phone/prompt_x2", members, gains)
+    pool.are_predicted = False
+    assert "predicts no next token" in compare(pool, "entity/phone/label", members, gains)
     few = compare(found(rows[5:])[0], "entity/phone/label", members[5:], gains[5:])
     assert few["members"] == 20
     few = compare(found(rows[6:])[0], "entity/phone/label", members[6:], gains[6:])

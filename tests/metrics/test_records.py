@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import nhypergeom
 
-from lightning_fedleak.attacks.memorization import gain_beyond
+from lightning_fedleak.attacks.memorization import PromptRatio, ShortAnswers, gain_beyond
 from lightning_fedleak.evaluation.metrics import record_list as records
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
+from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
+from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 
 DRAWS = 300
@@ -95,6 +96,34 @@ def test_permuted_draws_raise_no_more_alarms_than_allowed(n: int, m: int) -> Non
         bounds += bool(head["at_least"])
     assert lists <= MOST_LISTS
     assert bounds <= MOST_BOUNDS
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_permuted_draws_of_short_answers_and_of_prompts_raise_no_more_alarms(
+    is_short: bool,
+) -> None:
+    """Of answers and prompts of which a few are far likelier than others, as in real texts."""
+    generator, columns = torch.Generator().manual_seed(3), 3 if is_short else 30
+    labels = torch.ones(200, columns, dtype=torch.bool)
+    said = [-torch.rand(200, columns, generator=generator) * 5 for _ in range(2)]
+    said[1] /= 1 + 9 * torch.rand(200, 1, generator=generator) ** 4
+    base, now = (TokenSnapshot(one, one, one, labels, labels) for one in said)
+    answers = torch.randint(0, 12, (200,), generator=generator)
+    released = ReleasedModel(now, base, torch.ones(200), answers)
+    scores = (ShortAnswers() if is_short else PromptRatio()).score(released)
+    rows = PoolRows([[n] for n in range(200)], torch.ones(200, dtype=torch.long))
+    lists = bounds = areas = p_values = 0
+    for _ in range(DRAWS):
+        drawn = torch.randperm(200, generator=generator) < 16
+        values = membership_values(scores, drawn, exact=is_short)
+        areas += values["auc_low"] > 0.5
+        p_values += values["p_value"] <= 0.05
+        if is_short:
+            head = list_records(released, drawn, rows, short=True).head
+            lists += bool(head["listed"])
+            bounds += bool(head["at_least"])
+    assert lists <= MOST_LISTS
+    assert max(bounds, areas, p_values) <= MOST_BOUNDS
 
 
 def test_the_score_is_fitted_without_the_draw() -> None:

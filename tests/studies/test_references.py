@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = torch.randint(5, WORDS, (3 * SIZE, LENGTH))
     base.save_pretrained(folder / "base")
     words().save_pretrained(folder / "base")
-    for n, name in enumerate(("members", "others", "more")):
+    for n, name in enumerate(("members", "others")):
         part = rows[n * SIZE : (n + 1) * SIZE].tolist()
         lines = (json.dumps({"input_ids": row, "labels": row}) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -77,17 +77,6 @@ def test_every_text_is_out_of_a_reference_and_halves_are_complements(count: int)
     assert count == 1 or bool((~inside).any(0).all())
 
 
-def test_other_rows_with_the_same_answer_are_no_repeats(folder: Path) -> None:
-    """Prompts of 12 tokens with answers of one; one row of the pool stands in the others too."""
-    ids = torch.randint(5, WORDS, (40, 12), generator=torch.Generator().manual_seed(0))
-    ids[:, -1] = 7
-    rows = [Text(one, one.masked_fill(torch.arange(12) < 11, -100)) for one in ids]
-    options = options_of("memorization", model=str(folder / "model"), references=1)
-    references = References(rows[:20], options, Recipe(1, 2, 1e-3), rows[19:])
-    assert len(references.rows[0]) == 20
-    assert references.describe(1.0).startswith("1 rows of --reference-data repeat others")
-
-
 @pytest.mark.parametrize("most", [None, 0.5])
 def test_scores_are_as_a_loop_over_texts_and_references_has_them(
     folder: Path, most: float | None
@@ -95,7 +84,7 @@ def test_scores_are_as_a_loop_over_texts_and_references_has_them(
     generator = torch.Generator().manual_seed(0)
     texts = [Text(ids, ids) for ids in torch.randint(5, WORDS, (20, 9), generator=generator)]
     options = options_of("memorization", model=str(folder / "model"), references=3)
-    references = References(texts, options, Recipe(1, 2, 1e-3), None)
+    references = References(texts, options, Recipe(1, 2, 1e-3))
     references.answers = [*-torch.rand(3, 20, 11, generator=generator)]
     base, now = -torch.rand(2, 20, 8, generator=generator)
     labels = torch.rand(20, 8, generator=generator) < 0.7
@@ -136,10 +125,6 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     again = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert again["beyond_references"] == attacks["beyond_references"]
     monkeypatch.undo()
-    more = {"reference_data": str(folder / "more.jsonl"), "references": 1}
-    assert command(folder, **settings | more)[0] == 0
-    apart = json.loads((tmp_path / "out.json").read_text())["attacks"]["beyond_references"]
-    assert apart["auc"] > 0.9
     command(folder, "null", **settings)
     null = json.loads((tmp_path / "out.json").read_text())["attacks"]["beyond_references"]
     assert null["auc_low"] < 0.5 < null["auc_high"]
@@ -213,7 +198,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"run": "private"}, "one with differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
-        ({"reference_data": "members"}, "fewer rows than --batch-size"),
+        ({"batch_size": 1000}, "fewer rows than --batch-size"),
     ],
 )
 def test_what_must_not_or_cannot_be_trained_is_refused(
@@ -227,7 +212,5 @@ def test_what_must_not_or_cannot_be_trained_is_refused(
         more = more | {"run": record(tmp_path, steps=30)}
     elif "run" in more:
         more = {"run": tmp_path}
-    if "reference_data" in more:  # the pool's own rows are left out of them
-        more = {"reference_data": str(folder / "members.jsonl")}
     with pytest.raises(SourceError, match=words):
         command(folder, **{"references": 2} | more)

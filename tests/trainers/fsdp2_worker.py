@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"RANK": os.environ["LOCAL_RANK"], "ACCELERATE_USE_CPU": "true"}
 
@@ -32,7 +34,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from lightning_fedleak import FCMembership
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels import control
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.taps import draw_words
+from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
@@ -247,6 +252,35 @@ def real_model(folder: Path) -> dict[str, Any]:
         loop(folder / kind, shard(model.train()), [attack], first_token=1000)
         out[kind] = min(map(agreement, attack.named, truth(first_token=1000)))
     return out
+
+
+@CASES.named("control fails on one")
+def control_fails_on_one(folder: Path) -> dict[str, Any]:
+    """The first of two calls of a control cannot be made again, on one process alone."""
+
+    def draw(reads: Any, *args: Any, **kwargs: Any) -> Any:
+        call = reads[0].call
+        cached = replace(call, arguments=call.arguments | {"past_key_values": object()})
+        first = replace(reads[0], call=cached) if RANK == 0 else reads[0]
+        return draw_words([first, *reads[1:]], *args, **kwargs)
+
+    plain, _ = loop(folder / "plain", shard(model_of()), accumulated=2)
+    with patch.object(control, "draw_words", draw):
+        read, watch = loop(folder, shard(model_of()), [words()], accumulated=2)
+    assert watch is not None
+    controlled = [line["metrics"]["f1_of_control"]["value"] for line in lines(folder)]
+    return {"same": same(plain, read), "controls": controlled}
+
+
+@CASES.named("embedding's own weight")
+def embedding_weight(folder: Path) -> dict[str, Any]:
+    """A module reads an embedding's weight, and not only rows of it, while parts are gathered."""
+    model = shard(model_of(tie_word_embeddings=True))
+    embedding, ids = model.model.embed_tokens, texts()[:2]
+    expected = whole(embedding.weight)
+    with whole_model(model, as_read=True):
+        rows, norm = embedding(ids), embedding.weight.norm()
+    return {"rows": torch.equal(rows, expected[ids]), "norm": torch.equal(norm, expected.norm())}
 
 
 @CASES.named("refused")

@@ -48,6 +48,16 @@ def test_words_of_a_real_model_are_read(ranks) -> None:
         assert found == {"full": 1.0, "lora": 1.0}
 
 
+def test_a_control_that_fails_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
+    for found in of(ranks, "control fails on one"):
+        assert found == {"same": True, "controls": [None, None, None]}
+
+
+def test_parts_are_gathered_where_an_embedding_gives_its_weight(ranks) -> None:
+    for found in of(ranks, "embedding's own weight"):
+        assert found == {"rows": True, "norm": True}
+
+
 def test_words_are_read_in_the_dtypes_of_the_policy(ranks) -> None:
     for found in of(ranks, "mixed precision"):
         assert len(found) == 9

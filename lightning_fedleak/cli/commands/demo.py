@@ -27,12 +27,8 @@ from rich.text import Text
 from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.cli import printing
-from lightning_fedleak.cli.finetuning import (
-    TRAINING,
-    CausalLMFineTuning,
-    TextDataModule,
-    quiet_logs,
-)
+from lightning_fedleak.cli.finetuning import TRAINING, CausalLMFineTuning, quiet_logs
+from lightning_fedleak.cli.studies.sweep import data_of
 from lightning_fedleak.engine import WatchSettings, gates
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import ReportError, write
@@ -82,7 +78,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with _quiet():
-        _data(options).setup()
+        data_of(options).setup()
         printing.make_folder(folder, options.out)
         console.print(
             f"A client fine-tunes {printing.model_name(options.model)} on "
@@ -128,23 +124,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     return printing.INTERRUPTED if last.interrupted else 0
 
 
-def _data(options: Namespace) -> TextDataModule:
-    return TextDataModule(
-        text=options.text,
-        column=options.column,
-        tokenizer=options.model,
-        batch_size=options.batch_size,
-        length=options.length,
-        seed=options.seed,
-    )
-
-
 def _fit(
     options: Namespace, console: Console, public: PublicText, folder: Path, *, gated: bool
 ) -> _RunResult:
     L.seed_everything(options.seed, verbose=False)
     module = CausalLMFineTuning(options.model, lr=options.lr)
-    data = _data(options)
+    data = data_of(options)
     attacks: list[Attack] = [FlatChat(public), AlignedFlatChat(public)]
     reveals = (options.reveal or options.text is None) and not gated
     monitor = LeakageMonitor(

@@ -90,12 +90,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
     save_file(server.state, folder / "model.safetensors")
     trained = f"what was trained (model.safetensors): {os.path.relpath(folder)}"
     console.print(f"\nLogs, and {trained}", soft_wrap=True)
-    if options.attack != "none":
-        try:
-            console.print(explain_run(folder), markup=False)
-            console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
-        except ReportError as error:
-            console.print(f"No report: {error}", soft_wrap=True)
+    try:
+        console.print(explain_run(folder), markup=False)
+        console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
+    except ReportError as error:
+        console.print(f"No report: {error}", soft_wrap=True)
     return 0
 
 
@@ -120,8 +119,6 @@ def _check_options(options: Namespace) -> None:
             "--partition speaker deals texts by speaker: name the column that holds it with "
             "--partition-by."
         )
-    if options.gate is not None and options.attack == "none":
-        raise SourceError("--gate needs attacks whose results it watches: leave --attack none out.")
     if options.action == "harden" and (options.epsilon is None or options.trust != "local"):
         raise SourceError(
             "--action harden turns up the noise that clients add themselves: give --epsilon and "
@@ -160,13 +157,10 @@ def _introduction(federation: Federation) -> str:
         f"{text_name(federation.text)} train {trained}: {federation.rounds} rounds of "
         f"{federation.local_steps} steps of {federation.optimizer} (lr "
         f"{federation.make_optimizer.keywords['lr']:g}), {federation.batch_size} texts of at most "
-        f"{federation.length} tokens a step."
+        f"{federation.length} tokens a step.",
+        "Each update is attacked before it leaves, and so is their sum, which is all that a "
+        "server sees behind a secure aggregation. The attacks are calibrated first.",
     ]
-    if federation.attack != "none":
-        lines.append(
-            "Each update is attacked before it leaves, and so is their sum, which is all that a "
-            "server sees behind a secure aggregation. The attacks are calibrated first."
-        )
     if federation.gate is not None:
         lines.append(
             f"The gate watches {' and '.join(federation.watched)}, at most {federation.gate:g}; "
@@ -257,7 +251,7 @@ class RoundsTable(LinesTable):
         for title, values in round_.leakage.items():
             self.add([*first, title, *self._cells(values, round_), *last])
             first, last = ["", ""], [""] * len(last)
-        if not round_.leakage:
+        if not round_.leakage:  # before the first round
             columns = self._clients if self._clients <= _MAX_COLUMNS else 3
             self.add([*first, "", *["-"] * (columns + 1), *last])
 

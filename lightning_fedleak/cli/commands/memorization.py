@@ -26,7 +26,7 @@ from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
-from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -87,7 +87,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
-        beyond = _beyond(console, pools, answers, options, recipe, reader, seconds)
+        beyond = _beyond(console, pools, answers, options, recipe, seconds)
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
@@ -211,7 +211,6 @@ def _beyond(
     answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
     options: Namespace,
     recipe: Recipe,
-    reader: RowReader,
     seconds: float,
 ) -> dict[int, Tensor]:
     """Return the scores beyond references of each pool by its number, and print what they bring.
@@ -221,9 +220,8 @@ def _beyond(
     """
     asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in asked.values() for text in pool.texts}
-    places, source = {content: n for n, content in enumerate(texts)}, options.reference_data
-    elsewhere = None if source is None else [*reader.read(source).values()]
-    references = References([*texts.values()], options, recipe, elsewhere)
+    places = {content: n for n, content in enumerate(texts)}
+    references = References([*texts.values()], options, recipe)
     console.print(references.describe(seconds / 2))
     references.ask(answers[0][0].log_probs)
     scores = {}
@@ -319,6 +317,9 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     for metric, limit in limits:
         if metric.startswith("entity/") and not options.entities:
             raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
+        names = entity_names(Path(kind).stem for kind in options.entities)
+        if metric.startswith("entity/") and metric not in names:
+            raise SourceError(f"--at-most {metric}=... is none of {', '.join(names)}")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits

@@ -241,7 +241,7 @@ def sweep(add: Add) -> None:
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
         lr: learning rate of AdamW.
-        peft: train low-rank adapters, or the biases only; by default the whole model.
+        peft: train low-rank adapters; by default the whole model.
         budget_seconds: time that prefix and descent may take for one look.
         seed: seed of split, order, dropout and calibration.
         out: results.
@@ -272,18 +272,14 @@ def plan(add: Add) -> None:
         peft: lora, or full for the whole model.
         lora_r: rank of the LoRA, by default 8; 0 for the whole model.
         targets: {targets}.
-        length: tokens of a text, by default 64; needs weights.
-        seconds: time for planted sets of tokens, by default 30; needs weights.
-        seed: seed of adapters and planted sets, by default 0; needs weights.
+        seed: seed of adapters and planted sets.
     """
     add("--model", metavar="NAME")
     add("--batch", default="8x64", metavar="NxL", type=_batch)
     add("--peft", choices=("lora", "full"), default="lora")
     add("--lora-r", **_count(None, 0))
     add("--targets", metavar="NAMES")
-    add("--length", **_count(None, 2))
-    add("--seconds", **_number("S", _POSITIVE))
-    add("--seed", **_SEED | {"default": None})
+    add("--seed", **_SEED)
 
 
 def _batch(text: str) -> tuple[int, int]:
@@ -325,10 +321,8 @@ def memorization(add: Add) -> None:
         false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         references: train so many models without the rows that are asked about, each on a half of
             members and others, and score beyond what a row gains in those. It takes as many fits.
-            Needs --drawn. Prompts are scored without.
-        reference_data: rows of the same kind to train them on in place of the halves.
-        reference_folder: keeps what references said, in private files; by default that of
-            --records.
+            Needs --drawn. Prompts are scored without. What they said is kept beside --records, in
+            private files.
         run: folder of the run's run.jsonl, for learning rate, epochs, optimizer and whether it was
             one with differential privacy, beside which references are refused.
         epochs: of a reference, where the record does not say it.
@@ -359,8 +353,6 @@ def memorization(add: Add) -> None:
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
     add("--references", **_count(0, 0))
-    add("--reference-data", metavar="SOURCE")
-    add("--reference-folder", **_path("DIR"))
     add("--run", **_path("DIR"))
     add("--epochs", **_count(None))
     add("--batch-size", **_count(None))
@@ -457,7 +449,6 @@ def federate(add: Add) -> None:
         lr: its learning rate (0.1, of adamw 3e-4).
         batch_size: texts a batch.
         length: tokens a text, at most.
-        attack: every attack that can read these updates, or none.
         members: texts of a round in its membership games, and as many that are not in the round; a
             gate needs 16.
         gate: the highest --watch at which an update still leaves.
@@ -488,7 +479,6 @@ def federate(add: Add) -> None:
     add("--lr", **_number("X", _POSITIVE))
     add("--batch-size", **_count(4))
     add("--length", **_count(32, 2))
-    add("--attack", choices=("auto", "none"), default="auto")
     add("--members", **_count(16))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
@@ -588,7 +578,7 @@ def fit(add: Add) -> None:
         print_config: print all settings and exit.
         model_model: a folder or a name on the hub; by default a small one that is included.
         model_lr: learning rate of AdamW.
-        model_peft: train low-rank adapters, or the biases only; by default the whole model.
+        model_peft: train low-rank adapters; by default the whole model.
         model_loss: mean over tokens, or over texts of each text's mean, as DP-SGD needs.
         data_text: private text: {sources}; by default messages that are included.
         data_column: the column of the text.

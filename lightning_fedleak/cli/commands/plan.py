@@ -32,6 +32,8 @@ PER_SQUARE, PER_WORD = 100, 24
 
 Fitted to looks of 126 types on one core of x86-64, at 49,152 x 576 and 16,384 x 4,096, rank 8.
 """
+SECONDS = 30.0
+"""After which no other set of tokens is planted; not tuned."""
 LINK = 1e10
 """Bytes a second that a gathering brings to a process: an assumption, below PCIe 4's 2.5e10."""
 
@@ -57,11 +59,6 @@ def run(options: Namespace, console: Console | None = None) -> int:
     rank = default if options.lora_r is None else options.lora_r
     option = f"--batch {options.batch[0]} x"
     if options.model is not None and has_config_alone(options.model):
-        for name in ("length", "seconds", "seed"):
-            if getattr(options, name) is not None:
-                raise SourceError(
-                    f"--{name} has no effect without weights: leave it out, or add them"
-                )
         shapes = find_shapes(options.model, rank, options.targets)
         check_context(shapes[0], options.batch[1], option)
         print_costs(console, *shapes, options.batch)
@@ -72,11 +69,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
             "--model is no language model with a head, so that its loss on a text is not known "
             "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
         )
-    length, seconds, seed = options.length or 64, options.seconds or 30.0, options.seed or 0
-    anatomy = with_lora(bare, rank, options.targets, seed)
-    check_context(anatomy, length, "--length")
+    anatomy = with_lora(bare, rank, options.targets, options.seed)
     check_context(anatomy, options.batch[1], option)
-    console.print(f"{explain_capacity(anatomy, length, seconds, seed)}\n")
+    console.print(f"{explain_capacity(anatomy, options.batch[1], options.seed)}\n")
     print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)
     return 0
@@ -158,13 +153,12 @@ def _rate(device: str) -> float:
     return 4 * 2 * 1024**3 / (time.perf_counter() - started)
 
 
-def explain_capacity(anatomy: Anatomy, length: int, seconds: float, seed: int) -> str:
+def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     """Return how many distinct tokens the rows of an update reveal, in sentences.
 
     Args:
         anatomy: of the model, with its adapters.
         length: tokens of a text.
-        seconds: after which no other set of tokens is planted.
         seed: of the planted sets.
     """
     known_inputs = row_space.find_known_inputs(anatomy, row_space.find_linear_maps(anatomy))
@@ -189,7 +183,7 @@ def explain_capacity(anatomy: Anatomy, length: int, seconds: float, seed: int) -
         return f"{text}What SubspaceWords can read is unknown: {reason}"
     factors = row_space.factor_rows(anatomy, [m for m in trained if m.regularised])
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
-    capacity = row_space.measure_capacity(atoms, rows, seconds=seconds, seed=seed)
+    capacity = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
     outcome = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
     missed = "" if capacity.failed is None else f", {capacity.failed} were not"
     return (

@@ -43,7 +43,7 @@ class TokenRows(Dataset[Tensor]):
         """Return the rows of texts; rests of fewer than two tokens have nothing to predict."""
         rows = [
             torch.tensor(ids[start : start + length])
-            for ids in tokenizer(list(texts), verbose=False)["input_ids"]
+            for ids in (tokenizer(list(texts), verbose=False)["input_ids"] if texts else ())
             for start in range(0, len(ids), length)
             if len(ids) - start >= 2
         ]
@@ -152,11 +152,6 @@ class TextDataModule(L.LightningDataModule):
             )
         source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
-        if len(texts) < 2:
-            raise assets.SourceError(
-                f"'{source}' holds one text only, and training and validation need one each. A "
-                "plain text file has one text a line."
-            )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
         train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
@@ -165,7 +160,8 @@ class TextDataModule(L.LightningDataModule):
             raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
                 f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
-                "needed. Give more text, or make batch_size or length smaller."
+                "needed. Give more text (a plain text file has one text a line), or make "
+                "batch_size or length smaller."
             )
         self._train, self._val = train, val
 

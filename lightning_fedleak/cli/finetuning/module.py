@@ -23,9 +23,9 @@ def load_model(name: str | None) -> PreTrainedModel:
     """
     source, settings = model_source(name)
     with loading(source, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **settings)
-    if not isinstance(model, PreTrainedModel):
-        raise SourceError(f"'{source}' is a {type(model).__name__}, not a PreTrainedModel")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, **settings
+        )
     return model
 
 
@@ -37,7 +37,6 @@ class CausalLMFineTuning(L.LightningModule):
     Args:
         model: name on the hub, folder or object; None for the embedded model.
         lr: learning rate.
-        weight_decay: of AdamW.
         peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
             biases only; None trains everything.
         loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
@@ -60,16 +59,14 @@ class CausalLMFineTuning(L.LightningModule):
         self,
         model: str | PreTrainedModel | None = None,
         lr: float = 1e-4,
-        weight_decay: float = 0.01,
         peft: Literal["lora", "bitfit"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
         self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
-        settings = {"lr": lr, "weight_decay": weight_decay, "peft": peft, "loss": loss}
+        settings = {"lr": lr, "peft": peft, "loss": loss}
         self.save_hyperparameters(settings)
         self.lr = lr
-        self.weight_decay = weight_decay
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
         self.model = _with_lora(language_model) if peft == "lora" else language_model
         if peft == "bitfit":
@@ -97,7 +94,7 @@ class CausalLMFineTuning(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over the trainable parameters."""
         trained = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(trained, lr=self.lr)
 
 
 def _with_lora(model: PreTrainedModel) -> torch.nn.Module:

@@ -20,13 +20,12 @@ from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
 
 
-def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
-    """Return a language model in eval mode, with the head that its configuration names.
+def find_model(name: str | None) -> Anatomy:
+    """Return a language model in float32 and eval mode, with the head that its configuration names.
 
     Args:
         name: folder or name on the hub; None for the embedded model. The ``architectures`` of its
             configuration say whether it is causal, masked or an encoder without a head.
-        dtype: of the weights.
 
     Raises:
         SourceError: there is no such model, or it cannot be reached.
@@ -35,7 +34,7 @@ def find_model(name: str | None, dtype: torch.dtype = torch.float32) -> Anatomy:
     source, settings = model_source(name)
     with loading(source, "language model"):
         config = transformers.AutoConfig.from_pretrained(source, **settings)
-        settings["dtype"] = dtype
+        settings["dtype"] = torch.float32
         auto = _find_auto_class(config)
         model = auto.from_pretrained(source, **settings)
     return find_anatomy(model.eval(), kind="classifier" if auto is transformers.AutoModel else None)

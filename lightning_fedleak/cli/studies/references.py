@@ -4,7 +4,7 @@ What a record's own text gains in models that never saw it is subtracted from it
 released one (Carlini et al. 2022, arXiv 2112.03570, offline; Zarifzadeh et al. 2024, arXiv
 2312.03262). Each reference is trained on a half of the pool that a draw chose without looking at
 membership, two in turn on halves that complement each other, so that members and others stay
-exchangeable; or on other rows of the same kind.
+exchangeable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from transformers import DataCollatorForLanguageModeling
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import Head, load_released, released_config
-from lightning_fedleak.evaluation.canaries.repeats import find_repeats
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -74,10 +73,12 @@ class Recipe:
                 effect.
         """
         if not options.references:
-            for name in ("reference_data", "reference_folder", "run", "epochs", "batch_size", "lr"):
+            for name in ("run", "epochs", "batch_size", "lr"):
                 if getattr(options, name) is not None:
                     raise SourceError(f"--{name.replace('_', '-')} needs --references")
             return None
+        if options.references == 1:
+            raise SourceError("one reference would have seen half of the pool: give --references 2")
         if not options.drawn or used_up_mark(options.members).exists():
             raise SourceError(
                 "--references compares rows by their draw: give --drawn and others of a fresh draw"
@@ -94,7 +95,9 @@ class Recipe:
         for name in ("epochs", "batch_size", "lr"):
             said[name] = getattr(options, name) or said.get(name)
             if said[name] is None:
-                raise SourceError(f"no record says the training's --{name.replace('_', '-')}")
+                raise SourceError(
+                    f"no record says it: give --{name.replace('_', '-')} of the training"
+                )
         adapters = Path(options.model) / "adapter_config.json"
         if adapters.is_file():
             said["adapters"] = json.loads(adapters.read_text())
@@ -187,7 +190,6 @@ class References:
         texts: N texts of the pool, members and others.
         options: of the command.
         recipe: how they are trained.
-        elsewhere: texts that references are trained on in place of halves of the pool.
 
     Attributes:
         inside: (K, N) bool, the texts of the pool that each is trained on.
@@ -197,35 +199,14 @@ class References:
         SourceError: rows are too few.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[Text],
-        options: Namespace,
-        recipe: Recipe,
-        elsewhere: Sequence[Text] | None,
-    ) -> None:
+    def __init__(self, texts: Sequence[Text], options: Namespace, recipe: Recipe) -> None:
         self.options, self.recipe = options, recipe
         self.texts, self.answers = [*texts], list[Tensor]()
-        self._left_out = ""
-        count = options.references
-        self.inside = halves(len(texts), count)
+        self.inside = halves(len(texts), options.references)
         self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
-        if elsewhere is not None:
-            whole = [text.whole for text in elsewhere]
-            everyone = [(text, False) for text in [*(text.whole for text in texts), *whole]]
-            again = find_repeats(whole, everyone).again
-            self.rows = [[elsewhere[n] for n in range(len(again)) if not again[n]]] * count
-            if n := int(again.sum()):
-                self._left_out = f"{n} rows of --reference-data repeat others: they are left out. "
-            self.inside = torch.zeros_like(self.inside)
-        elif count == 1:
-            raise SourceError(
-                "one reference would have seen half of the pool: give --references 2, or rows of "
-                "the same kind that are in neither --members nor --others (--reference-data)"
-            )
         if min(map(len, self.rows)) < self.recipe.batch_size:
             raise SourceError("fewer rows than --batch-size are left to train a reference on")
-        self._folder = options.reference_folder or (options.records and options.records.parent)
+        self._folder = options.records and options.records.parent
 
     def describe(self, seconds: float) -> str:
         """Return in words what is trained, and what it takes.
@@ -234,11 +215,12 @@ class References:
             seconds: of one forward of all texts.
         """
         steps = sum(-(-len(rows) // self.recipe.batch_size) for rows in self.rows)
+        kept = f", where no earlier answers are in '{self._folder}'" if self._folder else ""
         cost = sum(map(len, self.rows)) / len(self.texts) * self.recipe.epochs * 3 + len(self.rows)
-        return self._left_out + (
+        return (
             f"{len(self.rows)} references are trained on {len(self.rows[0])} rows each, "
             f"{steps * self.recipe.epochs} steps in all at a constant rate of {self.recipe.lr:g}: "
-            f"about {cost * seconds / 60:.2g} min, where no earlier answers are in {self._folder}."
+            f"about {cost * seconds / 60:.2g} min{kept}."
         )
 
     def ask(self, base: Tensor) -> None:

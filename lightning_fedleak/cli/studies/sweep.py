@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -193,8 +194,8 @@ def _public_text(model: str | None, length: int, seed: int) -> attacks.PublicTex
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
-def data_of(setting: Setting) -> TextDataModule:
-    """Return the texts of a setting in batches."""
+def data_of(setting: Setting | Namespace) -> TextDataModule:
+    """Return the texts of a setting, or of a command's options, in batches."""
     return TextDataModule(
         text=setting.text,
         column=setting.column,

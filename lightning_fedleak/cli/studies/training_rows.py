@@ -169,7 +169,10 @@ class RowReader:
             raise SourceError("--prompt-column and --loss are of causal models: leave them out")
         label = self.label_column or ("labels" if "labels" in names else "label")
         if self.head != "masked" and label not in names:
-            raise UnknownLabels(f"'{source}' needs the column of classes (--label-column)")
+            has = ", ".join(names)
+            raise UnknownLabels(
+                f"'{source}' has no column '{label}' (--label-column); it has {has}"
+            )
         if any(any(row.get("token_type_ids") or ()) for row in rows):
             raise UnknownLabels(f"'{source}' holds pairs of texts (token_type_ids)")
         is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")

@@ -240,8 +240,17 @@ class Channel(ABC):
         """Take the batch of a micro-step that ended in a look; None where it trained nothing."""
 
     def at_moment(self, moment: Moment) -> None:
-        """Let the attacks guess at this moment, at some stages. Default: from gradients."""
-        read_gradients(self, moment)
+        """Let each attack guess once at this moment, at some stages. Default: from gradients."""
+        owners = (None, moment.optimizer)
+        stepped = [p for p in self.plans if moment.optimizer is None or p.optimizer in owners]
+        readable = [p for p in stepped if p.exposed and p.roles]
+        if not moment.wanted or not readable:
+            return
+        view = moment.gradients()
+        for plan in readable:
+            series = self.series(plan.attack, moment.wanted)
+            if silent := [s for s in series if s not in moment.look.answers]:
+                moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -339,20 +348,6 @@ def find_entities(settings: Options, run: Run) -> EntityFinder | None:
 
 
 # ---- what channels have in common -----------------------------------------------------------
-
-
-def read_gradients(channel: Channel, moment: Moment) -> None:
-    """Let each attack of a channel guess once from the gradients at the wanted stages."""
-    owners = (None, moment.optimizer)
-    stepped = [p for p in channel.plans if moment.optimizer is None or p.optimizer in owners]
-    readable = [p for p in stepped if p.exposed and p.roles]
-    if not moment.wanted or not readable:
-        return
-    view = moment.gradients()
-    for plan in readable:
-        series = channel.series(plan.attack, moment.wanted)
-        if silent := [s for s in series if s not in moment.look.answers]:
-            moment.look.answers |= dict.fromkeys(silent, guess(plan, view, channel.run))
 
 
 def results_of(channel: Channel, look: Look) -> dict[Series, Result]:

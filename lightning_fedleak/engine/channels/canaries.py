@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
 from lightning_fedleak.engine.run import Look, reason
 from lightning_fedleak.evaluation.canaries import EntitySet
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.evaluation.metrics.entities import entity_values
+from lightning_fedleak.evaluation.metrics.found_entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.snapshots import (
@@ -32,6 +32,8 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps import candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
+
+T = TypeVar("T")
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
@@ -69,13 +71,7 @@ class CanaryChannel(MemorizationChannel):
             ValueError: says what to give.
         """
         super()._check_settings()
-        canaries = self.settings.games.canaries
-        if canaries is None:
-            raise ValueError(
-                f"'{self.attacks[0].name}' scores the texts of with_canaries, and none are "
-                "given: games=Games(canaries=train.canaries)"
-            )
-        self._canaries = canaries
+        self._canaries = canaries = _given(self.settings.games.canaries, self)
         shortest = min(map(len, canaries.token_ids))
         for attack in self.attacks:
             if shortest <= (attack.suffix or 1):
@@ -169,6 +165,17 @@ class CanaryChannel(MemorizationChannel):
         return values
 
 
+def _given(planted: T | None, channel: MemorizationChannel) -> T:
+    """Return what was planted.
+
+    Raises:
+        ValueError: nothing was; says what to give.
+    """
+    if planted is None:
+        raise ValueError(f"'{channel.attacks[0].name}' cannot be played: {channel.absent}")
+    return planted
+
+
 def _tier_name(attack: Attack, times: int) -> str:
     return f"{attack.name}_x{times}"
 
@@ -204,13 +211,7 @@ class EntityChannel(MemorizationChannel):
             ValueError: says what to give.
         """
         super()._check_settings()
-        entities = self.settings.games.entities
-        if entities is None:
-            raise ValueError(
-                f"'{self.attacks[0].name}' ranks the values of with_entities, and none are given: "
-                "games=Games(entities=train.entities)"
-            )
-        self._entities: EntitySet = entities
+        self._entities: EntitySet = _given(self.settings.games.entities, self)
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """Return by the name of each series its values, (N,) bool, and which repetitions count."""

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.channels.targets import special_ids
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
-from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
     Draw,
@@ -92,7 +91,7 @@ class Controls:
         look = moment.look
         optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
         stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
-        controlled = [plan for plan in stepped if self._may_play(plan)]
+        controlled = [plan for plan in stepped if self.may_play(plan)]
         due = [plan for plan in controlled if self._anywhere(self._is_due(look, plan))]
         if not due:
             return
@@ -111,19 +110,13 @@ class Controls:
         """
         return self._run.on_any_process(here) if self._together else here
 
-    def may_play(self, plans: Sequence[Plan]) -> bool:
-        """Return whether one of these attacks is given controls."""
-        return any(self._may_play(plan) for plan in plans)
-
-    def _may_play(self, plan: Plan) -> bool:
+    def may_play(self, plan: Plan) -> bool:
+        """Return whether an attack is given controls."""
         channel = self._channels.get(plan.attack.name)
         if channel is None or not plan.exposed:
             return False
         reads = bool(plan.roles) or channel.controls_states
         return reads and gives_control(channel, plan.attack.name)
-
-    def _channel(self, plan: Plan) -> Channel:
-        return self._channels[plan.attack.name]
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
@@ -143,7 +136,7 @@ class Controls:
 
     def _number(self, look: Look, plan: Plan) -> float:
         """Return the lowest number of an attack at the stages of this look; 0 without one."""
-        channel = self._channel(plan)
+        channel = self._channels[plan.attack.name]
         answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
         known = [a for a in answers if a is not None and not isinstance(a, Unknown | Waiting)]
         try:
@@ -180,10 +173,9 @@ class Controls:
 
     def _ask(self, look: Look, plans: Sequence[Plan], draws: Sequence[Draw]) -> None:
         """Ask attacks about the known words of some draws, and about parts where they read few."""
-        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
         for draw in draws:
-            view = self._view(look, draw, roles)
+            view = self._gradient(look, plans, draw)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
@@ -191,7 +183,7 @@ class Controls:
             control, is_low = self._lowest(look, plan, found[plan.attack.name]), False
             if control is not None:
                 self._keep(look, plan, control)
-                channel = self._channel(plan)
+                channel = self._channels[plan.attack.name]
                 is_low = not control.rates.get(channel.headline, math.nan) > self._need(channel)
             if self._anywhere(is_low):
                 low.append(plan)
@@ -202,26 +194,33 @@ class Controls:
         self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
     ) -> Mapping[str, float] | Unknown | Waiting:
         try:
-            return self._channel(plan).control_rates(plan, view, draw, look.step)
+            return self._channels[plan.attack.name].control_rates(plan, view, draw, look.step)
         except Exception as error:
             return Unknown(reason(error))
 
-    def _view(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
-        """Return the gradients of a control; empty where attacks read hidden states alone."""
-        if roles:
-            return self._gradient(look, draw, roles)
-        return GradientSnapshot(look.step, Stage.LOCAL, {}, client=self._run.number)
-
-    def _gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
+    def _gradient(self, look: Look, plans: Sequence[Plan], draw: Draw) -> GradientSnapshot:
         """Return the gradient of a control; the mean over processes if they are one client.
+
+        It is empty where all attacks read hidden states alone.
 
         Raises:
             UnusableObservation: it cannot be made, on this process or on another one.
         """
-        run, why = self._run, _ELSEWHERE
+        run, why, step = self._run, _ELSEWHERE, look.step
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        if not roles:
+            return GradientSnapshot(step, Stage.LOCAL, {}, client=run.number)
         view: GradientSnapshot | None = None
+        call = run.anatomy, draw, roles
         try:
-            view = self._own_gradient(look, draw, roles)
+            if look.local is None:
+                fails = run.on_any_process if run.is_sharded else bool
+                view = control_gradient(*call, step=step, scale=run.loss_scale, fails=fails)
+            else:
+                cut = run.clip_value
+                view = control_update(
+                    *call, look.local, step=step, scale=run.loss_scale, clip_value=cut
+                )
         except Exception as error:
             why = reason(error)
         if self._anywhere(view is None) or view is None:
@@ -235,16 +234,6 @@ class Controls:
             view = replace(view, tensors=tensors)
         rounding = run.rounding(len(draw.reads))
         return replace(view, client=run.number, input_noise=look.input_noise, rounding=rounding)
-
-    def _own_gradient(self, look: Look, draw: Draw, roles: Sequence[str]) -> GradientSnapshot:
-        """Return this process's gradient; of a round the update, where it can be made again."""
-        run, step, scale = self._run, look.step, self._run.loss_scale
-        if look.local is None:
-            return control_gradient(run.anatomy, draw, roles, step=step, scale=scale)
-        cut = run.clip_value
-        return control_update(
-            run.anatomy, draw, roles, look.local, step=step, scale=scale, clip_value=cut
-        )
 
     def _zeros(self, role: str) -> Tensor:
         """Return the gradient of a parameter on a process whose part of a batch has no label."""
@@ -272,17 +261,17 @@ class Controls:
 
         Where an attack reads a part, the whole holds more than it can distinguish.
         """
-        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         counts = torch.stack([(sizes != 0).sum() for sizes in whole.sizes]).sum()
         n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
         low = list(plans)
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
-            view = self._view(look, part, roles)
+            view = self._gradient(look, plans, part)
             still = []
             for plan in low:
-                channel, rates = self._channel(plan), self._rates(plan, view, part, look)
+                channel = self._channels[plan.attack.name]
+                rates = self._rates(plan, view, part, look)
                 need = max(self._need(channel), default_limit(channel.leak.chance))
                 known = rates if isinstance(rates, Mapping) else {}
                 is_read = known.get(channel.headline, math.nan) > need
@@ -296,7 +285,7 @@ class Controls:
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         look.controls[plan.attack.name] = control
         number = self._number(look, plan)
-        value = control.rates.get(self._channel(plan).headline, math.nan)
+        value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
     def state(self) -> dict[str, _Newest]:
@@ -312,4 +301,4 @@ class Controls:
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 
     def _nothing(self, plan: Plan) -> dict[str, float]:
-        return dict.fromkeys(self._channel(plan).metrics, math.nan)
+        return dict.fromkeys(self._channels[plan.attack.name].metrics, math.nan)

@@ -82,7 +82,9 @@ class Exchange:
             silent = (bool((t[:, 0] == NOTHING).all()) for s, t in tables.items() if exposed[s])
             if not any(silent):
                 pooled = {
-                    series: self._outcome(series, exposed[series], table, results[series])
+                    series: self._outcome(series, table, results[series])
+                    if exposed[series]
+                    else not_shared(self._channels[series].metrics_of(series))
                     for series, table in tables.items()
                 }
         if self._many:
@@ -104,13 +106,33 @@ class Exchange:
         dist.gather(local, all_rows, dst=0)
         return torch.stack(all_rows).cpu()
 
-    def _outcome(self, series: Series, shared: bool, table: Tensor, local: Result) -> Outcome:
-        channel = self._channels[series]
-        if self._one_client and not channel.parted and not _failed(table):
-            table = table[:1]
-        outcome = not_shared(channel.metrics_of(series))
-        if shared:
-            outcome = _combined(channel, series, table, local)
+    def _outcome(self, series: Series, rows: Tensor, local: Result) -> Outcome:
+        """Pool the clients' rows (clients, width), not all of which are NOTHING.
+
+        Unknown where any client's attack failed: what leaks there is not known to be less. Pending
+        where every client waits that has anything at all.
+        """
+        channel, states = self._channels[series], rows[:, 0].tolist()
+        failed = [i for i, state in enumerate(states) if state in (FAILED, INAPPLICABLE)]
+        if self._one_client and not channel.parted and not failed:
+            rows = rows[:1]
+        scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
+        rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
+        if failed:
+            why = f"the attack failed on client {failed[0]}"
+            why = local.why if isinstance(local, Unknown) else why
+            applies = bool(scored) or FAILED in states
+            return unknown(channel.metrics_of(series), why, applies=applies)
+        if not scored:
+            why = local.why if isinstance(local, Waiting) else OTHER_WAITS
+            return pending(why, soon=bool((rows[:, 0] == SOON).any()))
+        why = local.control.why if isinstance(local, Found) and local.control else ""
+        why = why or "it failed on another client"
+        control = _control_of(channel, series, [*scored.values()], why)
+        try:
+            outcome = replace(channel.pooled(series, rows_of_clients), control=control)
+        except Exception as error:
+            return unknown(channel.metrics_of(series), reason(error))
         return replace(outcome, worst={}) if self._one_client else outcome
 
 
@@ -209,34 +231,3 @@ def _control_of(
     rates = dict(zip(metrics, lowest[:n], strict=True))
     part = dict(zip(metrics, lowest[n:], strict=True)) if parted else {}
     return Control(rates, part, why)
-
-
-def _failed(rows: Tensor) -> list[int]:
-    """Return the clients whose attack failed or does not apply."""
-    return [i for i, state in enumerate(rows[:, 0].tolist()) if state in (FAILED, INAPPLICABLE)]
-
-
-def _combined(channel: Channel, series: Series, rows: Tensor, local: Result) -> Outcome:
-    """Pools the clients' rows (clients, width), not all of which are NOTHING.
-
-    Unknown where any client's attack failed: what leaks there is not known to be less. Pending
-    where every client waits that has anything at all.
-    """
-    scored = {i: row for i, row in enumerate(rows.tolist()) if row[0] == SCORED}
-    rows_of_clients = {i: row[1 : 1 + channel.width] for i, row in scored.items()}
-    failed = _failed(rows)
-    if failed:
-        why = (
-            local.why if isinstance(local, Unknown) else f"the attack failed on client {failed[0]}"
-        )
-        applies = bool(rows_of_clients) or bool((rows[:, 0] == FAILED).any())
-        return unknown(channel.metrics_of(series), why, applies=applies)
-    if not rows_of_clients:
-        why = local.why if isinstance(local, Waiting) else OTHER_WAITS
-        return pending(why, soon=bool((rows[:, 0] == SOON).any()))
-    why = local.control.why if isinstance(local, Found) and local.control else ""
-    control = _control_of(channel, series, [*scored.values()], why or "it failed on another client")
-    try:
-        return replace(channel.pooled(series, rows_of_clients), control=control)
-    except Exception as error:
-        return unknown(channel.metrics_of(series), reason(error))

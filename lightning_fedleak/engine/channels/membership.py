@@ -10,9 +10,8 @@ without gradient, since a dishonest server sets dropout to 0. Training sees noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,8 +39,6 @@ from lightning_fedleak.engine.channels.targets import (
     Sources,
     Targets,
     check_held_out,
-    draw_targets,
-    special_ids,
     with_gradient,
     with_labels,
 )
@@ -49,7 +46,7 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
-from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, Observation, Stage
@@ -77,19 +74,6 @@ class _Games:
 
     targets: Targets
     canary: CanaryGradient
-
-
-@dataclass
-class GameTable:
-    """Hold the games of one look.
-
-    Attributes:
-        targets: the targets, or why there are none (yet).
-        games: games by the attack's name, or why there are none.
-    """
-
-    targets: Targets | Waiting | Unknown
-    games: dict[str, _Games | Unknown] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,8 @@ class MembershipChannel(Channel):
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._table: GameTable | None = None
+        self._targets: Targets | Waiting | Unknown | None = None  # of this look; None: not drawn
+        self._played: dict[str, _Games | Unknown] = {}
         self._leaving = False
 
     def _check_settings(self) -> None:
@@ -270,7 +255,7 @@ class MembershipChannel(Channel):
         if self._calls is not None:
             self._calls.arm(False)
         self._leaving = False
-        self._table = None
+        self._targets, self._played = None, {}
         if self.attacks:
             self._sources.remember(look.batches)
 
@@ -286,23 +271,22 @@ class MembershipChannel(Channel):
             batches: the micro-batches that the step's gradient is of.
             scale: loss scale that is still in the gradients of the hidden states.
         """
-        if not self.attacks or self._table is not None:
+        if not self.attacks or self._targets is not None:
             return
         self._leaving = True
-        self._table = table = GameTable(draw_targets(self._sources.population, step, batches))
+        self._targets = self._sources.population(step, batches)
+        if not isinstance(targets := self._targets, Targets):
+            return
         layers: dict[int, _Layer | Unknown] = {}
-        for attack in self.attacks if isinstance(table.targets, Targets) else ():
+        for attack in self.attacks:
             if attack.layer not in layers:
                 layers[attack.layer] = self._layer(attack.layer, batches, scale)
             layer = layers[attack.layer]
             try:
-                table.games[attack.name] = (
-                    layer
-                    if isinstance(layer, Unknown)
-                    else self._games(attack, layer, table.targets)
-                )
+                games = layer if isinstance(layer, Unknown) else self._games(attack, layer, targets)
             except Exception as error:
-                table.games[attack.name] = Unknown(reason(error))
+                games = Unknown(reason(error))
+            self._played[attack.name] = games
 
     def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
         """Return the client's hidden states and the gradient of its loss in them."""
@@ -385,9 +369,8 @@ class MembershipChannel(Channel):
         self,
         attack: MembershipAttack,
         layer: _Layer,
-        targets: Targets | Waiting | Unknown,
+        targets: Targets,
     ) -> _Games:
-        assert isinstance(targets, Targets)
         micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
         upstream = [
             upstream_of(
@@ -417,7 +400,7 @@ class MembershipChannel(Channel):
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
         """Pass every canary through the defence too."""
-        every = self._table.games if self._table is not None and self._leaving else {}
+        every = self._played if self._leaving else {}
         for name, games in every.items():
             if isinstance(games, Unknown):
                 continue
@@ -451,12 +434,9 @@ class MembershipChannel(Channel):
     def _guess(
         self, attack: MembershipAttack, step: int, stage: Stage
     ) -> played.Played | Unknown | Waiting:
-        table = self._table
-        if table is None:
-            return Unknown("the games were not begun")
-        if not isinstance(table.targets, Targets):
-            return table.targets
-        games = table.games.get(attack.name, Unknown("the games were not begun"))
+        if isinstance(self._targets, Unknown | Waiting):
+            return self._targets
+        games = self._played.get(attack.name, Unknown("the games were not begun"))
         if isinstance(games, Unknown):
             return games
         snapshot = GradientSnapshot(
@@ -483,7 +463,7 @@ class MembershipChannel(Channel):
     ) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of games on a control's texts, and on non-members shuffled alike."""
         batches = [one for batch in draw.batches if (one := with_labels(batch)) is not None]
-        targets = draw_targets(partial(self._sources.population, shuffled=True), step, batches)
+        targets = self._sources.population(step, batches, shuffled=True)
         if not isinstance(targets, Targets):
             return targets
         games = self._control_games(plan, view, draw, targets, step)
@@ -557,25 +537,27 @@ class PassiveMembershipChannel(MembershipChannel):
         look = moment.look
         if not self.attacks or not moment.wanted or look.truth_error is not None:
             return
-        if self._table is None:
-            draw = self._sources.population
-            self._table = GameTable(draw_targets(draw, look.step, look.all_batches))
+        if self._targets is None:
+            self._targets = self._sources.population(look.step, look.all_batches)
         for plan in self.plans:
             stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             expected = self.series(plan.attack, self.settings.stages)
             silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not stepped or not silent:
                 continue
-            answer = self._answer(plan, self._table.targets, moment)
+            answer = self._asked(plan, moment.gradients, self._targets)
             for series in self.series(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
 
-    def _answer(
-        self, plan: Plan, targets: Targets | Waiting | Unknown, moment: Moment
+    def _asked(
+        self,
+        plan: Plan,
+        take: Callable[[], GradientSnapshot | Unknown | Waiting],
+        targets: Targets | Waiting | Unknown,
     ) -> played.Played | Unknown | Waiting:
         if not isinstance(targets, Targets):
             return targets
-        answer = guess(plan, moment.gradients(), self.run, targets.query())
+        answer = guess(plan, take(), self.run, targets.query())
         if isinstance(answer, Unknown | Waiting):
             return answer
         return played.played_games(answer, targets.members)
@@ -583,7 +565,4 @@ class PassiveMembershipChannel(MembershipChannel):
     def _control_games(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
     ) -> played.Played | Unknown | Waiting:
-        answer = guess(plan, view, self.run, targets.query())
-        if isinstance(answer, Unknown | Waiting):
-            return answer
-        return played.played_games(answer, targets.members)
+        return self._asked(plan, lambda: view, targets)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -338,8 +338,7 @@ class MemorizationChannel(Channel):
             if reads_prompts:  # one forward has all
                 texts = [text.whole for text in texts]
             part = token_log_probs(self.run.anatomy, texts, self._mask and self._mask[0])
-            values = [getattr(part, field.name) for field in fields(TokenSnapshot)]
-            return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in values]
+            return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in part]
 
         return TokenSnapshot(*over_processes(self.run, len(pool.texts), ask))
 
@@ -610,7 +609,7 @@ class MemorizationChannel(Channel):
 
 
 def _answers(base: TokenSnapshot) -> dict[str, Tensor]:
-    return {f.name: getattr(base, f.name).contiguous() for f in fields(TokenSnapshot)}
+    return {name: value.contiguous() for name, value in base._asdict().items()}
 
 
 def _hash(pool: Pool, base: TokenSnapshot) -> str:

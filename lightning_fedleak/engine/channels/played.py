@@ -16,7 +16,7 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.engine.channels.base import worst_of
 from lightning_fedleak.engine.outcomes import Outcome, Unknown
 from lightning_fedleak.engine.run import reason
-from lightning_fedleak.evaluation.metrics import MembershipInference, Rate
+from lightning_fedleak.evaluation.metrics import Rate, membership_rates
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
 LEAST_MEMBERS = 16
@@ -138,9 +138,8 @@ def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
 
 def _rates(games: Tensor) -> dict[str, Rate]:
     """Return the rates; each game is a trial."""
-    metric = MembershipInference(resamples=100, sync_on_compute=False)
-    metric.update(games[:, 2], games[:, 3] == 1, torch.arange(len(games)), games[:, 4] == 1)
-    return metric.rates()
+    decisions = games[:, 4] == 1
+    return membership_rates(games[:, 2], games[:, 3] == 1, None, decisions, resamples=100)
 
 
 def rates_of(played: Played) -> dict[str, float]:

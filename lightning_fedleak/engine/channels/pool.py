@@ -85,21 +85,21 @@ class Pool:
     way: Way
     texts: Sequence[Text]
     trains: Tensor
-    seen: Tensor
-    repeated: int
-    short: int
-    searched: float
     length: int
-    once: bool
     times: Tensor
-    no_game: str | None
     is_short: Tensor
     has_prompt: Tensor
+    no_game: str | None
+    once: bool = False
+    repeated: int = 0
+    short: int = 0
+    searched: float = 1.0
     rows: PoolRows | None = None
     passed: int = 0
     unread: int = 0
 
     def __post_init__(self) -> None:
+        self.seen = torch.zeros_like(self.trains)
         self._places: Mapping[bytes, int] = {
             self._key(text): row for row, text in enumerate(self.texts) if bool(self.trains[row])
         }
@@ -243,22 +243,10 @@ class CanaryPool(Pool):
         length = len(loader.dataset)
         if settings is not None:
             affordable(length, settings, len(canaries), forwards_of(settings, last_step=True))
-        included = canaries.included
-        return cls(
-            way="left out",
-            texts=[Text(row, row) for row in canaries.token_ids],
-            trains=included,
-            seen=torch.zeros_like(included),
-            repeated=0,
-            short=0,
-            searched=1.0,
-            length=length,
-            once=False,
-            times=torch.ones(len(included), dtype=torch.long),
-            is_short=torch.zeros_like(included),
-            has_prompt=torch.zeros_like(included),
-            no_game="canaries are compared with it by audit_canaries",
-        )
+        texts, included = [Text(row, row) for row in canaries.token_ids], canaries.included
+        times, none = torch.ones(len(included), dtype=torch.long), torch.zeros_like(included)
+        no_game = "canaries are compared with it by audit_canaries"
+        return cls("left out", texts, included, length, times, none, none, no_game)
 
     def _key(self, text: Text) -> bytes:
         return text.ids.numpy().tobytes()
@@ -399,16 +387,15 @@ def collect(
         way,
         [texts[row] for row in places],
         trains,
-        torch.zeros_like(trains),
+        round(length * len(texts) / max(1, len(read_rows))),
+        torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
+        is_short,
+        has_prompt,
+        "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
+        way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
         scored.repeated,
         scored.short - int(is_short.sum()),
         len(rest) / unread if unread else 1.0,
-        round(length * len(texts) / max(1, len(read_rows))),
-        way == "not yet seen" and not isinstance(loader.batch_sampler, PoissonBatchSampler),
-        torch.cat([scored.times, torch.ones(int(is_short.sum()), dtype=torch.long)]),
-        "several texts are packed into a row, and share its inclusion bit" if packed else no_game,
-        is_short,
-        has_prompt,
         PoolRows.of(texts, scored, numbers, short=short),
     )
 

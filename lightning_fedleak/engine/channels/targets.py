@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,32 +259,6 @@ def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) 
     return order.gather(1, nth[:, None])[:, 0]
 
 
-_MARKS = ("bos", "eos", "cls", "sep", "pad")
-
-
-def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
-    """Return ids of tokens that every text holds, such as [CLS] and [SEP].
-
-    Args:
-        config: the model's config; that of a BERT does not list them.
-        tokenizers: Hugging Face tokenizers, or None. Their other special ids count too, except
-            those that replace words: the unknown token, and the mask, because the last layers of
-            a masked language model have a gradient at masks alone.
-    """
-    ids: set[int] = set()
-    for source in (config, *tokenizers):
-        for mark in _MARKS:
-            ids |= _ids(getattr(source, f"{mark}_token_id", None))
-        words = [_ids(getattr(source, f"{name}_token_id", None)) for name in ("mask", "unk")]
-        ids |= _ids(getattr(source, "all_special_ids", None)).difference(*words)
-    return frozenset(ids)
-
-
-def _ids(value: Any) -> set[int]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return {i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0}
-
-
 class Sources:
     """Draw the targets of each look.
 
@@ -318,18 +291,23 @@ class Sources:
 
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
-    ) -> Targets | Waiting:
-        """Draw members and non-members.
+    ) -> Targets | Waiting | Unknown:
+        """Draw members and non-members; return why there are none (yet) otherwise.
 
         Args:
             step: optimizer step.
             batches: of the step.
             shuffled: shuffle the tokens of non-members over their positions, as a control has them.
-
-        Raises:
-            NoTargets: the batch's sentences are too short.
         """
-        inside, generator, outside = Rows.from_batches(batches), self._generator(step), None
+        try:
+            return self._drawn(step, batches, shuffled)
+        except Exception as error:
+            return Unknown(reason(error))
+
+    def _drawn(self, step: int, batches: Sequence[TokenBatch], shuffled: bool) -> Targets | Waiting:
+        # By the step and the client alone, so that runs resume.
+        generator = torch.Generator().manual_seed(1_000_003 * step + self._client)
+        inside, outside = Rows.from_batches(batches), None
         if self._held_out is not None:
             outside = self._deal.draw_texts(self._held_out, generator, like=inside)
         elif self._earlier:
@@ -343,22 +321,6 @@ class Sources:
             "games=Games(held_out=texts)",
             soon=outside is None,
         )
-
-    def _generator(self, step: int) -> torch.Generator:
-        """Return a generator that depends on the step and the client alone, so that runs resume."""
-        return torch.Generator().manual_seed(1_000_003 * step + self._client)
-
-
-def draw_targets(
-    draw: Callable[[int, Sequence[TokenBatch]], Targets | Waiting],
-    step: int,
-    batches: Sequence[TokenBatch],
-) -> Targets | Waiting | Unknown:
-    """Return the targets of a look, or why there are none (yet)."""
-    try:
-        return draw(step, batches)
-    except Exception as error:
-        return Unknown(reason(error))
 
 
 def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
-from lightning_fedleak.evaluation.metrics import Rate, TextReconstruction
+from lightning_fedleak.evaluation.metrics import Rate, reconstruction_rates
 from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
     in_true_order,
@@ -58,7 +58,6 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-COLUMNS = len(fields(SentenceScores))
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ class Inverted:
             float(self.guess.finished),
             math.nan if certified is None else float(certified),
         ]
-        for field in fields(SentenceScores):
-            column: Tensor = getattr(scores, field.name)
+        for column in scores:
             numbers += column.double().tolist() + [0.0] * (texts - len(column))
         return numbers
 
@@ -172,7 +170,7 @@ class TextsChannel(Channel):
                 "never reduced over clients: at stage 'aggregate' there are none. Add 'shared' to "
                 "stages"
             )
-        self.width = 4 + COLUMNS * settings.texts
+        self.width = 4 + len(SentenceScores._fields) * settings.texts
         self._stages = tuple(s for s in CROSSING if s in settings.stages)
         self._crossed: list[Crossed] = []
         self._tap: SplitTap | None = None
@@ -431,7 +429,8 @@ class TextsChannel(Channel):
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
         crossed: Sequence[Crossed] = ()
         try:
-            crossed = control_crossing(self.run.anatomy, draw, attack.layer)
+            fails = self.run.on_any_process if self.run.is_sharded else bool
+            crossed = control_crossing(self.run.anatomy, draw, attack.layer, fails=fails)
         except Exception as error:
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
@@ -443,9 +442,8 @@ class TextsChannel(Channel):
 
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""
-        metric = self._metric()
-        metric.add(self._scores(inverted.pack(self.settings.texts)))
-        rates = {name: rate.value for name, rate in self._rates(metric).items()}
+        scores = self._scores(inverted.pack(self.settings.texts))
+        rates = {name: rate.value for name, rate in self._rates(scores).items()}
         return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
 
     def _matched(
@@ -479,20 +477,19 @@ class TextsChannel(Channel):
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the outcome of all clients' texts together."""
-        pooled, each = self._metric(), []
-        for row in rows.values():
-            alone = self._metric()
-            for metric in (alone, pooled):
-                metric.add(self._scores(row))
-            each.append({name: rate.value for name, rate in self._rates(alone).items()})
+        clients, n = [*map(self._scores, rows.values())], sum(int(row[0]) for row in rows.values())
+        pooled = SentenceScores(*map(torch.cat, zip(*clients, strict=True)))
         if (kind := kind_of(series)) is not None:
-            n = sum(int(row[0]) for row in rows.values())
-            recall = {"recall": pooled.rates()["token_accuracy_pooled"]}
+            rates = reconstruction_rates(pooled, resamples=RESAMPLES)
+            recall = {"recall": rates["token_accuracy_pooled"]}
             return Outcome(recall, n) if n else pending(f"no text has a value of kind '{kind}'")
+        each = [
+            {name: rate.value for name, rate in self._rates(scores).items()} for scores in clients
+        ]
         certified = sum(row[3] for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),
-            sum(int(row[0]) for row in rows.values()),
+            n,
             worst=worst_of(each),
             extra={
                 "age": max(row[1] for row in rows.values()),
@@ -501,16 +498,12 @@ class TextsChannel(Channel):
             },
         )
 
-    def _metric(self) -> TextReconstruction:
-        return TextReconstruction(resamples=RESAMPLES, sync_on_compute=False)
-
     def _scores(self, row: Sequence[float]) -> SentenceScores:
-        n, texts = int(row[0]), self.settings.texts
-        columns = torch.tensor(list(row)[4 : 4 + COLUMNS * texts], dtype=torch.float64)
-        return SentenceScores(*columns.reshape(COLUMNS, texts)[:, :n])
+        columns = torch.tensor(row[4 : self.width], dtype=torch.float64)
+        return SentenceScores(*columns.view(-1, self.settings.texts)[:, : int(row[0])])
 
-    def _rates(self, metric: TextReconstruction) -> dict[str, Rate]:
-        rates = metric.rates()
+    def _rates(self, scores: SentenceScores) -> dict[str, Rate]:
+        rates = reconstruction_rates(scores, resamples=RESAMPLES)
         return {name: rates[name] for name in self.metrics}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Run, reason
-from lightning_fedleak.evaluation.metrics import WordRecovery
+from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
 from lightning_fedleak.model.anatomy import matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
@@ -132,7 +132,7 @@ class WordsChannel(Channel):
     reads = Attack
     leak = WORDS
     metrics = ("precision", "recall", "f1")
-    width = WordRecovery.WIDTH
+    width = len(fields(Counts))
     extras = ("type_count_error", "certified", "capacity")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     reads_updates: ClassVar[bool] = True
@@ -162,12 +162,7 @@ class WordsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def _holds_nothing(self, look: Look) -> bool:
-        """Return whether the loss was computed on no token."""
-        self._truth = self._truth_of(look)
-        return self._truth is None or self._truth.n_targets == 0
-
-    def _truth_of(self, look: Look) -> WordTruth | None:
-        """Return the true words; those of all processes together if they are one client."""
+        """Read the words of the look, and return whether the loss was computed on no token."""
         truth = None
         try:
             if look.truth_error is None:
@@ -175,7 +170,8 @@ class WordsChannel(Channel):
         except Exception as error:
             look.truth_error = reason(error)
         truth = self._of_client(truth)
-        return None if look.truth_error else truth
+        self._truth = None if look.truth_error else truth
+        return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
         """Return the words of batches of this process."""
@@ -225,43 +221,36 @@ class WordsChannel(Channel):
         return self._rates(answer, truth)
 
     def _rates(self, answer: WordGuess, truth: WordTruth) -> dict[str, float]:
-        metric = self._metric()
-        metric.update(answer, truth.types(answer.surface))
-        return {name: rate.value for name, rate in metric.rates().items()}
+        counts = word_counts(answer, truth.types(answer.surface), self._size)
+        return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Count a guess against the words of the look's batches."""
         assert isinstance(answer, WordGuess)
         assert self._truth is not None
         types = self._truth.types(answer.surface, kind := kind_of(series))
-        metric = self._metric()
-        metric.update(answer, types)
+        counts = word_counts(answer, types, self._size)
         if kind is None:
             look.notes[series] = partial(_reveal, answer, types)
-        return metric.pack()
-
-    def _metric(self) -> WordRecovery:
-        return WordRecovery(self._size, sync_on_compute=False)
+        return [float(count) for count in astuple(counts)]
 
     # ---- over clients -----------------------------------------------------------------------
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Add the counts of all clients, and compute the rates from the sums."""
-        pooled, each, by_guessing = self._metric(), [], []
-        for row in rows.values():
-            alone = self._metric()
-            alone.add_packed(row)
-            pooled.add_packed(row)
-            each.append({name: rate.value for name, rate in alone.rates().items()})
+        clients = [Counts(*row) for row in rows.values()]
+        pooled = sum(clients, Counts())
+        rates, n = precision_recall_f1(pooled), int(pooled.tp + pooled.fn)
+        if (kind := kind_of(series)) is not None:
+            return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
+        each, by_guessing = [], []
+        for alone in clients:
+            each.append({name: one.value for name, one in precision_recall_f1(alone).items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
             by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
-        if (kind := kind_of(series)) is not None:
-            n = int(pooled.tp + pooled.fn)
-            recall = {"recall": pooled.rates()["recall"]}
-            return Outcome(recall, n) if n else pending(NO_WORD.format(kind))
         return Outcome(
-            pooled.rates(),
-            int(pooled.tp + pooled.fn),
+            rates,
+            n,
             worst=worst_of(each),
             extra=pooled.means(),
             p_value=lowest_p_value(by_guessing),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.defenses.noise import gaussian_epsilon
+from lightning_fedleak.evaluation.metrics.clustered import columns
 from lightning_fedleak.validate import check_choice, check_number
 
 FPRS = 300  # of the area under a curve, in each half; fewer: an error above 1e-4. Not tuned
@@ -122,21 +123,6 @@ class EpsilonBound:
             f"({RELATION_NAMES[self.relation]}, {self.confidence:.0%} confidence; "
             f"{self.games} games, which could show {self.limit:.2f} at most; {self.method})"
         )
-
-
-def columns(scores: Tensor, members: Tensor) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return scores and bits as flat numpy arrays.
-
-    Raises:
-        ValueError: lengths differ.
-    """
-    score = scores.detach().reshape(-1).cpu().double().numpy()
-    member = members.detach().reshape(-1).bool().cpu().numpy()
-    if score.size != member.size:
-        raise ValueError(
-            f"members holds {member.size} games, scores {score.size}: give one value for each"
-        )
-    return score, member
 
 
 @dataclass(frozen=True)
@@ -320,11 +306,7 @@ def _upper_bounds(count: Ints, n: int, error: float) -> Floats:
 
 
 def audit_games(
-    result: GameResult,
-    *,
-    delta: float = 0.0,
-    confidence: float = 0.95,
-    threshold: Literal["union"] | float = "union",
+    result: GameResult, *, delta: float = 0.0, confidence: float = 0.95
 ) -> EpsilonBound:
     """Return a lower bound on epsilon from the games of one adversary.
 
@@ -337,7 +319,6 @@ def audit_games(
             each batch.
         delta: delta of the bound.
         confidence: confidence of the bound.
-        threshold: as in :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
 
     Raises:
         ValueError: games that share batches or follow the authors' protocol, or what
@@ -357,6 +338,5 @@ def audit_games(
         result.bits,
         delta=delta,
         confidence=confidence,
-        threshold=threshold,
         relation=result.relation,
     )

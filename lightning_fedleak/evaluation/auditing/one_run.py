@@ -59,6 +59,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.evaluation.auditing import lower_bounds
+from lightning_fedleak.evaluation.metrics.clustered import columns
 from lightning_fedleak.validate import check_integer, check_number
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ def _count_right(
     scores: Tensor, members: Tensor, guesses: int | None, seed: int
 ) -> list[tuple[int, int]]:
     """Return how many guesses each choice makes, and how many of them are right."""
-    score, member = lower_bounds.columns(scores, members)
+    score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
     if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
         raise ValueError(
@@ -406,7 +407,7 @@ def audit_gaussian_scores(
             spread differently with and without the canary, or delta 0.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, claim="gaussian")
-    score, member = lower_bounds.columns(scores, members)
+    score, member = columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
         raise ValueError(

@@ -21,6 +21,7 @@ from lightning_fedleak.model.anatomy import (
     HEAD_WEIGHT,
     Anatomy,
     find_anatomy,
+    special_ids,
     without_peft,
 )
 from lightning_fedleak.model.model_runs import context_length
@@ -74,7 +75,7 @@ def new_token_canaries(
         hint="its own token twice, one between; at most what the model reads",
     )
     check_number("row_norm", row_norm, above=0)
-    special = _special(getattr(without_peft(anatomy.model), "config", None))
+    special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
     generator = torch.Generator().manual_seed(seed)
     size = anatomy.vocab_size
     with torch.random.fork_rng([anatomy.device] if anatomy.device.type == "cuda" else []):
@@ -85,17 +86,6 @@ def new_token_canaries(
     indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
     ends = new_ids[:, None]
     return [*torch.cat([ends, ordinary[indices], ends], 1)]
-
-
-def _special(config: Any) -> set[int]:
-    """Return the ids that stand for no word in a model's config."""
-    ids_by_name = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
-    return {
-        int(i)
-        for ids in ids_by_name
-        for i in (ids if isinstance(ids, list) else [ids])
-        if i is not None
-    }
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import rel_entr, stdtr, stdtrit
+from torch import Tensor
 
 from lightning_fedleak.evaluation.metrics.rates import Rate, clopper_pearson
 
@@ -21,6 +22,21 @@ Bools = NDArray[np.bool_]
 
 FEW_CLUSTERS = 5  # with wrong games, below which an interval's end is capped; not tuned
 NUMBERS_AT_ONCE = 1 << 21  # in an array of the bootstrap (16 MiB); more: more memory, same draws
+
+
+def columns(scores: Tensor, members: Tensor) -> tuple[Floats, Bools]:
+    """Return scores and bits as flat arrays.
+
+    Raises:
+        ValueError: lengths differ.
+    """
+    score: Floats = scores.detach().reshape(-1).cpu().double().numpy()
+    member: Bools = members.detach().reshape(-1).bool().cpu().numpy()
+    if score.size != member.size:
+        raise ValueError(
+            f"members holds {member.size} games, scores {score.size}: give one value for each game"
+        )
+    return score, member
 
 
 def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate:

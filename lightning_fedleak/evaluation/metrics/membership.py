@@ -114,9 +114,7 @@ class MembershipInference(RateMetric):
     Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
 
     Args:
-        confidence: of the intervals.
         resamples: of the bootstrap.
-        seed: of the bootstrap and of the folds.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
@@ -137,13 +135,9 @@ class MembershipInference(RateMetric):
     clusters: list[Tensor]
     decisions: list[Tensor]
 
-    def __init__(
-        self, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.confidence = confidence
         self.resamples = resamples
-        self.seed = seed
         # The type in which a process that saw no game takes part in the exchange.
         self.set_dtype(torch.float64)
         for column in COLUMNS:
@@ -198,9 +192,7 @@ class MembershipInference(RateMetric):
             members == 1,
             clusters,
             decisions == 1 if bool(decided.any()) else None,
-            confidence=self.confidence,
             resamples=self.resamples,
-            seed=self.seed,
         )
 
     def _column(self, name: str) -> Tensor:
@@ -215,9 +207,7 @@ def _columns(
     scores: Tensor, members: Tensor, clusters: Tensor | None, decisions: Tensor | None
 ) -> tuple[Floats, Bools, Ints, Bools | None]:
     """Return flat numpy arrays; clusters are numbered from 0 in the order of their ids."""
-    score = scores.detach().reshape(-1).cpu().double().numpy()
-    member = members.detach().reshape(-1).bool().cpu().numpy()
-    _check_length("members", member.size, score.size)
+    score, member = clustered.columns(scores, members)
     code = np.arange(score.size, dtype=np.int64)
     if clusters is not None:
         _check_length("clusters", clusters.numel(), score.size)

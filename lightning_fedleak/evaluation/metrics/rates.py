@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -19,20 +20,41 @@ from lightning_fedleak.validate import check_number
 
 @dataclass(frozen=True)
 class Counts:
-    """Word types by outcome; counts of several batches are pooled by ``+``.
+    """Word types by outcome, and what attacks said of batches; those of several add up by ``+``.
 
     Attributes:
         tp: guessed and used.
         fp: guessed and not used.
         fn: used and not guessed.
+        n_estimates: batches with an estimate of the number of types.
+        error_sum: sum of its :func:`type_count_error`.
+        n_certificates: batches of which the attack says whether a type is missing.
+        n_certified: those in which none is.
+        n_capacities: batches of which the attack says how many types it could distinguish.
+        capacity_sum: sum of that number over the number of types.
     """
 
-    tp: int = 0
-    fp: int = 0
-    fn: int = 0
+    tp: float = 0
+    fp: float = 0
+    fn: float = 0
+    n_estimates: float = 0
+    error_sum: float = 0
+    n_certificates: float = 0
+    n_certified: float = 0
+    n_capacities: float = 0
+    capacity_sum: float = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.tp + other.tp, self.fp + other.fp, self.fn + other.fn)
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the batches that have a value; else NaN."""
+        each = {
+            "type_count_error": (self.error_sum, self.n_estimates),
+            "certified": (self.n_certified, self.n_certificates),
+            "capacity": (self.capacity_sum, self.n_capacities),
+        }
+        return {name: total / n if n else math.nan for name, (total, n) in each.items()}
 
 
 @dataclass(frozen=True)
@@ -59,10 +81,10 @@ def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
 
 
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:
-    """Return the counts of guessed types against those that were in the batch.
+    """Return the counts of one batch: of guessed types against those that were in it.
 
     Args:
-        guess: its ``types`` count once each, in any order.
+        guess: the attack's; its ``types`` count once each, in any order.
         truth_types: (m,) token ids used in the batch, repeats allowed.
         vocab_size: ids are below it.
 
@@ -77,7 +99,19 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
     hits, n_guessed, n_true = torch.stack(
         [(guessed_types & true_types).sum(), guessed_types.sum(), true_types.sum()]
     ).tolist()
-    return Counts(tp=hits, fp=n_guessed - hits, fn=n_true - hits)
+    error = type_count_error(guess.n_types, n_true)
+    has_error, has_capacity = not math.isnan(error), guess.capacity is not None and n_true > 0
+    return Counts(
+        tp=hits,
+        fp=n_guessed - hits,
+        fn=n_true - hits,
+        n_estimates=has_error,
+        error_sum=error if has_error else 0,
+        n_certificates=guess.certified is not None,
+        n_certified=bool(guess.certified),
+        n_capacities=has_capacity,
+        capacity_sum=(guess.capacity or 0) / n_true if has_capacity else 0,
+    )
 
 
 def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
@@ -106,7 +140,7 @@ def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     }
 
 
-def proportion(successes: int, trials: int, confidence: float = 0.95) -> Rate:
+def proportion(successes: float, trials: float, confidence: float = 0.95) -> Rate:
     """Return ``successes / trials`` with its two-sided Clopper-Pearson interval; NaN for no trials.
 
     Raises:
@@ -150,10 +184,6 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     )
 
 
-_COUNTS = ("tp", "fp", "fn", "n_estimates", "n_certificates", "n_certified", "n_capacities")
-_SUMS = ("error_sum", "capacity_sum")
-
-
 class RateMetric(Metric):
     """A metric of rates with intervals, which no gradient passes through."""
 
@@ -165,10 +195,14 @@ class RateMetric(Metric):
     def rates(self) -> dict[str, Rate]:
         """Return the rates by name, on this process."""
 
+    def values(self) -> dict[str, float]:
+        """Return each rate, and the ends of its interval, on this process."""
+        return flat(self.rates())
+
     def compute(self) -> dict[str, Tensor]:
         """Return each rate, and the ends of its interval, over all that was added."""
-        values = flat(self.rates())
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        values = self.values().items()
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values}
 
 
 class WordRecovery(RateMetric):
@@ -198,26 +232,12 @@ class WordRecovery(RateMetric):
         0.5
     """
 
-    WIDTH = len(_COUNTS) + len(_SUMS)
-    """Numbers that :meth:`pack` returns."""
-
-    tp: Tensor
-    fp: Tensor
-    fn: Tensor
-    n_estimates: Tensor
-    n_certificates: Tensor
-    n_certified: Tensor
-    n_capacities: Tensor
-    error_sum: Tensor
-    capacity_sum: Tensor
+    counts: Tensor
 
     def __init__(self, vocab_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.vocab_size = vocab_size
-        for count in _COUNTS:
-            self.add_state(count, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        for name in _SUMS:
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("counts", torch.tensor(astuple(Counts())).double(), dist_reduce_fx="sum")
 
     def update(self, guess: WordGuess, truth_types: Tensor) -> None:
         """Add one batch.
@@ -226,47 +246,13 @@ class WordRecovery(RateMetric):
             guess: the attack's guess.
             truth_types: (m,) token ids that were used, repeats allowed, no ignored labels.
         """
-        counts = word_counts(guess, truth_types, self.vocab_size)
-        self.tp += counts.tp
-        self.fp += counts.fp
-        self.fn += counts.fn
-        error = type_count_error(guess.n_types, counts.tp + counts.fn)
-        if error == error:
-            self.error_sum += error
-            self.n_estimates += 1
-        if guess.certified is not None:
-            self.n_certificates += 1
-            self.n_certified += int(guess.certified)
-        types = int(counts.tp + counts.fn)
-        if guess.capacity is not None and types:
-            self.n_capacities += 1
-            self.capacity_sum += guess.capacity / types
-
-    def pack(self) -> list[float]:
-        """Return all that was added so far, as plain numbers: the counts and the sums."""
-        return [float(getattr(self, name)) for name in (*_COUNTS, *_SUMS)]
-
-    def add_packed(self, numbers: Sequence[float]) -> None:
-        """Add the numbers that another instance returned from :meth:`pack`."""
-        for name, number in zip((*_COUNTS, *_SUMS), numbers, strict=True):
-            addition = number if name in _SUMS else int(number)
-            setattr(self, name, getattr(self, name) + addition)
+        counts = astuple(word_counts(guess, truth_types, self.vocab_size))
+        self.counts += torch.tensor(counts, dtype=torch.float64, device=self.counts.device)
 
     def rates(self) -> dict[str, Rate]:
         """Return precision, recall and F1 of the pooled counts, on this process."""
-        counts = Counts(int(self.tp), int(self.fp), int(self.fn))
-        return precision_recall_f1(counts)
+        return precision_recall_f1(Counts(*self.counts.tolist()))
 
-    def means(self) -> dict[str, float]:
-        """Return the means over the batches that have a value, on this process; else NaN."""
-        each = {
-            "type_count_error": (self.error_sum, self.n_estimates),
-            "certified": (self.n_certified, self.n_certificates),
-            "capacity": (self.capacity_sum, self.n_capacities),
-        }
-        return {name: float(total) / int(n) if n else math.nan for name, (total, n) in each.items()}
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return the rates of the pooled counts."""
-        values = flat(self.rates()) | self.means()
-        return {name: torch.tensor(value) for name, value in values.items()}
+    def values(self) -> dict[str, float]:
+        """Return the rates with their ends, and the means over batches, on this process."""
+        return super().values() | Counts(*self.counts.tolist()).means()

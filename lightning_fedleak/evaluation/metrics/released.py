@@ -21,9 +21,8 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
-from lightning_fedleak.evaluation.metrics.clustered import auc, least_error
+from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
-from lightning_fedleak.validate import check_integer, check_number
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
@@ -41,8 +40,6 @@ def spent_at(look: int, alpha: float = 0.05) -> float:
         look: k, counted from 1.
         alpha: probability of error over all looks together.
     """
-    check_integer("look", look)
-    check_number("alpha", alpha, above=0, below=1)
     return alpha / (look * (look + 1))
 
 
@@ -479,13 +476,9 @@ def _difference(first: Rate, second: Rate) -> Rate:
 
 def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return scores and membership as arrays, checked."""
-    score = scores.detach().reshape(-1).cpu().double().numpy()
-    member = members.detach().reshape(-1).to(torch.bool).cpu().numpy()
-    if len(score) != len(member) or np.isnan(score).any():
-        raise ValueError(
-            f"{len(score)} scores and {len(member)} memberships: give one number, and no NaN, for "
-            "each text"
-        )
+    score, member = columns(scores, members)
+    if np.isnan(score).any():
+        raise ValueError(f"{len(score)} scores hold NaN: give a number for each text")
     if not member.any() or member.all():
         raise ValueError(f"{member.sum()} members of {len(member)}: non-members are needed as well")
     return score, member

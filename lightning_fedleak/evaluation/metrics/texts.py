@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ RECONSTRUCTION_RATES = (
 """Names of the rates, in the order in which they are reported."""
 
 
-@dataclass(frozen=True)
-class SentenceScores:
+class SentenceScores(NamedTuple):
     """How much of each of n sentences was reconstructed.
 
     Attributes:
@@ -225,11 +223,10 @@ def reconstruction_rates(
         ValueError: fewer than 100 resamples.
     """
     check_integer("resamples", resamples, at_least=100)
-    keys = (scores.rouge_1, scores.rouge_2, scores.hits, scores.lengths, scores.rouge_l)
-    columns = [column.double().numpy() for column in keys]
+    hits, lengths, rouge_l, rouge_1, rouge_2 = (column.double().numpy() for column in scores)
     # One order, so that the bootstrap's draws do not depend on which process added a sentence.
-    order = np.lexsort(columns)
-    rouge_1, rouge_2, hits, lengths, rouge_l = (column[order] for column in columns)
+    order = np.lexsort((rouge_1, rouge_2, hits, lengths, rouge_l))
+    hits, lengths = hits[order], lengths[order]
     n = hits.size
     if n == 0:
         return dict.fromkeys(RECONSTRUCTION_RATES, UNKNOWN)
@@ -242,7 +239,9 @@ def reconstruction_rates(
         "exact_sentences": proportion(int((hits == lengths).sum()), n),
         "texts_found": proportion(int((2 * hits >= lengths).sum()), n),
         **{
-            name: UNKNOWN if np.isnan(rouge).any() else _mean(rouge, ones, times, each, ALPHA)
+            name: UNKNOWN
+            if np.isnan(rouge).any()
+            else _mean(rouge[order], ones, times, each, ALPHA)
             for name, rouge in (("rouge_1", rouge_1), ("rouge_2", rouge_2), ("rouge_l", rouge_l))
         },
     }
@@ -319,17 +318,14 @@ class TextReconstruction(RateMetric):
             ValueError: as :func:`token_hits`.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
-        self.add(sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge))
-
-    def add(self, scores: SentenceScores) -> None:
-        """Add sentences that were scored elsewhere."""
-        columns = [getattr(scores, field.name).double() for field in fields(SentenceScores)]
+        scores = sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge)
         # Flat, like the empty tensor that a process without sentences gathers.
-        self.sentences.append(torch.stack(columns, 1).flatten().to(self.device))
+        rows = torch.stack([column.double() for column in scores], 1)
+        self.sentences.append(rows.flatten().to(self.device))
 
     def rates(self) -> dict[str, Rate]:
         """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
-        columns = state.reshape(-1, len(fields(SentenceScores))).cpu().double().unbind(1)
+        columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
         scores = SentenceScores(*columns)
         return reconstruction_rates(scores, resamples=self.resamples, seed=self.seed)

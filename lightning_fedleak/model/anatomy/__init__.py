@@ -20,6 +20,7 @@ from lightning_fedleak.model.anatomy.wrappers import find_path as find_path
 from lightning_fedleak.model.anatomy.wrappers import leaf as leaf
 from lightning_fedleak.model.anatomy.wrappers import matrix_shape as matrix_shape
 from lightning_fedleak.model.anatomy.wrappers import mixed_precision as mixed_precision
+from lightning_fedleak.model.anatomy.wrappers import special_ids as special_ids
 from lightning_fedleak.model.anatomy.wrappers import unwrap as unwrap
 from lightning_fedleak.model.anatomy.wrappers import walk as walk
 from lightning_fedleak.model.anatomy.wrappers import without_peft as without_peft

@@ -262,30 +262,23 @@ class Place:
             first: call it before the hooks that are there.
             failed: takes what is raised, and the states are left; None lets it end the forward.
         """
+        read: Callable[..., Any] = states_in if self.side == "input" else states_out
+        write: Callable[..., Any] = with_states_in if self.side == "input" else with_states_out
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+            held = (args, *more) if self.side == "input" else more
             try:
-                states = function(states_in(args, kwargs))
-                return None if states is None else with_states_in(args, kwargs, states)
-            except Exception as error:
-                if failed is None:
-                    raise
-                return failed(error)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def behind(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            try:
-                states = function(states_out(output))
-                return None if states is None else with_states_out(output, states)
+                states = function(read(*held))
+                return None if states is None else write(*held, states)
             except Exception as error:
                 if failed is None:
                     raise
                 return failed(error)
 
         if self.side == "input":
-            return self.module.register_forward_pre_hook(before, prepend=first, with_kwargs=True)
-        return self.module.register_forward_hook(behind, prepend=first)
+            return self.module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+        return self.module.register_forward_hook(hook, prepend=first)
 
 
 def text_blocks(anatomy: Anatomy) -> tuple[Named, ...]:

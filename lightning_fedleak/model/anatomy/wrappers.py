@@ -6,7 +6,7 @@ backend is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -128,3 +128,29 @@ def without_peft(model: nn.Module) -> nn.Module:
     if "base_model" in model._modules and hasattr(model, "peft_config"):
         return unwrap(model.get_base_model())  # type: ignore[operator]
     return model
+
+
+_MARKS = ("bos", "eos", "cls", "sep", "pad")
+
+
+def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
+    """Return ids of tokens that every text holds, such as [CLS] and [SEP].
+
+    Args:
+        config: the model's config; that of a BERT does not list them.
+        tokenizers: Hugging Face tokenizers, or None. Their other special ids count too, except
+            those that replace words: the unknown token, and the mask, because the last layers of
+            a masked language model have a gradient at masks alone.
+    """
+    ids: set[int] = set()
+    for source in (config, *tokenizers):
+        for mark in _MARKS:
+            ids |= _ids(getattr(source, f"{mark}_token_id", None))
+        words = [_ids(getattr(source, f"{name}_token_id", None)) for name in ("mask", "unk")]
+        ids |= _ids(getattr(source, "all_special_ids", None)).difference(*words)
+    return frozenset(ids)
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return {i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0}

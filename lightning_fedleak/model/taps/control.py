@@ -8,7 +8,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,13 @@ UNEVEN = 0.5
 
 A loss without weights stays below it until most labels are predicted; class weights of .1 and 1 are
 above. Were it higher, class weights would be shuffled as if they belonged to positions.
+"""
+
+
+Fails = Callable[[bool], bool]
+"""Whether a call has failed here, as given, or on another process that makes it at the same time.
+
+A process that left alone would keep the others waiting, which gather layers together.
 """
 
 
@@ -224,7 +231,13 @@ def fresh_leaves(
 
 
 def control_gradient(
-    anatomy: Anatomy, draw: Draw, roles: Sequence[str], *, step: int, scale: float = 1.0
+    anatomy: Anatomy,
+    draw: Draw,
+    roles: Sequence[str],
+    *,
+    step: int,
+    scale: float = 1.0,
+    fails: Fails = bool,
 ) -> GradientSnapshot:
     """Return the gradient of a control, in the modes and the precision of the step.
 
@@ -234,9 +247,10 @@ def control_gradient(
         roles: whose gradients are returned.
         step: optimizer step of the look.
         scale: loss scale that is in the sizes; divided out.
+        fails: see :data:`Fails`; where a model is sharded each process makes every call.
 
     Raises:
-        UnusableObservation: the call cannot be made again.
+        UnusableObservation: the call cannot be made again, on this process or on another one.
     """
     tensors: dict[str, Tensor] = {}
     wanted = {role: anatomy.parameter(role) for role in roles}
@@ -245,8 +259,10 @@ def control_gradient(
         for key, leaf in leaves.items():
             if key not in ids:  # their gradients are not kept
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
-        for read, sizes in _calls(anatomy, draw):
-            run_backward(anatomy, model, read, sizes / scale)
+        together = any(is_shard(p) for p in anatomy.root.parameters())
+        for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+            if together or bool((sizes != 0).any()):
+                run_backward(anatomy, model, read, sizes / scale, fails)
         for role, parameter in wanted.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
@@ -275,23 +291,27 @@ def control_states(
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
-            for read, sizes in _calls(anatomy, draw):
-                run_backward(anatomy, model, read, sizes / scale)
+            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+                if bool((sizes != 0).any()):
+                    run_backward(anatomy, model, read, sizes / scale)
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
 
 
-def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
+def control_crossing(
+    anatomy: Anatomy, draw: Draw, layer: int, *, fails: Fails = bool
+) -> list[Crossed]:
     """Return what crosses the split at a layer in each call of a control, before any defence.
 
     Args:
         anatomy: of the model.
         draw: the known words.
         layer: 0 is the input of the first block, k the output of block k.
+        fails: see :data:`Fails`.
 
     Raises:
-        UnusableObservation: a call cannot be made again.
+        UnusableObservation: a call cannot be made again, on this process or on another one.
     """
     crossed = []
     with _again_for_states(anatomy) as model:
@@ -299,7 +319,7 @@ def control_crossing(anatomy: Anatomy, draw: Draw, layer: int) -> list[Crossed]:
         try:
             for read, sizes in zip(draw.reads, draw.sizes, strict=True):
                 tap.arm()
-                run_backward(anatomy, model, read, sizes)
+                run_backward(anatomy, model, read, sizes, fails)
                 crossed.append(tap.take(read.batch))
         finally:
             tap.close()
@@ -342,24 +362,25 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
                 p._post_accumulate_grad_hooks = hook
 
 
-def _calls(anatomy: Anatomy, draw: Draw) -> Iterator[tuple[ReadCall, Tensor]]:
-    """Yield the calls with a label, and their sizes; all where processes make each together."""
-    together = any(is_shard(p) for p in anatomy.root.parameters())
-    for read, sizes in zip(draw.reads, draw.sizes, strict=True):
-        if together or bool((sizes != 0).any()):
-            yield read, sizes
-
-
 def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tensor) -> None:
-    """Run one call on the control's words, and its backward from the logits."""
+def run_backward(
+    anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tensor, fails: Fails = bool
+) -> None:
+    """Run one call on the control's words, and its backward from the logits.
+
+    Raises:
+        UnusableObservation: it cannot be made again, on this process or on another one.
+    """
     call, batch, placed = read.call, read.batch, _rows(read)
     assert anatomy.head is not None
     for module in anatomy.root.modules():
         module.training = id(module) in call.training
+    has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
+    if fails(has_cache):
+        raise UnusableObservation("the model's call has a cache, which a second call would change")
     heads: list[Tensor] = []
     handle = anatomy.head.register_forward_hook(lambda _m, _a, output: heads.append(output))
     target: Any = call.module if call.module is not None else model
@@ -371,8 +392,7 @@ def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tens
         handle.remove()
     heads = heads or [logits]
     counts = [head.shape[:-1].numel() for head in heads]
-    if sum(counts) != placed.n_rows:
-        logits.sum().backward()  # type: ignore[no-untyped-call]  # which other processes wait for
+    if fails(sum(counts) != placed.n_rows):
         raise UnusableObservation(
             f"the model's call could not be made again: it gave {sum(counts)} rows of logits, and "
             f"{placed.n_rows} in the step"
@@ -389,11 +409,7 @@ def run_backward(anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tens
 
 
 def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
-    """Return the arguments of the call with the control's words in place of the step's.
-
-    Raises:
-        UnusableObservation: they hold a cache that the call would write to.
-    """
+    """Return the arguments of the call with the control's words in place of the step's."""
     assert call.ids is not None
     ids, labels = batch.input_ids[:, : call.ids.shape[1]], batch.labels
     if call.module is None:  # the step called the model's parts
@@ -402,8 +418,6 @@ def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str
             arguments["attention_mask"] = batch.attention_mask[:, : ids.shape[1]]
         return arguments
     arguments = {name: value for name, value in call.arguments.items() if name != "labels"}
-    if any(value is not None for name, value in arguments.items() if "past_key_values" in name):
-        raise UnusableObservation("the model's call has a cache, which a second call would change")
     name = next((n for n, value in arguments.items() if value is call.ids), "input_ids")
     arguments[name] = ids
     if batch.kind == "seq2seq":

@@ -9,9 +9,10 @@ batch has to be read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,7 @@ It is relative to the row; rounding to bfloat16 gives 1e-5, label smoothing past
 """
 
 
-@dataclass(frozen=True)
-class RowLabels:
+class RowLabels(NamedTuple):
     """What rows of dL/dlogits show, each field (n,) on the logits' device.
 
     Attributes:
@@ -74,7 +74,7 @@ class RowLabels:
 
     def take(self, index: Tensor) -> RowLabels:
         """Return some of the rows."""
-        return RowLabels(*(getattr(self, one.name)[index] for one in fields(self)))
+        return RowLabels(*(column[index] for column in self))
 
 
 @torch.no_grad()
@@ -90,12 +90,7 @@ def read_rows(gradient: Tensor, logits: Tensor) -> RowLabels:
         _read_block(gradient[i : i + step].float(), logits[i : i + step])
         for i in range(0, max(1, len(gradient)), step)
     ]
-    return _concatenated(blocks)
-
-
-def _concatenated(parts: Sequence[RowLabels]) -> RowLabels:
-    columns = ([getattr(part, one.name) for part in parts] for one in fields(RowLabels))
-    return RowLabels(*(torch.cat(column) for column in columns))
+    return RowLabels(*map(torch.cat, zip(*blocks, strict=True)))
 
 
 def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
@@ -435,7 +430,8 @@ def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     """
     heads, ids = call.read_heads, call.ids
     assert ids is not None
-    rows = _concatenated([head.rows for head in heads if head.rows is not None])
+    parts = [head.rows for head in heads if head.rows is not None]
+    rows = RowLabels(*map(torch.cat, zip(*parts, strict=True)))
     (b, length), n = ids.shape, len(rows.labels)
     shapes = {len(head.shape) for head in heads}
     if kind == "masked" and shapes == {1} and n != b * length and labels is not None:
@@ -567,7 +563,7 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
             known = rows.unsure & rows.one_each
             labels = torch.where(known, entry, labels)
             sizes = torch.where(known, -rows.values[:, column], sizes)
-    return replace(rows, labels=labels, sizes=sizes, unsure=rows.unsure & ~known)
+    return rows._replace(labels=labels, sizes=sizes, unsure=rows.unsure & ~known)
 
 
 def _classified(
@@ -585,7 +581,7 @@ def _classified(
     per_text = len(head.shape) == 1 or call.text_logits
     # Of two classes both could be the label, and one output has none.
     sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
-    placed = PlacedRows(replace(rows, sizes=sizes), text, place, n // b, index, n)
+    placed = PlacedRows(rows._replace(sizes=sizes), text, place, n // b, index, n)
     live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
     if per_text:  # pooled behind the head
         live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]

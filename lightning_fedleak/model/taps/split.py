@@ -76,12 +76,12 @@ class SplitTap:
         self._before = ActivationTap(anatomy, both, gradients=False, first=True)
         self._twice = frozenset(both)
         self._calls = ModelCalls(anatomy)
+        self._taps = self._behind, self._before, self._calls
 
     def arm(self) -> None:
         """Start a micro-batch."""
-        self._behind.arm()
-        self._before.arm()
-        self._calls.arm()
+        for tap in self._taps:
+            tap.arm()
 
     def disarm(self) -> None:
         """Drop the records, and let the hooks return at once."""
@@ -92,9 +92,8 @@ class SplitTap:
     def close(self) -> None:
         """Remove every hook."""
         self.disarm()
-        self._behind.close()
-        self._before.close()
-        self._calls.close()
+        for tap in self._taps:
+            tap.close()
 
     def take(self, batch: TokenBatch) -> Crossed:
         """Return what crossed since :meth:`arm`, and start the next micro-batch."""

@@ -13,7 +13,7 @@ import copy
 import hashlib
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -219,8 +219,7 @@ def token_log_probs(
     if mask_id is not None:
         copies = [copy for text in texts for copy in _masked_copies(text, mask_id)]
         parts = token_log_probs(anatomy, copies)
-        values = (getattr(parts, field.name) for field in fields(TokenSnapshot))
-        sums = [value.unflatten(0, (len(texts), MASKS)).sum(1).to(value.dtype) for value in values]
+        sums = [value.view(len(texts), MASKS, -1).sum(1).to(value.dtype) for value in parts]
         return TokenSnapshot(*sums)  # each token has a label in one copy
     columns = max(1, max(len(text.labels) for text in texts) - 1)
     shape = (len(texts), columns)
@@ -239,8 +238,8 @@ def token_log_probs(
             part, order = order[:rows], order[rows:]
             answers = _ask(anatomy, model, [texts[row] for row in part])
             width = answers.labels.shape[1]
-            for field in fields(TokenSnapshot):
-                getattr(snapshot, field.name)[part, :width] = getattr(answers, field.name)
+            for whole, value in zip(snapshot, answers, strict=True):
+                whole[part, :width] = value
     return snapshot
 
 

@@ -16,7 +16,6 @@ from lightning_fedleak.report.records.families import Family as Family
 from lightning_fedleak.report.records.families import standard_family as standard_family
 from lightning_fedleak.report.records.fields import BEFORE as BEFORE
 from lightning_fedleak.report.records.fields import JsonObject as JsonObject
-from lightning_fedleak.report.records.fields import Record as Record
 from lightning_fedleak.report.records.fields import Releases as Releases
 from lightning_fedleak.report.records.fields import append_line as append_line
 from lightning_fedleak.report.records.fields import as_json as as_json

@@ -135,10 +135,10 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
 
 def test_a_checkpoint_commits_to_the_canaries_and_refuses_others(tmp_path: Path) -> None:
     data, other = planted(), planted(m=60)
-    state = watch(data, tmp_path).state_dict()
-    watch(data, tmp_path).load_state_dict(state)
+    state = watch(data, tmp_path).engine.state_dict()
+    watch(data, tmp_path).engine.load_state_dict(state)
     with pytest.raises(InclusionMismatch):
-        watch(other, tmp_path).load_state_dict(state)
+        watch(other, tmp_path).engine.load_state_dict(state)
 
 
 @pytest.mark.slow

@@ -79,6 +79,20 @@ def test_values_in_labels_rank_first_and_masked_ones_do_not(run: Any) -> None:
     assert not any(name.startswith("leakage/worst/entity") for name in monitor.latest)
 
 
+@pytest.mark.slow
+def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
+    tmp_path: Path,
+) -> None:
+    """Where none leaks 5% are: more than three of twenty with a probability of .016."""
+    flagged = 0
+    for seed in range(20):
+        data = planted(seed)
+        fit([watch(data, tmp_path / f"{seed}")], model(), data, max_epochs=4, lr=5e-3)
+        last = lines(tmp_path / f"{seed}", "entity/phone/prompt")[-1]["metrics"]
+        flagged += last["p_value"]["value"] <= 0.05 or last["first"]["low"] > 0
+    assert flagged <= 3
+
+
 def test_ranks_are_those_of_the_models_own_answers(run: Any) -> None:
     folder, _, model, *_ = run
     entities = planted().entities
@@ -153,9 +167,9 @@ def test_what_is_missing_is_said_at_setup(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_values_is_refused(tmp_path: Path) -> None:
     first, second = (watch(planted(seed, 12), tmp_path) for seed in (1, 2))
     fit([first], model(), planted(1, 12), max_steps=2, max_epochs=1)
-    state = first.state_dict()
+    state = first.engine.state_dict()
     with pytest.raises(InclusionMismatch):
-        second.load_state_dict(state)
+        second.engine.load_state_dict(state)
 
 
 def test_under_dp_a_gate_by_values_is_refused(tmp_path: Path) -> None:

@@ -96,8 +96,9 @@ def test_copies_come_first_as_groups_without_a_p(run: SimpleNamespace) -> None:
     assert {line.repeats for line in copies} == {4}
     assert all(line.p is None and line.listed is None for line in copies)
     assert records.head["repeated"] == 40
-    median = torch.tensor([x.score for x in records.lines if x.status == "scored"]).median()
-    assert min(line.score for line in copies) > median
+    scores = {line.group or line.row + 1000: line.score for line in records.lines}  # once a text
+    fifth = sorted(scores.values(), reverse=True)[len(scores) // 5]
+    assert min(line.score for line in copies) > fifth  # by score alone all ten are in it
 
 
 def test_the_gate_acts_on_the_bound(run: SimpleNamespace) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.engine.channels.targets import Deal, Rows, special_ids
+from lightning_fedleak.engine.channels.targets import Deal, Rows
 from lightning_fedleak.engine.run import NoTargets
+from lightning_fedleak.model.anatomy import special_ids
 from lightning_fedleak.model.batches import TokenBatch
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import watched

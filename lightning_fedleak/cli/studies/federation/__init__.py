@@ -2,6 +2,5 @@
 
 from lightning_fedleak.cli.studies.federation.federation import Federation as Federation
 from lightning_fedleak.cli.studies.federation.rounds import Round as Round
-from lightning_fedleak.cli.studies.federation.rounds import Server as Server
 from lightning_fedleak.cli.studies.federation.rounds import Values as Values
 from lightning_fedleak.cli.studies.federation.rounds import train_in_process as train_in_process

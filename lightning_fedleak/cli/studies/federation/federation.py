@@ -70,7 +70,6 @@ class Federation:
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
-        attack: ``"auto"`` for every attack that can read these updates, or ``"none"``.
         members: texts of a round in its membership games.
         gate: the highest watched value at which an update leaves; None for no gate.
         watch: what the gate watches; None for the worst of the families that can be known.
@@ -100,7 +99,6 @@ class Federation:
     lr: float | None = None
     batch_size: int = 4
     length: int = 32
-    attack: Literal["auto", "none"] = "auto"
     members: int = 16
     gate: float | None = None
     watch: str | None = None
@@ -193,8 +191,9 @@ class Federation:
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
         if empty:
             raise finetuning.SourceError(
-                f"client {empty[0]} has no text of at least 2 tokens: give more text, or fewer "
-                "--clients."
+                f"{len(empty)} of {self.clients} clients have no text of at least 2 tokens: give "
+                "more text, fewer --clients, or another deal (--partition iid, a larger --alpha, "
+                "another --seed)."
             )
         return rows
 
@@ -366,13 +365,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
     Returns:
         The numbers of each client's texts.
 
-    Raises:
-        SourceError: fewer texts than clients.
     """
-    if n < clients:
-        raise finetuning.SourceError(
-            f"{n} texts are too few for --clients {clients}: give more text, or fewer clients."
-        )
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[client::clients] for client in range(clients)]
 
@@ -384,19 +377,10 @@ def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[in
         speakers: whose each text is.
         clients: to deal them to.
         seed: of the order of speakers that have as many texts.
-
-    Raises:
-        SourceError: fewer speakers than clients.
     """
     texts: dict[str, list[int]] = {}
     for index, speaker in enumerate(speakers):
         texts.setdefault(speaker, []).append(index)
-    if len(texts) < clients:
-        raise finetuning.SourceError(
-            f"--clients {clients} are more than the {len(texts)} speakers of these texts, and a "
-            f"speaker's texts stay together: give at most {len(texts)}, or deal texts alike with "
-            "--partition iid."
-        )
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     shuffled = [list(texts.values())[i] for i in order]
     dealt: list[list[int]] = [[] for _ in range(clients)]
@@ -416,9 +400,6 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
         clients: to deal them to.
         alpha: of the symmetric Dirichlet; the larger, the more alike clients are.
         seed: of order and shares.
-
-    Raises:
-        SourceError: a client is left without a text.
     """
     generator = torch.Generator().manual_seed(seed)
     dealt: list[list[int]] = [[] for _ in range(clients)]
@@ -432,10 +413,4 @@ def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) ->
         ends[-1] = len(of_kind)
         for client in range(clients):
             dealt[client] += [of_kind[i] for i in order[ends[client] : ends[client + 1]]]
-    empty = [client for client, texts in enumerate(dealt) if not texts]
-    if empty:
-        raise finetuning.SourceError(
-            f"--partition dirichlet leaves {len(empty)} of {clients} clients without a text: give "
-            f"more text, fewer clients, another --seed, or a larger --alpha than {alpha:g}."
-        )
     return dealt

@@ -13,7 +13,6 @@ from lightning_fedleak.cli.studies.federation.federation import Federation
 from lightning_fedleak.engine import LeakageLimitExceeded
 from lightning_fedleak.federation import (
     SUM,
-    ClientDP,
     OutgoingUpdates,
     RoundLook,
     RoundObserver,
@@ -131,8 +130,8 @@ class Server:
         self,
         round_: int,
         returned: Mapping[int, Mapping[str, Tensor] | None],
-        observer: RoundObserver | None,
-    ) -> tuple[dict[int, str], RoundLook | None]:
+        observer: RoundObserver,
+    ) -> tuple[dict[int, str], RoundLook]:
         """Compute the next model; return why clients count for nothing, and a look at the sum.
 
         Args:
@@ -164,8 +163,6 @@ class Server:
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        if observer is None:
-            return silent, None
         return silent, self._look(round_, sent, self.state, list(updates), observer)
 
     def _look(
@@ -210,11 +207,8 @@ def train_in_process(
     closed(Round(0, server.loss))
     model = federation.make_model()
     accounts = [federation.client_account(folder, c) for c in range(federation.clients)]
-    observer = federation.observer(folder) if federation.attack != "none" else None
-    gates = federation.gates()
-    outs = None
-    if observer is not None:
-        outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
+    observer, gates = federation.observer(folder), federation.gates()
+    outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
     outcome = "finished"
     try:
         for round_ in range(1, federation.rounds + 1):
@@ -225,9 +219,6 @@ def train_in_process(
             for client in server.draw_clients():
                 with recording() as batches:
                     state, loss = federation.train(model, sent, client, round_)
-                if outs is None:
-                    returned[client] = _release_unwatched(accounts[client], sent, state)
-                    continue
                 try:
                     leaving = outs[client].leaves(
                         round_, sent, state, batches, utility={"train_loss": loss}
@@ -247,19 +238,5 @@ def train_in_process(
         outcome = type(error).__name__
         raise
     finally:
-        if observer is not None:
-            observer.end(outcome)
+        observer.end(outcome)
     return server
-
-
-def _release_unwatched(
-    dp: ClientDP | None, sent: dict[str, Tensor], state: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return what leaves a client without attacks: with its own noise, where it adds some."""
-    if dp is None:
-        return state
-    try:
-        update = difference(sent, state)
-    except UpdateError:  # NaN, say: zero leaves, with the same noise
-        update = None
-    return moved(sent, dp.privatized(update, sent))

@@ -2,7 +2,6 @@
 
 from lightning_fedleak.cli.studies.invert.cells import ActivationCell as ActivationCell
 from lightning_fedleak.cli.studies.invert.cells import Noise as Noise
-from lightning_fedleak.cli.studies.invert.cells import Utility as Utility
 from lightning_fedleak.cli.studies.invert.cells import make_adversary as make_adversary
 from lightning_fedleak.cli.studies.invert.cells import rows_of_length as rows_of_length
 from lightning_fedleak.cli.studies.invert.cells import run_cells as run_cells

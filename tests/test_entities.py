@@ -135,6 +135,13 @@ def test_tokens_of_a_value_are_those_that_write_it(tokenizer: Any) -> None:
     assert finder.has_letter(tokenizer("m", add_special_tokens=False)["input_ids"][-1])
 
 
+def test_dates_have_one_key_only_where_they_are_the_same_date() -> None:
+    finder = EntityFinder(["date", "phone"], [TOKENIZER])
+    text = "On 1-11-2020, 11-1-2020 or 1.11.2020 call 555-0123 or 5550-123."
+    keys = [one.key for one in finder.find(TOKENIZER(text)["input_ids"])]
+    assert keys == ["1-11-2020", "11-1-2020", "1-11-2020", "5550123", "5550123"]
+
+
 def test_a_tokenizer_is_needed_that_writes_texts_back() -> None:
     class Lower:
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
@@ -143,7 +150,7 @@ def test_a_tokenizer_is_needed_that_writes_texts_back() -> None:
         def decode(self, ids: list[int], **_: Any) -> str:
             return "".join(map(chr, ids))
 
-    with pytest.raises(ValueError, match="and NoneType does not"):
+    with pytest.raises(ValueError, match="and NoneType does not: pass it by settings="):
         EntityFinder(["phone"], [None])
-    with pytest.raises(ValueError, match="and Lower does not"):
+    with pytest.raises(ValueError, match="and Lower does not: pass another one"):
         EntityFinder(["phone"], [Lower()])

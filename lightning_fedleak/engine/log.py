@@ -12,8 +12,9 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,19 +84,40 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
         run: the run, before it begins; all its processes get the first one's answer.
         folder: as the user asks for it.
         ids: of what shares its folder with the run: what it resumes, or is watched with.
+
+    Raises:
+        OSError: the first process cannot read or make a folder; on all processes.
     """
-    known = [str(one) for one in ids if one]
-    for name in ("", *(f"version_{n}" for n in range(1, 10_000))):
-        logs = [folder / name / file for file in ("run.jsonl", "leakage.jsonl")]
-        found = [log for log in logs if log.exists()]
-        texts = [f.read_text("utf-8", "replace") if os.access(f, os.R_OK) else "" for f in found]
-        if not texts or any(one in text for one in known for text in texts):
-            break
-    place = run.broadcast(folder / name)
-    if name:
+    answer: Path | OSError = folder
+    if run.rank == 0:
+        try:
+            answer = _free_folder(folder, [str(one) for one in ids if one])
+        except OSError as error:
+            answer = error  # the others wait for an answer
+    place = run.broadcast(answer)
+    if isinstance(place, OSError):
+        raise place
+    if place != folder:
         rank_zero_info(
             f"{run.watcher}: {folder} holds logs of another run; those of this one: {place}"
         )
+    return place
+
+
+def _free_folder(folder: Path, known: Sequence[str]) -> Path:
+    """Return the first of a folder and its versions with no logs, or with those of known ids."""
+    for n in count():
+        place = folder / f"version_{n}" if n else folder
+        logs = [place / file for file in ("run.jsonl", "leakage.jsonl")]
+        found = [log for log in logs if log.exists()]
+        readable = (log for log in found if known and os.access(log, os.R_OK))
+        if any(one in log.read_text("utf-8", "replace") for log in readable for one in known):
+            break
+        if not found:
+            with suppress(FileExistsError):  # of another run, which has written nothing yet
+                if n:
+                    place.mkdir(parents=True)
+                break
     return place
 
 

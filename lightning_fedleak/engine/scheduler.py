@@ -111,7 +111,7 @@ class Cadence:
         return f"max_overhead={self.share:g}"
 
     def describe(self, look_seconds: float) -> str:
-        """Return at how many of the steps looks are made, as far as that is known at the begin.
+        """Return at how many of the run's own steps looks are made, as known at its begin.
 
         Args:
             look_seconds: what a look is estimated to take; 0: not known.
@@ -122,16 +122,17 @@ class Cadence:
                 return "looks at every step" if n == 1 else f"looks at one step in {n}"
             few = f"steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks"
             return f"looks at {few if self.is_curve else 'the first step'}, and then in {share}"
+        own = f"{steps - self.next_step:,} steps"
         if n is not None:
             looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
-            return f"looks at {looks:,} of {steps:,} steps"
+            return f"looks at {looks:,} of {own}"
         if not self.is_curve:
-            return f"looks at 1 of {steps:,} steps, and at more as {share} pays for them"
+            return f"looks at 1 of {own}, and at more as {share} pays for them"
         even, step = 1, self.next_step
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
         looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
-        last = f"of {steps:,} steps{' or more' * (looks < even)}, the last among them"
+        last = f"of {own}{' or more' * (looks < even)}, the last among them"
         if not look_seconds:
             limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s"
             return f"looks at {looks} {last}; at fewer if they take more than {limit}"

@@ -226,10 +226,12 @@ class EntityFinder:
             )
             returned = "".join(text for text, _ in self._parts(ids)).strip()
         if self.kinds and returned != _PROBE:
+            is_absent = self._tokenizer is None
+            mend = "it by settings=WatchSettings(tokenizer=...)" if is_absent else "another one"
             raise ValueError(
                 "entities= finds values by a tokenizer whose tokens write a text back as it was, "
-                f"and {type(self._tokenizer).__name__} does not: pass it by "
-                "settings=WatchSettings(tokenizer=...), or leave entities= out"
+                f"and {type(self._tokenizer).__name__} does not: pass "
+                f"{mend}, or leave entities out"
             )
 
     def _piece(self, ids: tuple[int, ...]) -> str:
@@ -266,7 +268,8 @@ class EntityFinder:
         return [
             Value(
                 kind,
-                "".join(filter(str.isalnum, text[start:end])).casefold(),
+                # 1-11-2020 is not 11-1-2020
+                ("-" * (kind == "date")).join(re.findall(r"[^\W_]+", text[start:end])).casefold(),
                 bisect_right(ends, start),
                 bisect_left(starts, end),
             )

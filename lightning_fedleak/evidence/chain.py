@@ -182,3 +182,9 @@ def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: 
         verdict.contradict(
             f"{results.name}, line {count}: it is not the one that was the last at {place}"
         )
+
+
+def runs_below(run: Path) -> str:
+    """Return the folders of other runs in a run's folder, in words; empty where there is none."""
+    places = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
+    return f"other runs lie in {', '.join(places)} of '{run}'" if places else ""

@@ -6,13 +6,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_fedleak.evidence.chain import ChainedFile, check_closings, count_of, read_chain
+from lightning_fedleak.evidence.chain import (
+    ChainedFile,
+    check_closings,
+    count_of,
+    read_chain,
+    runs_below,
+)
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
 from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
@@ -88,6 +95,8 @@ def verify_run(
     not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
     logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
+    if others := runs_below(run):
+        verdict.leave_open(f"{others}: they are not checked; verify each")
     if check_plans(logs[RECORD], verdict):
         checked.append("looks at the planned steps")
     else:
@@ -225,7 +234,7 @@ def _steps_between_looks(line: JsonObject) -> int | None:
 def check_clients(
     run: Path, record: ChainedFile, folders: Sequence[Path], verdict: Verdict
 ) -> tuple[list[str], list[str]]:
-    """Check that each code that a server noted is of a line in the logs of its client.
+    """Check that each code that a server noted is of its round's line in the logs of its client.
 
     Args:
         run: folder of the server's logs.
@@ -234,7 +243,8 @@ def check_clients(
         verdict: gets what is wrong.
 
     Returns:
-        The clients whose logs were compared, and those of which no folder is there, in words.
+        The clients whose logs were compared; and in words those of which no folder is there, and
+        the rounds in which a client that took part sent no code.
 
     Raises:
         ReportError: a given folder has no key, or no logs.
@@ -265,20 +275,40 @@ def check_clients(
             )
         last: dict[str, int] = {}
         for code, name, round_ in noted.get(chain, ()):
-            number = codes.index(code) if code in codes else -1
-            if number < last.get(name, 0):
+            number = codes.index((code, round_)) if (code, round_) in codes else -1
+            if number <= last.get(name, -1):
                 verdict.contradict(
                     f"'{folder}', {name}: the code of round {round_} is of no line of these logs, "
-                    "or of an earlier round: lines up to there were changed or removed later"
+                    "or of another round: lines up to there were changed or removed later"
                 )
                 break
             last[name] = number
     missing = [f"logs of {names[chain]}: --client DIR" for chain in noted if chain not in compared]
-    return sorted(compared.values()), sorted(missing)
+    return sorted(compared.values()), sorted(missing) + _rounds_without(record, noted)
 
 
-def _codes_in(folder: Path) -> tuple[str, list[str], Verdict]:
+def _rounds_without(
+    record: ChainedFile, noted: Mapping[str, Sequence[tuple[str, str, object]]]
+) -> list[str]:
+    """Return in words the rounds of a server in which clients that took part sent no code."""
+    sent: dict[str, set[int]] = {}
+    for _, name, round_ in (one for rows in noted.values() for one in rows):
+        sent.setdefault(name, set()).update([round_] if isinstance(round_, int) else [])
+    kinds = "client", "look"  # the last line counts rounds, and is of none
+    steps = [one.get("step") for one in record.contents if one and one.get("kind") in kinds]
+    rounds = {one for one in steps if isinstance(one, int)}
+    texts = []
+    for name, own in sorted(sent.items()):
+        edges = [min(rounds, default=0) - 1, *sorted(own), max(rounds, default=0) + 1]
+        gaps = [f"{a + 1} to {b - 1}" for a, b in pairwise(edges) if b - a > 1]
+        texts += [f"{name}, rounds {', '.join(gaps)}: they carry no code"] if gaps else []
+    return texts
+
+
+def _codes_in(folder: Path) -> tuple[str, list[tuple[str, object]], Verdict]:
     """Return the name of a client's chain, the codes of its lines, and what its logs contradict.
+
+    A code stands beside its round.
 
     A run without a last line is a note: clients of Flower have none, and the server's codes show
     how far each goes.
@@ -296,7 +326,11 @@ def _codes_in(folder: Path) -> tuple[str, list[str], Verdict]:
     verdict.contradictions += closings.contradictions
     verdict.notes += closings.open + closings.notes
     lines = zip(record.hashes, record.contents, strict=True)
-    codes = [code_of(key, one) for one, content in lines if (content or {}).get("kind") == "sent"]
+    codes = [
+        (code_of(key, one), content.get("step"))
+        for one, content in lines
+        if content and content.get("kind") == "sent"
+    ]
     return code_of(key, "")[:16], codes, verdict
 
 

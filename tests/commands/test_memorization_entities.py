@@ -54,11 +54,10 @@ def run(folder: Path, model: str, *limits: tuple[str, float], **more: Any) -> tu
         members=str(folder / "members.jsonl"),
         others=str(folder / "others.jsonl"),
         length=64,
-        drawn=True,
         at_most=list(limits),
         out=folder / "out.json",
         summary=folder / "summary.md",
-        **{"entities": ["phone", "email"]} | more,
+        **{"entities": ["phone", "email"], "drawn": True} | more,
     )
 
 
@@ -105,3 +104,26 @@ def test_a_limit_on_values_needs_their_kinds(folder: tuple[Path, list[str]]) -> 
         run(path, str(EMBEDDED_MODEL), ("entity/phone", 0.9))
     with pytest.raises(ValueError, match="'fone', which is none of"):
         run(path, str(EMBEDDED_MODEL), entities=["fone"])
+
+
+def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
+    folder: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    draw = random.Random(1)
+    for side, words in (("members", "river stone cloud paper"), ("others", "green house cat gold")):
+        rows = [
+            {
+                "prompt": f"{' '.join(draw.choices(words.split(), k=12))} {number}",
+                "answer": " ".join(map(str, draw.choices(range(9), k=12))),
+            }
+            for number in folder[1][(side == "others") * N :][:N]
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{side}.jsonl").write_text(lines)
+    run(tmp_path, str(EMBEDDED_MODEL), drawn=False, prompt_column="prompt")
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["prompts"]["known"] is False
+    assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
+    check = ReleaseCheck(content | {"known": True}, "", [])
+    with pytest.raises(pytest.fail.Exception, match="unknown"):
+        check.assert_at_most(1.0, "entity/phone/prompt")

@@ -105,6 +105,29 @@ def test_a_client_that_is_rewritten_is_named(
         assert "the code of round 1 is of no line" in text
 
 
+@pytest.mark.parametrize("edit", ["replayed", "misplaced", "missing"])
+def test_codes_are_each_of_their_round(federation: Path, edit: str) -> None:
+    place = federation / "server" / RECORD
+    lines = [json.loads(line) for line in lines_of(place)]
+    codes = [n for n, one in enumerate(lines) if one.get("client") == "site-1"]
+    if edit == "replayed":
+        lines[codes[2]]["code"] = lines[codes[1]]["code"]
+    elif edit == "misplaced":  # the code of round 1, as one of round 2
+        lines[codes[2]]["code"] = lines[codes[1]]["code"]
+        del lines[codes[1]]
+    else:
+        del lines[codes[1]]
+    again = chained_again([json.dumps(line).encode() for line in lines])
+    place.write_bytes(b"\n".join(again) + b"\n")
+    check = verify_run(federation / "server")
+    if edit == "missing":
+        assert check.verdict.status == HOLDS
+        assert "client site-1, rounds 1 to 1: they carry no code" in check.not_checked
+    else:
+        [text] = check.verdict.contradictions
+        assert "of another round" in text
+
+
 def test_logs_of_another_federation_are_no_client(federation: Path) -> None:
     (federation / "site1" / CHAIN_KEY).chmod(0o600)
     key = json.loads((federation / "site1" / CHAIN_KEY).read_text())["key"]

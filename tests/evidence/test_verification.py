@@ -393,6 +393,14 @@ def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(
     assert fedleak("report", str(folder), "--model-card", "--out", str(saved)) == 0
     check = verify_run(folder, weights=saved)
     assert (check.verdict.status, "leakage.json" in check.checked) == (HOLDS, True)
+    other = folder / "version_1" / RECORD  # a later run of the same folder
+    other.parent.mkdir()
+    other.touch()
+    assert fedleak("verify", str(folder)) == OPEN
+    assert fedleak("sign", str(folder), "--key", str(private)) == 0
+    said = capsys.readouterr().out
+    assert said.count("other runs lie in version_1") == 2
+    other.unlink()
     card = json.loads((saved / "leakage.json").read_text())
     card["runs"][0]["attacks"][0]["value"] = 0.01
     (saved / "leakage.json").write_text(json.dumps(card))

@@ -6,6 +6,7 @@ import json
 import re
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_fedleak.cli.commands.memorization import _tpr
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.references import Recipe, References, halves
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
@@ -109,7 +111,8 @@ def test_references_show_what_was_trained_on_and_nothing_else(
     assert status == 3
     assert "beyond_references/auc is shown to be at least" in text
     assert "2 references are trained on 60 rows each, 120 steps" in text
-    assert re.search(r"\d+% pass the bar of 1% FPR beyond 2 references and \d+% without", text)
+    unknown = r"an unknown share \(with 60 others\)"
+    assert re.search(f"{unknown} pass the bar of 1% FPR beyond 2 references and {unknown}", text)
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc"] > 0.95
     records = RecordList.load(tmp_path / "list.jsonl")
@@ -149,14 +152,23 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
     assert attacks["beyond_references"]["auc_low"] > 0.6
 
 
-def record(folder: Path, **facts: Any) -> Path:
+def test_a_rate_at_one_in_a_hundred_needs_a_hundred_others() -> None:
+    lines = [SimpleNamespace(p=p) for p in (0.01, 0.015, 0.5, 0.9)]
+    said = [_tpr(SimpleNamespace(lines=lines, head={"others": n})) for n in (99, 199)]
+    assert said == ["an unknown share (with 99 others)", "25%"]
+
+
+def record(folder: Path, steps: int = 40, **facts: Any) -> Path:
     group = {"lr": 0.1, "momentum": 0.9, "maximize": False}
     training = {
-        "optimizers": [{"class": "SGD", "groups": [group]}],
+        "optimizers": [{"class": "SGD", "groups": [group]}], "max_steps": 40,
         "max_epochs": 4, "precision": "bf16-mixed", "gradient_clip_val": 1.0,
     }  # fmt: skip
+    folder.mkdir(exist_ok=True)
     line = records.BeginLine(run="a", training=training, **facts)
     records.append_line(folder / "run.jsonl", line)
+    ending = records.EndLine(run="a", step=steps, outcome="finished")
+    records.append_line(folder / "run.jsonl", ending)
     return folder
 
 
@@ -184,7 +196,8 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"references": 1}, "seen half of the pool"),
         ({"references": 0}, "needs --references"),
         ({"run": "private"}, "one with differential privacy"),
-        ({"run": "absent"}, "no whole record"),
+        ({"run": "stopped", "epochs": None}, "--epochs"),
+        ({"run": "absent"}, "no whole run.jsonl"),
         ({"batch_size": 1000}, "fewer rows than --batch-size"),
     ],
 )
@@ -193,7 +206,10 @@ def test_what_must_not_or_cannot_be_trained_is_refused(
 ) -> None:
     if more.get("run") == "private":
         fact = records.DefenseFacts(name="dpsgd", class_name="DPSGD", guarantee="(8, 1e-5)-DP")
-        more = {"run": record(tmp_path, defenses=(fact,))}
+        record(tmp_path / "version_1", defenses=(fact,))  # a later run of the same folder
+        more = {"run": record(tmp_path)}
+    elif more.get("run") == "stopped":  # early, after fewer steps than 4 epochs take
+        more = more | {"run": record(tmp_path, steps=30)}
     elif "run" in more:
         more = {"run": tmp_path}
     with pytest.raises(SourceError, match=words):

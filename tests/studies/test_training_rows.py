@@ -142,6 +142,21 @@ def test_what_cannot_be_known_is_refused(
     assert "secret" not in str(refusal.value)
 
 
+def test_classes_of_a_csv_are_numbers_and_each_word_has_one(tokenizer: Any, tmp_path: Path) -> None:
+    classes = {"LABEL_0": 0, "LABEL_1": 1}
+    source = tmp_path / "rows.csv"
+    source.write_text("text,label\nGood morning,1\nGood night,0\n")
+    texts = RowReader(tokenizer, 9, head="row", classes=classes).read(source)
+    assert [int(text.labels[-1]) for text in texts.values()] == [1, 0]
+    source.write_text("text,label\nGood morning,2\n")
+    with pytest.raises(UnknownLabels, match="does not know"):
+        RowReader(tokenizer, 9, head="row", classes=classes).read(source)
+    row = {"tokens": ["secret", "words"], "labels": [0, 1]}
+    rows = write(tmp_path / "rows.jsonl", [row, row | {"labels": [0]}])
+    with pytest.raises(SourceError, match=r"row 1 of .* \(2 words and 1 classes\)"):
+        RowReader(tokenizer, 9, head="token", classes=classes).read(rows)
+
+
 @pytest.mark.parametrize("settings", [{}, {"prompt_column": "prompt"}, {"loss": "all"}])
 @pytest.mark.parametrize("end", ["", "_input_ids"])
 def test_preferences_are_unknown(

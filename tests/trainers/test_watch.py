@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.engine.log import own_folder
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.loops import check_undisturbed, watched
@@ -317,6 +319,24 @@ def test_a_batch_that_fails_makes_its_look_unknown_and_its_step_counts(tmp_path:
     assert watch.loop.steps == 4
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
     assert [line["unknown"] is None for line in lines(tmp_path)] == [True, False, True, True]
+
+
+def test_the_first_process_alone_chooses_the_folder_and_its_error_reaches_all(
+    tmp_path: Path,
+) -> None:
+    sent: list[Any] = []
+
+    def choose(rank: int) -> Path:
+        run = SimpleNamespace(watcher="Watch", rank=rank, broadcast=lambda one: [*sent, one][0])
+        return own_folder(run, tmp_path)
+
+    (tmp_path / "run.jsonl").write_text("{}")
+    assert [choose(0).name for _ in range(2)] == ["version_1", "version_2"]  # neither has written
+    sent.append(PermissionError("no access"))
+    for rank in range(2):
+        with pytest.raises(PermissionError):
+            choose(rank)
+    assert len([*tmp_path.glob("version_*")]) == 3  # the second process made none
 
 
 def test_runs_never_share_a_folder_but_one_that_is_resumed_keeps_its_own(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     trained = torch.tensor([trains for _, trains in rows])
     base, now = answers[-1]
     by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
+    if law := laws.get("prompts"):
+        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
     known = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
     tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
     if known:
@@ -155,8 +157,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    other_prompts = laws.get("prompts") is not None
-    values |= {name: {} if other_prompts and "/prompt" in name else known[name] for name in known}
+    values |= known
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
@@ -232,20 +233,22 @@ def _beyond(
             for one in (None, scores[n])
         )
         text = (
-            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after):.0%} pass "
-            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before):.0%} "
+            f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
+            f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "
             f"without; {after.head['listed']} are listed and {before.head['listed']} without."
         )
         console.print(text.replace("None", "an unknown number"))
     return scores
 
 
-def _tpr(records: RecordList) -> float:
-    """Return the TPR at 1% FPR of the score that rows are listed by."""
+def _tpr(records: RecordList) -> str:
+    """Return in words the TPR at 1% FPR of the score that rows are listed by."""
     p_values = [line.p for line in records.lines if line.p is not None]
     m = int(records.head["others"])
+    if m * FPR < 1:
+        return f"an unknown share (with {m} others)"
     bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
-    return sum(p <= bar for p in p_values) / len(p_values)
+    return f"{sum(p <= bar for p in p_values) / len(p_values):.0%}"
 
 
 def _pools(

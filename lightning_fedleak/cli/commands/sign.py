@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from lightning_fedleak.evidence import sign_run
+from lightning_fedleak.evidence.chain import runs_below
 
 
 def run(options: Namespace) -> int:
@@ -14,4 +15,6 @@ def run(options: Namespace) -> int:
         ReportError: a file cannot be read.
     """
     print(sign_run(options.run, options.key))
+    if others := runs_below(options.run):
+        print(f"{others}: they are not signed; sign each")
     return 0

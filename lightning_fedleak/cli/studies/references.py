@@ -105,33 +105,64 @@ class Recipe:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """Return what the record of the newest run in a folder says of its training.
+    """Return what the records of the runs in a folder, and below it, say of their training.
 
     Raises:
-        SourceError: there is no record, its optimizer is none of torch's usual ones, or a run in
-            it was one with differential privacy.
+        SourceError: there is no record, one cannot be read, a run in it was one with differential
+            privacy, or runs were of other settings.
     """
-    found = records.read_lines(folder / records.RECORD)
-    begins = [line for line in found.lines if isinstance(line, records.BeginLine)]
-    if not begins or found.problems:
-        raise SourceError(f"'{folder}' has no whole record of a run: {found.problems}")
-    for line in found.lines:
-        facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
-        promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
-        spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
-        if any(spent) or not all(promise.startswith("none") for promise in promises):
+    paths = sorted(folder.rglob(records.RECORD))
+    found = {path: records.read_lines(path) for path in paths}
+    for path, one in found.items():
+        if one.problems:
+            raise SourceError(f"{one.problems[0]}: give --run DIR with whole logs of the run")
+        if any(map(_gives_guarantee, one.lines)):
             raise SourceError(
-                "a run in the record was one with differential privacy or another guarantee: "
+                f"a run in '{path}' was one with differential privacy or another guarantee: "
                 "references would train again on its rows, which no epsilon covers"
             )
+    settings = [_training_of(one.lines) for one in found.values()]
+    if not settings or None in settings:
+        raise SourceError(f"'{folder}' has no whole {records.RECORD}: give the run's logs (--run)")
+    if any(one != settings[0] for one in settings):
+        names = ", ".join(f"'{path.parent}'" for path in paths)
+        raise SourceError(f"runs of other settings lie in {names}: give --run with one of them")
+    return settings[0] or {}
+
+
+def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
+    """Return whether a line says of a run that its defences guarantee something."""
+    facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
+    promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
+    spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
+    return any(spent) or not all(promise.startswith("none") for promise in promises)
+
+
+def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[str, Any] | None:
+    """Return what a record says of the training of its newest run; None where nothing begins.
+
+    Epochs are known where the steps that were planned for them were taken. Lightning plans none.
+
+    Raises:
+        SourceError: its optimizer is none of torch's usual ones.
+    """
+    begins = [line for line in lines if isinstance(line, records.BeginLine)]
+    if not begins:
+        return None
     training = begins[-1].training or {}
     optimizers = training.get("optimizers") or []
     group = optimizers[0]["groups"][0] if len(optimizers) == 1 else {}
     if not group or optimizers[0]["class"] not in OPTIMIZERS:
         raise SourceError(f"the recorded optimizer is none of {OPTIMIZERS}: leave out --run")
-    epochs = training.get("max_epochs")
+    steps, epochs = training.get("max_steps") or 0, training.get("max_epochs") or 0
+    is_known = not str(training.get("strategy")).endswith("Strategy") and any(
+        isinstance(line, records.EndLine)
+        and (line.run, line.outcome) == (begins[-1].run, "finished")
+        and 0 < steps <= line.step
+        for line in lines
+    )
     return {
-        "epochs": int(epochs) if epochs and epochs > 0 else None,
+        "epochs": int(epochs) if epochs > 0 and is_known else None,
         "lr": group.get("initial_lr", group.get("lr")),
         "optimizer": optimizers[0]["class"],
         "settings": {name: group[name] for name in _TAKEN if name in group},

@@ -32,6 +32,10 @@ class UnknownLabels(ValueError):
     """Nothing says which tokens of the rows the loss was computed on."""
 
 
+class _Uneven(ValueError):
+    """A row has another number of words than of classes; the message holds no word."""
+
+
 @dataclass(frozen=True)
 class RowReader:
     """Read rows as training read them, cut to the same length.
@@ -93,9 +97,9 @@ class RowReader:
             except (UnknownLabels, SourceError):
                 raise
             except Exception as error:  # of the template or the row; its words may be private
+                why = str(error) if isinstance(error, _Uneven) else type(error).__name__
                 raise SourceError(
-                    f"row {number} of '{source}' cannot be read as the others are "
-                    f"({type(error).__name__})"
+                    f"row {number} of '{source}' cannot be read as the others are ({why})"
                 ) from None
             if ids:
                 cut = slice(self.length)
@@ -137,6 +141,12 @@ class RowReader:
                 f"'{source}' looks like prompts and answers: name the prompt's column "
                 "(--prompt-column), or say that all tokens of --column were trained on (--loss all)"
             )
+        return self._text_encoder(rows, names, column, source)
+
+    def _text_encoder(
+        self, rows: Sequence[Row], names: Sequence[str], column: str | None, source: str
+    ) -> Callable[[Row], tuple[list[int], list[int]]]:
+        """Return what turns a row with one column of text or of chats into ids and labels."""
         name = column_of(list(rows), names, column, source)
         if not any(is_chat(row.get(name)) for row in rows):
             if self.loss == "answers":
@@ -168,37 +178,46 @@ class RowReader:
         is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
         if self.head != "token" and not is_read:
             name = column_of(list(rows), [one for one in names if one != label], column, source)
+        name = "input_ids" if is_read else name
+        if self.head == "token":
+            return lambda row: self._worded(row[name], row[label], is_read)
+        return lambda row: self._whole(row, name, label, is_read)
+
+    def _whole(self, row: Row, name: str, label: str, is_read: bool) -> tuple[list[int], list[int]]:
+        """Return the ids of a text, and its class at its end or, of a masked model, its tokens."""
+        if is_read:
+            ids = list(row[name])[: self.length]
+        else:
+            ids, _ = self._plain((text_of(row.get(name)) or "").strip())
+        if self.head == "row":
+            return ids, [IGNORE_INDEX] * (len(ids) - 1) + [self._class(row[label])] * bool(ids)
+        if self.tokenizer.mask_token_id in ids:
+            raise UnknownLabels("a row holds masked tokens: give rows without")
+        special = {*self.tokenizer.all_special_ids}
+        return ids, [IGNORE_INDEX if one in special else one for one in ids]
+
+    def _worded(
+        self, words: Sequence[Any], classes: Sequence[Any], is_read: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of words, or of tokens where they are read, and the labels by classes."""
+        numbers = [self._class(one) for one in classes]
+        if len(words) != len(numbers):
+            raise _Uneven(f"{len(words)} words and {len(numbers)} classes")
+        if is_read:
+            return list(words)[: self.length], numbers[: self.length]
         settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
-
-        def encode(row: Row) -> tuple[list[int], list[int]]:
-            words: list[int | None] = []  # of each token
-            if is_read:
-                ids = list(row["input_ids"])[: self.length]
-                words = [*range(len(ids))]
-            elif self.head == "token":
-                encoded = self.tokenizer(row[name], **settings)
-                ids, words = encoded["input_ids"], encoded.word_ids()
-            else:
-                ids, _ = self._plain((text_of(row.get(name)) or "").strip())
-            if self.head == "masked":
-                special = {*self.tokenizer.all_special_ids}
-                if self.tokenizer.mask_token_id in ids:
-                    raise UnknownLabels(f"'{source}' holds masked tokens: give rows without")
-                return ids, [IGNORE_INDEX if one in special else one for one in ids]
-            if self.head == "row":
-                return ids, [IGNORE_INDEX] * (len(ids) - 1) + [self._class(row[label])] * bool(ids)
-            classes = [self._class(one) for one in row[label]]
-            return ids, [
-                IGNORE_INDEX if word is None or word == last else classes[word]
-                for word, last in zip(words, [None, *words], strict=False)
-            ]
-
-        return encode
+        encoded = self.tokenizer(words, **settings)
+        places = encoded.word_ids()
+        return encoded["input_ids"], [
+            IGNORE_INDEX if place is None or place == last else numbers[place]
+            for place, last in zip(places, [None, *places], strict=False)
+        ]
 
     def _class(self, value: Any) -> int:
         """Return the number of a class, which may be given by its name."""
         if isinstance(value, str) and value in self.classes:
             return self.classes[value]
+        value = int(value) if isinstance(value, str) and value.isdecimal() else value
         if isinstance(value, int) and value in (IGNORE_INDEX, *self.classes.values()):
             return value
         raise UnknownLabels(

@@ -223,6 +223,7 @@ class MemorizationChannel(Channel):
             short=any(part_of(attack) != "long" for attack in self.listed_attacks),
             entities=self._found,
             forwards=1 if self._mask is None else MASKS,
+            show=self.run.shows_progress,
         )
 
     def describe(self) -> str:
@@ -393,7 +394,7 @@ class MemorizationChannel(Channel):
                     texts = pool, self._released(pool, answers, rows), rows, members
                     shared = self._lists, self._share(epoch), self.settings.memorization.alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
-            if self._found is not None:
+            if self._found is not None and any(one.name.startswith("entity/") for one in part):
                 errors = self._looks, self.settings.memorization.alpha
                 values |= self._found.compare(answers, self._base, rows, members, *errors)
             look.answers |= {series: values[series.name] for series in part}

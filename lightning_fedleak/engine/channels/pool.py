@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_t
 from lightning_fedleak.evaluation.canaries.repeats import Part as Part
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
+from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
 Way = Literal["not yet seen", "left out", "given"]
@@ -277,6 +280,7 @@ def collect(
     short: bool = False,
     entities: FoundEntities | None = None,
     forwards: int = 1,
+    show: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
 
@@ -291,6 +295,7 @@ def collect(
         short: texts with 1 to 7 label tokens are asked about too.
         entities: finds the values of all rows, and of the texts that are asked about.
         forwards: that asking the model about a text takes.
+        show: a bar shows how many rows are searched for values.
 
     Raises:
         NoNonMembers: nobody can be compared, with the argument that would change that.
@@ -329,7 +334,8 @@ def collect(
         sample, rest = inside + outside, rest + rest_held_out
     unread = len(rest)
     rest, _ = _drawn(rest, MOST_ROWS if entities is None else unread, generator)
-    with preserve_process():
+    with preserve_process(), bars(show):
+        start = time.perf_counter()
         read_rows = [_row_texts(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
         if packed and way == "not yet seen":
@@ -346,12 +352,15 @@ def collect(
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
         searched: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
-            for source in rest
+            for source in (rest if entities is None else track(rest, "searching rows for values"))
             for text in _read_row(loader, *source, read)
         )
         if entities is not None:
             deque(entities.counting(zip(texts, trained, strict=True)), 0)
             searched = entities.counting(searched)
+            if len(rest) > MOST_ROWS:
+                seconds = (time.perf_counter() - start) / len(sample) * len(rest)
+                rank_zero_info(f"entities: {len(rest):,} more rows are searched, ~{seconds:.0f} s")
         scored = scored_texts(texts, trained, searched)
     places = scored.rows + (scored.short_rows if short else [])
     if not places:
@@ -556,8 +565,8 @@ def _row_texts(
     first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
     if [text.content for text in first] != [text.content for text in second]:
         raise NoNonMembers(
-            "rows of the training data do not read the same twice (augmentation or random cuts), "
-            "so that none is recognised when it is trained on: fix each row's form beforehand"
+            "rows do not read the same twice (augmentation, random cuts, masks without labels), so "
+            "that none is recognised when it is trained on: fix each row's form beforehand"
         )
     return first
 

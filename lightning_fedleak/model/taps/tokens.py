@@ -142,7 +142,8 @@ def texts_in(batch: TokenBatch) -> list[Text]:
 def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> TokenBatch:
     """Return a batch of a masked model as it was before it was masked.
 
-    Labels are all tokens but special ones, which collators never mask.
+    Labels are all tokens but special ones, which collators never mask. A row with masked tokens
+    that have no label, so that nobody knows what they were, has no labels.
 
     Args:
         batch: with the labels of the tokens that were masked or exchanged.
@@ -150,16 +151,14 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
         special: ids of special tokens.
 
     Raises:
-        ValueError: the masked tokens are not known.
+        ValueError: it has no labels.
     """
     if batch.labels is None:
         raise ValueError("it has no labels, which alone say what its masked tokens were")
     ids = torch.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)
-    if bool((ids == mask_id).any()):
-        raise ValueError(
-            "tokens are masked that have no label, so that nobody knows what they were"
-        )
-    hidden = torch.isin(ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype))
+    hidden = (ids == mask_id).any(-1, keepdim=True) | torch.isin(
+        ids, torch.tensor(sorted(special), device=ids.device, dtype=ids.dtype)
+    )
     return replace(batch, input_ids=ids, labels=ids.masked_fill(hidden, IGNORE_INDEX))
 
 

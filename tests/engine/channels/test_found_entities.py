@@ -14,12 +14,14 @@ from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import BagOfWords, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import Guess, WordGuess
-from lightning_fedleak.attacks.memorization import Combined
+from lightning_fedleak.attacks.memorization import Combined, PromptRatio
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels import pool
 from lightning_fedleak.engine.channels.words import WordTruth, _texts_of
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers import Threshold
@@ -137,10 +139,12 @@ def rows(n: int = 200) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
     return data, numbers
 
 
-def watch(folder: Path, **more: Any) -> LeakageMonitor:
+def watch(folder: Path, attacks: Any = (), **more: Any) -> LeakageMonitor:
     settings = {"memorization": Memorization(max_overhead=20, looks=()), "tokenizer": TOKENIZER}
     settings |= {"entities": ("phone", "email")} | more
-    return LeakageMonitor([Combined()], folder=folder, settings=WatchSettings(**settings))
+    return LeakageMonitor(
+        attacks or [Combined()], folder=folder, settings=WatchSettings(**settings)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +190,25 @@ def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:
 def test_the_report_says_counts_by_kind_and_place(run: SimpleNamespace) -> None:
     text = page(findings(read([run.folder])))
     assert "Values, phone in the label" in text
+
+
+def test_all_rows_are_searched_as_is_said_and_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    compare = FoundEntities.compare
+    monkeypatch.setattr(pool, "affordable", lambda *_: 60)
+    monkeypatch.setattr(pool, "MOST_ROWS", 5)
+    monkeypatch.setattr(pool, "rank_zero_info", said.append)
+    monkeypatch.setattr(
+        FoundEntities, "compare", lambda *args: said.append("compared") or compare(*args)
+    )
+    train, _ = leave_out(rows(70)[0], 70 // 2, seed=1)
+    monitor = watch(tmp_path, attacks=[Combined(), PromptRatio()])
+    fit([monitor], model(), train, lr=5e-3, max_epochs=1)
+    text, *compared = said
+    assert "10 more rows are searched" in text
+    assert len(compared) == len(lines(tmp_path, "combined"))
 
 
 def test_training_is_the_same_without(tmp_path: Path) -> None:

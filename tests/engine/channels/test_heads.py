@@ -146,6 +146,19 @@ def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
     assert RecordList.load(folder / "records.jsonl").head["at_least"] > 10
 
 
+def test_a_row_that_holds_the_mask_token_is_left_out_alone(tmp_path: Path) -> None:
+    rows = data("masked", 240)
+    rows[3]["input_ids"][5] = rows[50]["input_ids"][5] = MASK
+    train = leave_out(rows, 100, seed=1)[0]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[watching(tmp_path, [Combined()])], **quiet
+    )
+    trainer.fit(Classifying(encoder("masked")), loader_of(train, "masked"))
+    n = [values(tmp_path)[side]["value"] for side in ("members", "others")]
+    assert sum(n) == 238
+
+
 @pytest.mark.parametrize("head", ["token", "masked"])
 def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path, head: str) -> None:
     """The rows that are watched are not those that the loss is computed on."""
@@ -222,7 +235,7 @@ def test_repeats_are_searched_in_what_is_read_and_not_in_classes() -> None:
     [
         (Extraction(), "masked", "a masked model writes no text"),
         (PromptRatio(), "masked", "no row has a prompt"),
-        (Combined(), "unlabelled", "tokens are masked that have no label"),
+        (Combined(), "unlabelled", "masks without labels"),
         (Combined(), "unnamed", "which token masks the others is not known"),
     ],
 )

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fedleak.model.taps.tokens import candidate_log_probs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared import print_place, read_texts, table
@@ -34,6 +33,7 @@ from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.model.snapshots import CandidateSnapshot, Observation
 from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.model.taps.tokens import candidate_log_probs
 
 SMOKE = (
     "--model {model} --text {records} --texts 8 --count 2 --found 60 --epochs 1 --candidates 20",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -65,26 +65,38 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
             with parameters_replaced(parameter_places(modules, whole)):
                 yield
             return
-        stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
-        by_rows = [m for m in modules if _gives_rows(m) and id(m.weight) in sharded]
-        try:
-            for module in by_rows:
-                forward = partial(_embed, module, dtypes.get(id(module.weight)))
-                module.forward = forward
-            for module, store in zip(modules, stores, strict=True):
-                module._parameters = _GatheredAsRead(store, whole, gather)
+        with _gathered_as_read(modules, gather, dtypes):
             yield
-        finally:
-            for module, store in zip(modules, stores, strict=True):
-                module._parameters = store
-            for module in by_rows:
-                del module.forward
+
+
+@contextmanager
+def _gathered_as_read(
+    modules: Sequence[nn.Module],
+    gather: Callable[[nn.Parameter], nn.Parameter],
+    dtypes: Mapping[int, torch.dtype | None],
+) -> Iterator[None]:
+    """Gather a parameter when it is read, and of embeddings the rows that they give."""
+    stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
+    by_rows = [m for m in modules if _gives_rows(m)]
+    try:
+        for module in by_rows:
+            module.forward = partial(_embed, module, dtypes.get(id(module.weight)))
+        for module, store in zip(modules, stores, strict=True):
+            module._parameters = _GatheredAsRead(store, whole, gather)
+        yield
+    finally:
+        for module, store in zip(modules, stores, strict=True):
+            module._parameters = store
+        for module in by_rows:
+            del module.forward
 
 
 def _gives_rows(module: nn.Module) -> bool:
-    """Return whether a module gives rows of its weight as they are."""
+    """Return whether a module gives rows of a sharded weight as they are."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
     is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
-    return is_plain and module.max_norm is None
+    return is_plain and hasattr(module.weight, "full_tensor")
 
 
 def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ from tests.tools import code_metrics
 # defences under other Trainers 520, lists of records and short rows 850, checks of a run and of a
 # release 650, FSDP2 under other Trainers 100;
 # parts of sharded models, and plans of a configuration alone, 190; DeepSpeed's ZeRO 175; codes of
-# the logs of a federation's clients 185.
+# the logs of a federation's clients 185; values of personal data found in texts and in gradients 470,
+# reference models and models of other heads 445.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_999,
-    "longest": 632,
-    "long": 5,
-    "imports": 46,
-    "most_imports": 17,
+    "code": 48_831,
+    "longest": 628,
+    "long": 7,
+    "imports": 50,
+    "most_imports": 18,
     "callbacks": 0,
     "circles": 0,
     "parameters": 14,
@@ -26,11 +27,11 @@ CEILINGS = {
     "complexity": 10,
     "public": 15,
     "private": 5,
-    "names": 0.005,
+    "names": 0.006,
     "fragments": 0.005,
     "examples": 0,
     "constants": 3,
-    "any": 76,
+    "any": 83,
 }
 
 

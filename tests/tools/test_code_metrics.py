@@ -11,8 +11,8 @@ from tests.tools import code_metrics
 # defences under other Trainers 520, lists of records and short rows 850, checks of a run and of a
 # release 650, FSDP2 under other Trainers 100;
 # parts of sharded models, and plans of a configuration alone, 190; DeepSpeed's ZeRO 175; codes of
-# the logs of a federation's clients 185; values of personal data found in texts and in gradients 470,
-# reference models and models of other heads 445.
+# the logs of a federation's clients 185; values of personal data that are found in texts and in
+# gradients 470, reference models and models of other heads 445.
 # Each module of a command has its own `run`.
 CEILINGS = {
     "code": 48_831,

@@ -471,10 +471,10 @@ def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
     assert len(guess.types)
     assert math.isnan(guess.n_types)
     metric.update(guess, ids[:, :-1].flatten())
-    assert math.isnan(metric.means()["type_count_error"])
+    assert math.isnan(metric.values()["type_count_error"])
     few = WordGuess(types=guess.types[:2], n_types=2.0)  # of another batch, which counts alone
     metric.update(few, guess.types[:4])
-    assert metric.means()["type_count_error"] == 0.5
+    assert metric.values()["type_count_error"] == 0.5
 
 
 def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Observation:
@@ -654,7 +654,7 @@ def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
     guess, metric = attack.run(observed(attack, anatomy)), WordRecovery(anatomy.vocab_size)
     metric.update(guess, torch.arange(4))
     assert guess.capacity is None
-    assert math.isnan(metric.means()["capacity"])
+    assert math.isnan(metric.values()["capacity"])
 
 
 def test_public_text_makes_frequent_tokens_likelier() -> None:

@@ -445,7 +445,8 @@ def _standing_of(report: JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
     keys = ("run", "name", "ended", "steps")
     return [
-        (*map(run.get, keys), [looks for _, looks, *_ in run["costs"]]) for run in report["runs"]
+        (*map(run.get, keys), [looks for _, looks, *_ in run.get("costs", ())])
+        for run in report["runs"]
     ]
 
 

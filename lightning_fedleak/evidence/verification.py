@@ -443,11 +443,9 @@ def _check_report(
 
 def _standing_of(report: JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
-    keys = ("run", "name", "ended", "steps")
-    return [
-        (*map(run.get, keys), [looks for _, looks, *_ in run.get("costs", ())])
-        for run in report["runs"]
-    ]
+    runs, keys = report["runs"], ("run", "name", "ended", "steps")
+    looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
+    return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
 
 
 def _statements(report: JsonObject) -> JsonObject:

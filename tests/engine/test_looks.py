@@ -193,8 +193,8 @@ def adapter_of(case: str) -> Any:
         batches = {
             "a mask where 1 is padding": (ids, labels, 1 - mask),
             "a mask of zeros, without labels": (ids, None, torch.zeros_like(mask)),
-            "ids outside the vocabulary": (ids + 4321, None, mask),
-            "labels outside the vocabulary": (ids, labels.masked_fill(labels >= 0, 4321), mask),
+            "ids outside the vocabulary": (ids + 87654321, None, mask),
+            "labels outside the vocabulary": (ids, labels.masked_fill(labels >= 0, 87654321), mask),
         }
         return TokenBatch(*batches[case], "causal")
 
@@ -218,7 +218,7 @@ def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -
         )
     assert (watch.looks, watch.failures) == (2, 2)
     assert math.isnan(watch.latest[F1])
-    assert "4321" not in (tmp_path / "leakage.jsonl").read_text()
+    assert "87654321" not in (tmp_path / "leakage.jsonl").read_text()
 
 
 def test_a_later_batch_that_cannot_be_read_is_unknown_and_the_first_is_refused(

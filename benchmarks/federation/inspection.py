@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.federation.crafted_rows import CraftedValues, RowSettings, craft
 from benchmarks.shared import with_lora
 from lightning_fedleak.attacks import (
     AttentionMembership,
@@ -46,7 +47,6 @@ from lightning_fedleak.federation.inspection import (
     sum_inputs,
     usual_types,
 )
-from lightning_fedleak.labs.crafted_rows import CraftedValues, RowSettings, craft
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 

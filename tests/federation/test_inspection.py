@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from benchmarks.federation.crafted_rows import craft
 from lightning_fedleak import PublicText
 from lightning_fedleak.federation import inspection, trained_state
 from lightning_fedleak.federation.inspection import (
@@ -19,7 +20,6 @@ from lightning_fedleak.federation.inspection import (
     agree,
     inspect_received,
 )
-from lightning_fedleak.labs.crafted_rows import craft
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama, zipf_texts
 from tests.helpers.models import tiny_llama

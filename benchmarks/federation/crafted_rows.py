@@ -12,19 +12,16 @@ Nothing here changes a model: values are returned by name, and rounds are played
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import PublicText, row_space
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE
-from lightning_fedleak.model.snapshots import whole_tensor
-from lightning_fedleak.threats import ThreatModelError
 
 UNSEEN = 0.02  # occurrences that a type without any in the public text counts as; not tuned
 MIN_PRESENCE = 1e-3  # chance to be in a round from which a type is worth a row; not tuned
@@ -33,6 +30,7 @@ _PRICE = 0.05  # change of a full cluster's price in a sweep; larger balances mo
 _RIDGE = 1e-2  # share of the mean eigenvalue that is added before rows are solved; not tuned
 _LENGTH = 64  # tokens of a public text whose inputs are averaged; not tuned
 _SAME = 1e-5  # relative difference up to which two float32 inputs are equal; not tuned
+PARTS = "down.weight", "down.bias", "up.weight", "up.bias"
 _UP_STD = 0.01  # standard deviation of the second map, where the adapter's own is 0: Houlsby's
 
 
@@ -75,16 +73,6 @@ class CraftedRows:
     thresholds: Tensor
     presence: Tensor
 
-    def fires(self, margin: float = 0.0) -> Tensor:
-        """Return (V, r) bool, the types that a row fires for.
-
-        Args:
-            margin: by which a product must pass the threshold, as a share of it; negative for types
-                that come near it.
-        """
-        passed = self.inputs @ self.directions.T > (1 + margin) * self.thresholds
-        return passed & self.readable[:, None]
-
 
 @dataclass(frozen=True)
 class CraftedValues:
@@ -115,22 +103,29 @@ def craft(
 
     Args:
         anatomy: of the model.
-        adapter: path in ``anatomy.root`` of a bottleneck: two linear maps with a ReLU between, the
-            first with a bias.
+        adapter: path in ``anatomy.root`` of a bottleneck: two linear maps with biases, ``down``
+            and ``up``, and a ReLU between.
         public: text like the clients'.
         tokens_per_round: number of tokens that a client reads in a round.
         settings: how rows are dealt out.
-
-    Raises:
-        ThreatModelError: the adapter is of another kind, or not all of it is trained.
     """
-    parts = find_adapter(anatomy, adapter)
-    inputs, readable, exact = type_inputs(anatomy, parts.reads, public)
+    weight = f"{adapter}.down.weight"
+    reads = next(m for m in row_space.find_linear_maps(anatomy) if m.name == weight)
+    inputs, readable, exact = type_inputs(anatomy, reads, public)
     presence = chance_in_round(public, tokens_per_round, len(inputs)).to(inputs.device)
     worth = torch.where(readable, presence, 0.0)
-    directions, thresholds = deal_rows(inputs, worth, presence, parts.reads.rows, settings)
-    rows = CraftedRows(parts.reads.name, inputs, exact, readable, directions, thresholds, presence)
-    return CraftedValues(adapter, parts.values(anatomy, rows, settings), rows)
+    directions, thresholds = deal_rows(inputs, worth, presence, reads.rows, settings)
+    rows = CraftedRows(weight, inputs, exact, readable, directions, thresholds, presence)
+    parts = {name: anatomy.root.get_parameter(f"{adapter}.{name}").detach() for name in PARTS}
+    norm = settings.row_norm or float(parts["down.weight"].float().norm(dim=1).median())
+    generator = torch.Generator().manual_seed(settings.seed)
+    spread = float(parts["up.weight"].float().std()) or _UP_STD
+    noise = torch.randn(parts["up.weight"].shape, generator=generator) * spread
+    made = (norm * directions, -norm * thresholds, noise, torch.zeros_like(parts["up.bias"]))
+    tensors = {
+        f"{adapter}.{name}": one.to(parts[name]) for name, one in zip(PARTS, made, strict=True)
+    }
+    return CraftedValues(adapter, tensors, rows)
 
 
 # ---- which types a row fires for ------------------------------------------------------------
@@ -163,7 +158,7 @@ def deal_rows(
         settings: how they are dealt out.
 
     Raises:
-        ThreatModelError: fewer types than rows are worth one.
+        ValueError: fewer types than rows are worth one.
     """
     width = inputs.shape[1]
     top = presence.topk(min(settings.frequent, width // 2)).indices
@@ -171,7 +166,7 @@ def deal_rows(
     worth = worth.index_fill(0, top, 0.0)
     used = (worth > MIN_PRESENCE).nonzero()[:, 0]
     if len(used) < rows:
-        raise ThreatModelError(
+        raise ValueError(
             f"{rows} rows need as many types that a round may hold, and the public text has "
             f"{len(used)} beside the most frequent ones: give more public text"
         )
@@ -237,106 +232,3 @@ def _runs(ids: Tensor) -> tuple[Tensor, ...]:
 
 def _width(anatomy: Anatomy, reads: row_space.LinearMap) -> int:
     return anatomy.root.get_parameter(reads.name).shape[reads.axis]
-
-
-# ---- the adapters ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bottleneck:
-    """A bottleneck adapter: a linear map with a bias, a ReLU, and a map back.
-
-    Attributes:
-        reads: the first map.
-        biases: names of both maps' biases; that of the second may be missing.
-        up: name of the second map's weight.
-    """
-
-    reads: row_space.LinearMap
-    biases: tuple[str, str | None]
-    up: str
-
-    def values(
-        self, anatomy: Anatomy, rows: CraftedRows, settings: RowSettings
-    ) -> dict[str, Tensor]:
-        """Return rows of their usual norm with thresholds in the bias, and a random second map."""
-        first, second = (
-            whole_tensor(anatomy.root.get_parameter(name)) for name in (self.reads.name, self.up)
-        )
-        norm = settings.row_norm or float(first.float().norm(dim=1).median())
-        generator = torch.Generator().manual_seed(settings.seed)
-        noise = torch.randn(second.shape, generator=generator) * (
-            float(second.float().std()) or _UP_STD
-        )
-        values = {
-            self.reads.name: norm * rows.directions,
-            self.biases[0]: -norm * rows.thresholds,
-            self.up: noise,
-        }
-        if self.biases[1] is not None:
-            values[self.biases[1]] = torch.zeros(len(second))
-        return {name: value.to(first) for name, value in values.items()}
-
-
-def find_adapter(anatomy: Anatomy, name: str) -> Bottleneck:
-    """Return the adapter at a path in ``anatomy.root``.
-
-    Raises:
-        ThreatModelError: it is of another kind, or a part is not trained.
-    """
-    module = anatomy.root.get_submodule(name)
-    inside = [m for m in row_space.find_linear_maps(anatomy) if m.name.startswith(f"{name}.")]
-    pairs = [
-        (down, up)
-        for down, up in itertools.permutations(inside, 2)
-        if isinstance(down.reader, nn.Linear)
-        and isinstance(up.reader, nn.Linear)
-        and down.rows == up.reader.in_features
-        and up.rows == down.reader.in_features
-        and down.rows <= up.rows
-    ]
-    if len(inside) != 2 or not pairs:
-        raise ThreatModelError(
-            f"adapter '{name}' is no bottleneck of two linear maps, down and up again; it has "
-            f"{len(inside)}. Name the module that holds these two alone. LoRA is not crafted"
-        )
-    down, up = pairs[0]
-    first, second = down.reader, up.reader
-    assert isinstance(first, nn.Linear)
-    assert isinstance(second, nn.Linear)
-    if first.bias is None or not _is_relu(module, first, second):
-        raise ThreatModelError(
-            f"the first map of adapter '{name}' has no bias for a row's threshold, or no ReLU "
-            "follows it, so that every row moves in every round: name another adapter"
-        )
-    names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
-    biases = (names[id(first.bias)], None if second.bias is None else names[id(second.bias)])
-    frozen = [n for n in (down.name, biases[0], up.name) if not anatomy.trainable(n)]
-    if frozen:
-        raise ThreatModelError(
-            f"'{frozen[0]}' of adapter '{name}' is not trained, so that its values do not come "
-            "back from a client: unfreeze it, or name another adapter"
-        )
-    return Bottleneck(down, biases, up.name)
-
-
-def _is_relu(module: nn.Module, first: nn.Linear, second: nn.Linear) -> bool:
-    """Return whether the second map reads the first one's output behind a ReLU and no more."""
-    states: list[Tensor] = []
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 8, first.in_features, generator=generator).to(first.weight)
-    flags = [(m, m.training) for m in module.modules()]
-    try:
-        module.train(False)
-        with (
-            first.register_forward_hook(lambda _, __, output: states.append(output)),
-            second.register_forward_pre_hook(lambda _, args: states.append(args[0])),
-            torch.no_grad(),
-        ):
-            module(x)
-    except Exception:
-        return False
-    finally:
-        for one, flag in flags:
-            one.training = flag
-    return len(states) == 2 and torch.equal(states[1], F.relu(states[0]))

@@ -61,7 +61,6 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
-from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -104,9 +103,6 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
-    "gradient_matching": lambda: GradientMatching(
-        ROWS, LENGTH, steps=3, starts=1, swaps=1, budget_seconds=None
-    ),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
     "token_relaxation": lambda: TokenRelaxation(1, steps=3, initial="mean"),

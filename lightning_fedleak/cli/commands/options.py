@@ -481,16 +481,16 @@ def federate(add: Add) -> None:
 
 
 def report(add: Add) -> None:
-    """Write what runs showed: a page for people, JSON, an entry for a registry.
+    """Write what runs showed: a page for people, and JSON.
 
     Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), and writes
-    report.html, report.json and, where there was differential privacy, report.yaml.
+    report.html and report.json.
 
     Options:
         runs: folder of logs.
         out: folder of the report (default: the first RUN's).
-        about: facts that no log holds, in tables named as the registry's sections (default:
-            report.toml in --out, where there is one).
+        about: how the model is released, which no log holds (default: report.toml in --out, where
+            there is one).
         model_card: print a block of Markdown for a model card, and write no report. With --out,
             the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.

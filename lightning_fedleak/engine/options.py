@@ -29,7 +29,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
-from lightning_fedleak.attacks.memorization import Canaries, Entities
+from lightning_fedleak.attacks.memorization import Canaries, Entities, PromptRatio, ShortAnswers
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.evaluation.entities import finders_of
@@ -368,6 +368,7 @@ def candidates(
         attacks.append(GradientMembership(text))
         if not rounds:
             attacks += [SubspaceMembership(text), Combined(), Extraction()]
+            attacks += [ShortAnswers(), PromptRatio()]
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.engine.channels.base import Channel, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.pool import NoRows
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
 from lightning_fedleak.engine.record import RunRecord, accounting
@@ -80,6 +81,7 @@ class WeightLooks:
                 chooses by private texts under DP.
         """
         self._check_private()
+        absent = dict[str, str]()  # of no kind of row that the data has: there is nothing to say
         for channel in self._channels:
             for attack in channel.attacks:
                 try:
@@ -87,8 +89,9 @@ class WeightLooks:
                 except ValueError as error:
                     if not choosing:
                         raise
-                    self.refused[attack.name] = in_short(attack.name, str(error))
-            exclude(channel, self.refused.keys())
+                    refused = absent if isinstance(error, NoRows) else self.refused
+                    refused[attack.name] = in_short(attack.name, str(error))
+            exclude(channel, self.refused.keys() | absent.keys())
             if channel.attacks:
                 try:
                     channel.ask_base()

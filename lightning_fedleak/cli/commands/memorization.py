@@ -118,7 +118,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
     tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
     if known:
         print_table(console, tables[-1])
-    unknown = [f"{name} is UNKNOWN: {one}." for name, one in by_kind.items() if name not in known]
+    reasons: dict[str, list[str]] = {}
+    for name, one in by_kind.items():
+        if isinstance(one, str):
+            reasons.setdefault(one, []).append(name)
+    unknown = [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
     for sentence in unknown:
         console.print(sentence)
     counts: Mapping[str, float] = {}

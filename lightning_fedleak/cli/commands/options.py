@@ -379,36 +379,6 @@ def records(add: Add) -> None:
     add("--out", **_path("FILE"))
 
 
-def inspect(add: Add) -> None:
-    """Whether a client was sent crafted adapter values: look before training on them.
-
-    Asks rules of a LoRA or bottleneck adapter: alone, against the base, the agreed start and the
-    round before. Exits with status 3 where something was found.
-
-    Options:
-        received: the adapter that was sent: a folder of PEFT, or a file in safetensors.
-        base: the frozen model: a folder or a name on the hub.
-        start: the adapter as the agreed config makes it, in one of the same forms. What is zero
-            there must be zero in the first round.
-        shared_seed: all numbers of --start are what every client starts with.
-        first: this is the federation's first round.
-        previous: the adapter that was sent in the round before. Leave it out where honest rows jump
-            too: under SGD, a server that does more than take a mean, and after a missed round.
-        own_update: the adapter that this client returned in that round.
-        text: text like the federation's: {sources}.
-        column: the column of --text that holds the text.
-    """
-    add("received", metavar="RECEIVED", type=Path)
-    add("--base", metavar="NAME")
-    add("--start", **_path("PATH"))
-    add("--shared-seed", action="store_true")
-    add("--first", action="store_true")
-    add("--previous", **_path("PATH"))
-    add("--own-update", **_path("PATH"))
-    add("--text", metavar="SOURCE")
-    add("--column", metavar="NAME")
-
-
 def federate(add: Add) -> None:
     """Train a federation, and see what each client's update and their sum leak.
 

@@ -262,7 +262,7 @@ def extraction_values(
         look: counted from 1.
         alpha: probability of error over all looks together.
     """
-    inside, others = guess.asked & members, guess.asked & ~members
+    inside, others = guess.has_run & members, guess.has_run & ~members
     n_others = int(others.sum())
     tiers = tiers_of(torch.ones_like(inside, dtype=torch.long) if times is None else times, inside)
     spent = spent_at(look, alpha) / len(tiers)

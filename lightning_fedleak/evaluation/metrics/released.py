@@ -356,7 +356,7 @@ def canary_values(
     exposure = Rate(cap - math.log2(above + 1), -math.log2(share.high), highest)
     return {
         **membership_values(scores[pool], members[pool], look=look, alpha=alpha),
-        **extraction_values(replace(guess, asked=pool), attack, members, look=look, alpha=alpha),
+        **extraction_values(replace(guess, has_run=pool), attack, members, look=look, alpha=alpha),
         **flat({"exposure": exposure}),
         "exposure_cap": cap,
         "exposure_capped": float((planted > controls.max()).double().mean()),

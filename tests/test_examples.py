@@ -6,11 +6,13 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 
 from lightning_fedleak.attacks import AlignedFlatChat
+from lightning_fedleak.cli.finetuning import TextDataModule
 from tests.helpers.processes import SECONDS, environment_of_own
 
 pytestmark = pytest.mark.slow
@@ -19,8 +21,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs an example in an empty folder; gives what it printed."""
+    """Runs an example in an empty folder, on texts of half the length; gives what it printed."""
     monkeypatch.chdir(tmp_path)
+    shorter = partialmethod(TextDataModule.__init__, length=32)
+    monkeypatch.setattr(TextDataModule, "__init__", shorter)
 
     def run(name: str) -> str:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")

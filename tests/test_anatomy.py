@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -591,48 +590,19 @@ def test_overrides_by_name_and_module() -> None:
         assert found.block_names == ("model.bert.encoder.layer.0", "model.bert.encoder.layer.1")
 
 
-def flags(root: nn.Module) -> dict[str, bool]:
-    return {name: module.training for name, module in root.named_modules()}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_undisturbed_restores_modes_and_rng(fails: bool, compiled: bool) -> None:
+def test_undisturbed_sets_modes_without_a_users_train() -> None:
     class Stubborn(nn.Module):
         """Like loralib's layers: changing the mode by train() changes weights."""
 
         def train(self, mode: bool = True) -> Stubborn:
             raise AssertionError("the mode of a user's module was switched by train()")
 
-    model: Any = tiny_gpt2()
-    root = CausalLMModule(torch.compile(model) if compiled else model)
-    root.train()
-    model.transformer.h[1].eval()
-    model.transformer.h[0].attn.training = False
+    root = CausalLMModule(tiny_gpt2().train())
     root.stubborn = Stubborn()
-    found = find_anatomy(root)
-    before, state = flags(root), torch.get_rng_state()
-    weights = copy.deepcopy(root.state_dict())
-    ids = torch.arange(3, 9)[None]
-    outputs = []
-    for _ in range(2):
-        try:
-            with undisturbed(found) as inner:
-                assert inner is model
-                assert not any(flags(root).values())
-                assert torch.is_grad_enabled()
-                outputs.append(inner(input_ids=ids).logits.detach())
-                torch.rand(7)
-                if fails:
-                    raise RuntimeError("an attack crashed")
-        except RuntimeError as error:
-            assert fails and "an attack" in str(error)  # noqa: PT017, PT018
-        assert flags(root) == before
-        assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(outputs[0], outputs[1])
-    assert model.config.use_cache is True
-    for name, value in root.state_dict().items():
-        assert torch.equal(value, weights[name])
+    with undisturbed(find_anatomy(root)) as inner:
+        assert inner is root.model
+        assert not root.stubborn.training
+    assert root.stubborn.training
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,11 +6,14 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 
 from lightning_fedleak.attacks import AlignedFlatChat
+from lightning_fedleak.cli import finetuning
+from lightning_fedleak.cli.finetuning import TextDataModule, read_texts, texts
 from tests.helpers.processes import SECONDS, environment_of_own
 
 pytestmark = pytest.mark.slow
@@ -19,10 +22,17 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs an example in an empty folder; gives what it printed."""
+    """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed."""
     monkeypatch.chdir(tmp_path)
+    shorter = partialmethod(TextDataModule.__init__, length=32)
+    monkeypatch.setattr(TextDataModule, "__init__", shorter)
 
-    def run(name: str) -> str:
+    def run(name: str, words: int = 16, count: int | None = None) -> str:
+        def read_some(path: str | Path) -> list[str]:
+            return [" ".join(text.split()[:words]) for text in read_texts(path)[:count]]
+
+        for module in (texts, finetuning):
+            monkeypatch.setattr(module, "read_texts", read_some)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
@@ -104,7 +114,7 @@ def test_the_trained_weights_give_their_texts_away(run) -> None:
 
 
 def test_chats_are_listed_and_their_values_ranked_and_found(run) -> None:
-    printed = run("records.py")
+    printed = run("records.py", words=24, count=240)
     assert int(printed.split("at least ")[1].split()[0]) > 50
     assert value(printed, "entity/phone/label: auc") > 0.7
     assert value(printed, "entity/code/label: first") > 0.5

@@ -22,6 +22,7 @@ from lightning_fedleak.evaluation.auditing import (
 )
 from lightning_fedleak.evaluation.auditing.training_checks import Observations, judge
 from tests.auditing import private_training_worker
+from tests.helpers.processes import spawn_imported
 
 pytest.importorskip("opacus")
 STEPS, LOOK = 32, 8
@@ -247,8 +248,9 @@ def test_a_loss_that_bypasses_the_logits_is_unknown_not_refuted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("client", "looks"), [("world", 6), ("rank", 0)])
 def test_two_processes_look_together_and_probes_are_not_refuted(
-    client: str, looks: int, tmp_path: Path
+    client: str, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spawn_imported(monkeypatch)
     torch.multiprocessing.spawn(private_training_worker.run, (client, str(tmp_path)), nprocs=2)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -18,7 +18,7 @@ from lightning_fedleak.cli.pytest_plugin import ReleaseCheck
 from tests.commands.test_memorization_cli import rows_of, train
 from tests.helpers.commands import run_command
 
-N = 30
+N = 20
 """Texts on each side."""
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         (folder / f"{name}.jsonl").write_text(lines)
     tokenizer, rows = rows_of(sides["members"])
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(model, rows, 3e-3, 15)
+    train(model, rows, 5e-3, 8)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder, numbers

@@ -157,7 +157,9 @@ def two_processes(
     }
     logs = [folder / f"{rank}.log" for rank in range(2)]
     processes = [
-        process(module, [folder, rank], logs[rank], **environment, LOCAL_RANK=str(rank))
+        process(
+            module, [folder, rank], logs[rank], **environment, LOCAL_RANK=str(rank), RANK=str(rank)
+        )
         for rank in range(2)
     ]
     try:

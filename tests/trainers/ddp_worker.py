@@ -1,4 +1,4 @@
-"""One of two gloo processes of test_ddp.py: ``torchrun --nproc-per-node 2 ddp_worker.py DIR``."""
+"""One of two gloo processes of test_ddp.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two gloo processes of test_defended_ddp.py, started by torchrun: they are one client."""
+"""One of two gloo processes of test_defended_ddp.py: they are one client."""
 
 from __future__ import annotations
 

@@ -315,17 +315,6 @@ def test_what_the_loss_has_a_term_of_is_not_read() -> None:
         attack.run(Observation((every,)), query)
 
 
-def test_of_long_texts_a_prefix_is_enough() -> None:
-    model = lora()
-    anatomy, attack = prepared(model)
-    attack.tokens = 5
-    inside = texts(ROWS, LENGTH)
-    backward(model, inside)
-    view = seen(anatomy, attack)
-    scores = attack.run(view, Query(torch.cat([inside, texts(ROWS, LENGTH)]))).scores
-    assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
-
-
 def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     model = lora()
     anatomy, attack = prepared(model)

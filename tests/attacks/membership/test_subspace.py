@@ -11,6 +11,7 @@ from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from tests.attacks.membership.test_gradients import variants
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
 ROWS, LENGTH = 3, 8
@@ -27,12 +28,6 @@ def asked(model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, *
     view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
     mask = more.get("attention_mask")
     return attack.run(view, Query(query, None if mask is None else mask.repeat(2, 1)[: len(query)]))
-
-
-def variants(ids: Tensor) -> dict[str, Tensor]:
-    replaced = ids.clone()
-    replaced[:, 3] = texts(len(ids), 1)[:, 0]
-    return {"other": texts(*ids.shape), "order": ids.flip(1).roll(-1, 1), "replaced": replaced}
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, bert])

@@ -20,7 +20,6 @@ from lightning_fedleak.defenses import BatchForm, DefenseContext, DefenseError, 
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.defenses.token_ldp.ldpy_clients import reference_sample
 from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
@@ -135,23 +134,6 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     assert p_value(drawn[:, 0], expected) > 1e-4
     expected[torch.tensor(public)] = transition_of(Randomizer.with_defaults("grr", 4), 2.0)[2]
     assert p_value(drawn[:, 1], expected) > 1e-4
-
-
-def test_it_draws_from_the_law_of_the_reference(gpt2: nn.Module) -> None:
-    ids = rows(1500, 5)
-    ids[:, 0] = 30
-    randomizer = Randomizer.with_defaults("grr", VOCAB - 3)
-    expected = torch.cat(
-        [torch.zeros(3, dtype=torch.float64), transition_of(randomizer, 4.0)[30 - 3]]
-    )
-    reference = reference_sample(randomizer, ids[:, 0] - 3, 4.0, seed=3) + 3
-    assert p_value(reference, expected) > 1e-4
-    for memoize in (True, False):
-        defense = TokenLDP("grr", 20.0, memoize=memoize, seed=3)
-        drawn = defended(defense, gpt2, ids)
-        assert p_value(drawn[:, 0], expected) > 1e-4
-        if memoize:
-            assert torch.equal(defense.on_batch(ids, context(gpt2)), drawn)
 
 
 def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:

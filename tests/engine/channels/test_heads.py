@@ -114,7 +114,7 @@ def test_a_token_classifier_that_memorizes_in_lightning_shows_it(tmp_path: Path)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=20,
+        max_epochs=14,
         callbacks=[watching(tmp_path, [Combined(), LossRatio()], records=True)],
         enable_checkpointing=False,
         **quiet,

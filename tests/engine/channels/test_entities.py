@@ -87,7 +87,7 @@ def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
     flagged = 0
     for seed in range(20):
         data = planted(seed)
-        fit([watch(data, tmp_path / f"{seed}")], model(), data, max_epochs=2, lr=5e-3)
+        fit([watch(data, tmp_path / f"{seed}")], model(), data, max_epochs=4, lr=5e-3)
         last = lines(tmp_path / f"{seed}", "entity/phone/prompt")[-1]["metrics"]
         flagged += last["p_value"]["value"] <= 0.05 or last["first"]["low"] > 0
     assert flagged <= 3

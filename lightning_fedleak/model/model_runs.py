@@ -30,13 +30,15 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.snapshots import is_absent
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
 
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
 _DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
-_HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
+_SHARDS = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), "deepspeed")
+_HOOK_PACKAGES = (*_SHARDS, *WHOLE_MODEL_PACKAGES)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -430,7 +432,8 @@ def reset_compiled(root: nn.Module) -> None:
 
 @contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
-    """Shard after it what FSDP2 had sharded, because FSDP2 leaves the outermost module whole.
+    """Shard after it what was sharded: FSDP2 leaves the outermost module whole, ZeRO-3 what a
+    forward that was stopped would have read next.
 
     A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
     """
@@ -440,11 +443,20 @@ def _reshard(root: nn.Module) -> Iterator[None]:
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]
+    absent: list[Any] = [*filter(is_absent, root.parameters())]
     try:
         yield
     finally:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
+        registries = (getattr(m, "ds_inflight_param_registry", None) for m in root.modules())
+        coming: Any = next((one for one in registries if one is not None), {}) if absent else {}
+        for p in absent:
+            if p in coming:
+                coming.pop(p).wait()
+            p.ds_active_sub_modules.clear()
+            if not is_absent(p):
+                p.partition()
 
 
 def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:

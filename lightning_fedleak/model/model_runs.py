@@ -37,8 +37,9 @@ TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds th
 
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
 _DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
-_SHARDS = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), "deepspeed")
-_HOOK_PACKAGES = (*_SHARDS, *WHOLE_MODEL_PACKAGES)
+_HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
+_ZERO = ("deepspeed",)
+TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_ZERO)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -214,7 +215,8 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
     """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
 
     They run to the end even if an exception stops the forward, so that FSDP2 frees what it
-    gathered. Hooks that are registered meanwhile stay.
+    gathered. Hooks that are registered meanwhile stay. In the place of ZeRO-3's, which foresee each
+    step by what they saw in the ones before, parameters are gathered for the call of their module.
 
     Args:
         root: module whose hooks, and whose submodules' hooks, are meant.
@@ -228,7 +230,10 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
         for store in stores:
             for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
                 del store[key]
-        with _always_called(holders):
+        with _always_called(holders), ExitStack() as stack:
+            under_zero = (_comes_from(h, _ZERO) for _, old in old_stores for h in old.values())
+            if packages == _HOOK_PACKAGES and any(under_zero):
+                _gather_in_calls(root, stack)
             yield
     finally:
         for store, old in old_stores:
@@ -237,14 +242,40 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
             store.update({**old, **new})
 
 
+def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
+    """Gather what ZeRO-3 has sharded of each module while it is called, until the stack ends."""
+
+    def gather(module: nn.Module, *_: object) -> None:
+        if absent := [*filter(is_absent, _owned(module))]:
+            absent[0].all_gather(absent)
+
+    def free(module: nn.Module, *_: object) -> None:
+        for parameter in _owned(module):
+            if parameter in absent and not is_absent(parameter):
+                parameter.partition()
+
+    absent = {*filter(is_absent, root.parameters())}
+    for module in root.modules():
+        if not absent.isdisjoint(_owned(module)):
+            stack.enter_context(module.register_forward_pre_hook(gather, prepend=True))
+            stack.enter_context(module.register_forward_hook(free, always_call=True))
+
+
+def _owned(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
 @contextmanager
 def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Run the forward hooks of modules even if an exception stops the forward."""
+    """Run the forward hooks of modules even if an exception stops the forward.
+
+    Not those of ZeRO-3: a checkpoint stops its recomputation, whose layer the backward needs.
+    """
     with_hooks = [one for one in holders if one["_forward_hooks"]]
     always = [(one["_forward_hooks_always_called"], one["_forward_hooks"]) for one in with_hooks]
     old_flags = [dict(flags) for flags, _ in always]
     for flags, store in always:
-        flags.update(dict.fromkeys(store, True))
+        flags |= {key: True for key, hook in store.items() if not _comes_from(hook, _ZERO)}
     try:
         yield
     finally:

@@ -351,7 +351,7 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
             leaves = stack.enter_context(fresh_leaves(root))
         else:
             leaves = {id(p): p for p in sharded}
-        stack.enter_context(model_runs.only_needed_hooks(root))
+        stack.enter_context(model_runs.only_needed_hooks(root, model_runs.TRAINING_PACKAGES))
         try:
             for p in sharded:
                 p.grad = None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,19 +235,21 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
     from deepspeed.runtime.zero import GatheredParameters
 
     before = [p.data for p in absent]
-    with GatheredParameters(absent):
-        yield
-    for p, data in zip(absent, before, strict=True):
-        p.data = data
+    try:
+        with GatheredParameters(absent):
+            yield
+    finally:
+        for p, data in zip(absent, before, strict=True):
+            p.data = data
 
 
 @contextmanager
 def shaped(parameters: Iterable[Any]) -> Iterator[None]:
-    """Give what ZeRO-3 has sharded its whole shape, of one NaN, so that nothing is gathered."""
+    """Give what ZeRO-3 has sharded its whole shape, of one NaN; nothing is gathered for it."""
     absent = [p for p in parameters if is_absent(p) and not p.numel()]
     try:
         for p in absent:
-            p.data = p.new_full((1,), torch.nan).expand(p.ds_shape)
+            p.data = p.new_full((1,), torch.nan if p.is_floating_point() else 0).expand(p.ds_shape)
         yield
     finally:
         for p in filter(is_absent, absent):

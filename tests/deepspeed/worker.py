@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
@@ -252,9 +253,10 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
                 bf16=True,
             )  # fmt: skip
             named, _ = read_by_step(read, accumulated)
+            controls = [line["metrics"]["f1_of_control"]["value"] for line in lines(place)]
             out[f"{stage} {kind}"] = {
                 "lowest": min(map(agreement, attack.named, named)),
-                "control": callback.latest["leakage/subspace_words/control"],
+                "control": mean(controls),  # each is rounded anew
                 "f1": callback.latest["leakage/subspace_words/f1"],
                 "facts": lines(place, "run")[0]["training"].get("mixed_precision"),
             }

@@ -355,7 +355,7 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
         try:
             for p in sharded:
                 p.grad = None
-                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                p._post_accumulate_grad_hooks = None
             yield model, leaves
         finally:
             for p, hook in zip(sharded, hooks, strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 SMOKE = ("--device cpu --small --page {out}/gpu.md",)
-PAGE = Path("docs/gpu.md")
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 HEADING, NOT_RUN = "\n## Measured\n", "**Not run on a GPU.** Every figure"
 SMALL = {
     "overhead": "--steps 1 --size 1 64 --vocabulary 512 --shape 2x8",

@@ -161,7 +161,7 @@ class Attack(ABC):
     """Whether it computes in float64 on the model's device, which Apple's GPUs do not support."""
 
     gathers: ClassVar[bool] = False
-    """Whether :meth:`prepare` and :meth:`refresh` read only parts of a model that FSDP2 shards: by
+    """Whether :meth:`prepare` and :meth:`refresh` read only parts of a model that is sharded: by
     running it as far as they need, by modules' attributes, by ``whole_tensor``, on every process
     alike, with the same token ids; an error on one process alone leaves the others waiting. If
     False, the whole model is gathered for them, which takes its memory on each."""

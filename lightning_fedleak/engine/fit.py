@@ -47,7 +47,7 @@ from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
     UnusableObservation,
-    gathered,
+    shaped,
 )
 from lightning_fedleak.model.taps import (
     NOT_TESTED,
@@ -336,7 +336,7 @@ class Fit:
         """Follow what is trained now, and return whether something else is read than before."""
         self.trained = self.lineup.trained
         anatomy = self.run.anatomy
-        with gathered(anatomy.root.parameters()):
+        with shaped(anatomy.root.parameters()):
             changed = self.lineup.follow()
         roles = dict.fromkeys(r for plan in self.lineup.exposed for r in plan.roles)
         parameters = {r: p for r in roles if (p := anatomy.parameter(r)) is not None}
@@ -383,7 +383,7 @@ class Fit:
         with look.clock(self.run.device):
             if look.scope is None:
                 reshard(self.run.anatomy.root)  # an evaluation leaves layers of FSDP2 whole
-                with gathered(self.run.anatomy.root.parameters()):
+                with shaped(self.run.anatomy.root.parameters()):
                     self.follow()
                     self.refresh(look)
             self._tap.arm()

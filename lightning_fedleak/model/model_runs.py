@@ -30,6 +30,7 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.snapshots import is_absent
 
 LOGITS_AT_ONCE = 1 << 26  # logits of one run: 256 MiB in float32
 TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds the memory
@@ -37,6 +38,8 @@ TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds th
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
 _DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
 _HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
+_ZERO = ("deepspeed",)
+TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_ZERO)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -212,7 +215,8 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
     """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
 
     They run to the end even if an exception stops the forward, so that FSDP2 frees what it
-    gathered. Hooks that are registered meanwhile stay.
+    gathered. Hooks that are registered meanwhile stay. In the place of ZeRO-3's, which foresee each
+    step by what they saw in the ones before, parameters are gathered for the call of their module.
 
     Args:
         root: module whose hooks, and whose submodules' hooks, are meant.
@@ -226,7 +230,10 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
         for store in stores:
             for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
                 del store[key]
-        with _always_called(holders):
+        with _always_called(holders), ExitStack() as stack:
+            under_zero = (_comes_from(h, _ZERO) for _, old in old_stores for h in old.values())
+            if packages == _HOOK_PACKAGES and any(under_zero):
+                _gather_in_calls(root, stack)
             yield
     finally:
         for store, old in old_stores:
@@ -235,14 +242,40 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
             store.update({**old, **new})
 
 
+def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
+    """Gather what ZeRO-3 has sharded of each module while it is called, until the stack ends."""
+
+    def gather(module: nn.Module, *_: object) -> None:
+        if absent := [*filter(is_absent, _owned(module))]:
+            absent[0].all_gather(absent)
+
+    def free(module: nn.Module, *_: object) -> None:
+        for parameter in _owned(module):
+            if parameter in absent and not is_absent(parameter):
+                parameter.partition()
+
+    absent = {*filter(is_absent, root.parameters())}
+    for module in root.modules():
+        if not absent.isdisjoint(_owned(module)):
+            stack.enter_context(module.register_forward_pre_hook(gather, prepend=True))
+            stack.enter_context(module.register_forward_hook(free, always_call=True))
+
+
+def _owned(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
 @contextmanager
 def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Run the forward hooks of modules even if an exception stops the forward."""
+    """Run the forward hooks of modules even if an exception stops the forward.
+
+    Not those of ZeRO-3: a checkpoint stops its recomputation, whose layer the backward needs.
+    """
     with_hooks = [one for one in holders if one["_forward_hooks"]]
     always = [(one["_forward_hooks_always_called"], one["_forward_hooks"]) for one in with_hooks]
     old_flags = [dict(flags) for flags, _ in always]
     for flags, store in always:
-        flags.update(dict.fromkeys(store, True))
+        flags |= {key: True for key, hook in store.items() if not _comes_from(hook, _ZERO)}
     try:
         yield
     finally:
@@ -430,7 +463,8 @@ def reset_compiled(root: nn.Module) -> None:
 
 @contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
-    """Shard after it what FSDP2 had sharded, because FSDP2 leaves the outermost module whole.
+    """Shard after it what was sharded: FSDP2 leaves the outermost module whole, ZeRO-3 what a
+    forward that was stopped would have read next.
 
     A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
     """
@@ -440,11 +474,20 @@ def _reshard(root: nn.Module) -> Iterator[None]:
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]
+    absent: list[Any] = [*filter(is_absent, root.parameters())]
     try:
         yield
     finally:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
+        registries = (getattr(m, "ds_inflight_param_registry", None) for m in root.modules())
+        coming: Any = next((one for one in registries if one is not None), {}) if absent else {}
+        for p in absent:
+            if p in coming:
+                coming.pop(p).wait()
+            p.ds_active_sub_modules.clear()
+            if not is_absent(p):
+                p.partition()
 
 
 def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Parameter]:

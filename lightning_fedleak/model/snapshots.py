@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -225,17 +226,39 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def gathered(parameters: Iterable[Tensor]) -> Iterator[None]:
+def gathered(parameters: Iterable[Any]) -> Iterator[None]:
     """Gather in place what ZeRO-3 has sharded; every process must enter it."""
-    sharded = (p for p in parameters if hasattr(p, "ds_status"))
-    absent = [p for p in sharded if p.ds_status.name != "AVAILABLE"]
+    absent = [p for p in parameters if is_absent(p)]
     if not absent:
         yield
         return
     from deepspeed.runtime.zero import GatheredParameters
 
-    with GatheredParameters(absent):
+    before = [p.data for p in absent]
+    try:
+        with GatheredParameters(absent):
+            yield
+    finally:
+        for p, data in zip(absent, before, strict=True):
+            p.data = data
+
+
+@contextmanager
+def shaped(parameters: Iterable[Any]) -> Iterator[None]:
+    """Give what ZeRO-3 has sharded its whole shape, of one NaN; nothing is gathered for it."""
+    absent = [p for p in parameters if is_absent(p) and not p.numel()]
+    try:
+        for p in absent:
+            p.data = p.new_full((1,), torch.nan if p.is_floating_point() else 0).expand(p.ds_shape)
         yield
+    finally:
+        for p in filter(is_absent, absent):
+            p.data = p.new_empty(0)
+
+
+def is_absent(parameter: Any) -> bool:
+    """Return whether a parameter is sharded by ZeRO-3 and not gathered now."""
+    return hasattr(parameter, "ds_status") and parameter.ds_status.name != "AVAILABLE"
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -248,7 +271,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows (k, d), detached; of a DTensor no others are gathered, by a collective."""
+    """Return some rows (k, d), detached; of a shard no others are gathered, by a collective."""
+    if is_absent(matrix):
+        return _rows_under_zero(matrix, rows)
     matrix = matrix.detach().to(where_whole(matrix))
     rows = rows.to(matrix.device)
     if not hasattr(matrix, "device_mesh"):
@@ -258,6 +283,18 @@ def whole_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     everywhere = [Replicate()] * matrix.device_mesh.ndim
     shared = DTensor.from_local(rows, matrix.device_mesh, everywhere)
     return whole_tensor(functional.embedding(shared, matrix))
+
+
+def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
+    """Return rows (k, d) of a matrix of whose numbers each process holds as many, in order."""
+    part, width = matrix.ds_tensor.data, matrix.ds_shape[1]
+    group = matrix.ds_process_group
+    places = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
+    places -= torch.distributed.get_rank(group) * len(part)
+    mine = (places >= 0) & (places < len(part))
+    found = torch.where(mine, part[places.clamp(0, len(part) - 1)], 0)
+    torch.distributed.all_reduce(found, group=group)
+    return found
 
 
 MOST_INPUT_NOISE = 0.03

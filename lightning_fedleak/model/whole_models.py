@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,23 +18,22 @@ from lightning_fedleak.model.model_runs import (
     parameter_places,
     parameters_replaced,
 )
-from lightning_fedleak.model.snapshots import gathered, is_shard, whole_rows, whole_tensor
+from lightning_fedleak.model.snapshots import is_shard, whole_rows, whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]
 
 
 @contextmanager
 def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
-    """Replace the parameters that FSDP2 shards by whole ones, on every process.
+    """Replace the parameters that FSDP2 or ZeRO-3 shards by whole ones, on every process.
 
     It gives attacks the server's copy of the model, which they may run as often as the data ask,
     so that a collective would block other processes. It takes the parameters' memory on each, and
-    restores the model's tensors after. FSDP2's hooks do not run within, see
+    restores the model's tensors after. Their hooks do not run within, see
     :func:`~lightning_fedleak.model.model_runs.only_needed_hooks`; the computation is in the dtype
     that its policy casts parameters to.
 
-    Every process must enter it, outside of forward and backward, because it gathers. What ZeRO-3
-    shards is gathered in place, all at once.
+    Every process must enter it, outside of forward and backward, because it gathers.
 
     Args:
         root: the module whose parameters are replaced.
@@ -46,11 +45,9 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
     shards = [p for p in owned if p is not None and is_shard(p)]
-    sharded = {id(p): p for p in shards if hasattr(p, "full_tensor")}
+    sharded = {id(p): p for p in shards}
     if not sharded:
-        hooks = only_needed_hooks(root, WHOLE_MODEL_PACKAGES) if shards else nullcontext()
-        with gathered(shards), hooks:
-            yield
+        yield
         return
     dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
 
@@ -96,13 +93,13 @@ def _gives_rows(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
-    return is_plain and hasattr(module.weight, "full_tensor")
+    return is_plain and is_shard(module.weight)
 
 
 def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Tensor:
     """Return rows of an embedding, of which no others are gathered."""
     shard = embedding._parameters.get("weight")
-    if shard is None or not hasattr(shard, "full_tensor"):  # within a block that has it whole
+    if shard is None or not is_shard(shard):  # within a block that has it whole
         return nn.Embedding.forward(embedding, input)  # type: ignore[arg-type]
     ids, places = torch.unique(input, return_inverse=True)
     rows = whole_rows(shard, ids)
@@ -126,7 +123,7 @@ class _GatheredAsRead(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is None or not hasattr(parameter, "full_tensor"):
+        if parameter is None or not is_shard(parameter):
             return parameter
         if id(parameter) not in self._gathered:
             self._gathered[id(parameter)] = self._gather(parameter)

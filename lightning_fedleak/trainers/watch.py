@@ -30,7 +30,7 @@ from lightning_fedleak.engine import (
     to_dataframe,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import gathered
+from lightning_fedleak.model.snapshots import shaped
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
@@ -198,7 +198,7 @@ class Watch(Reported):
         """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
         self.end(InterruptedError)  # a run that was left without an end
         try:
-            with gathered(self.loop.model.parameters()):
+            with shaped(self.loop.model.parameters()):
                 self._begin()
         except BaseException:
             self.close()

@@ -123,9 +123,8 @@ def test_a_configuration_alone_gives_time_and_memory(
     embedding = 2 * shape["vocab_size"] * shape["hidden_size"] / 1e9
     assert embedding < look[0] < 1.3 * embedding
     calibration, control = gigabytes["calibration adds"], gigabytes["its control adds at least"]
-    for one_device, fsdp2, zero3 in (calibration, look, control):  # ZeRO-3 gathers all weights
-        assert fsdp2 == one_device
-        assert zero3 - one_device == pytest.approx(2 * billions, rel=0.02)
+    for one_device, fsdp2, zero3 in (calibration, look, control):  # no weights but those read
+        assert zero3 == fsdp2 == one_device
     assert max(calibration[1], look[1], control[1]) < 2.2 * embedding
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from accelerate.state import AcceleratorState, PartialState
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import training_args
 
 from lightning_fedleak import FCMembership
@@ -30,6 +32,7 @@ from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.trainers import Threshold, Watch
 from lightning_fedleak.trainers.zero import ZeROStep, check_engine
 from tests.attacks.row_space.models import llama, with_lora
@@ -116,15 +119,17 @@ def trained(
 
 
 class Counted(TorchDispatchMode):
-    """Counts the collectives of each batch, from its begin to the next one's."""
+    """Counts the collectives of each batch, and their bytes, from its begin to the next one's."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
         self.counts: list[int] = []
+        self.brought: list[int] = []
         original = trainer.get_batch_samples
 
         def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
             self.counts.append(0)
+            self.brought.append(0)
             return original(*args, **kwargs)
 
         trainer.get_batch_samples = get_batch_samples
@@ -132,9 +137,11 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], float | int):
             return args[0]  # a number that an operation was called with arrives as it is
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d" and self.counts:
             self.counts[-1] += 1
-        return func(*args, **(kwargs or {}))
+            self.brought[-1] += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
 
 
 def state(engine: nn.Module) -> list[Tensor]:
@@ -246,9 +253,10 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
                 bf16=True,
             )  # fmt: skip
             named, _ = read_by_step(read, accumulated)
+            controls = [line["metrics"]["f1_of_control"]["value"] for line in lines(place)]
             out[f"{stage} {kind}"] = {
                 "lowest": min(map(agreement, attack.named, named)),
-                "control": callback.latest["leakage/subspace_words/control"],
+                "control": mean(controls),  # each is rounded anew
                 "f1": callback.latest["leakage/subspace_words/f1"],
                 "facts": lines(place, "run")[0]["training"].get("mixed_precision"),
             }
@@ -259,12 +267,21 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
 def collectives(folder: Path) -> dict[str, Any]:
     """Of each batch, with a look at every second one, and without a callback."""
     out: dict[str, Any] = {}
+    anatomy = find_anatomy(model_of())
+    reads = [anatomy.parameter(role) for role in words().needs(anatomy).gradients]
+    reads += [anatomy.embedding.weight, *anatomy.blocks[0].input_layernorm.parameters()]
+    out["declared"] = sum(p.nbytes for p in reads)
     for stage in (1, 2, 3):
         more = {"counts": True, "max_steps": 5}
         plain, _ = trained(folder / f"{stage} plain", stage, **more)
         watch = {"every_n_steps": 2}
         read, callback = trained(folder / str(stage), stage, [words()], watch=watch, **more)
+        without_control = words()
+        without_control.needs_control = False
+        alone, _ = trained(folder / f"{stage} alone", stage, [without_control], watch=watch, **more)
+        pairs = zip(alone.counted.brought, plain.counted.brought, strict=True)
         out[str(stage)] = {
+            "brought": [a - b for a, b in pairs],
             "plain": plain.counted.counts,
             "watched": read.counted.counts,
             "f1": callback.latest["leakage/subspace_words/f1"],

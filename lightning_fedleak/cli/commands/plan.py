@@ -125,10 +125,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         ("its control adds at least", basis + max(control, products), by_layers, controls),
     ):
         cells = [
-            f"{(memory + whole) / 1e9:.3g} GB, {float(f'{each / rate + brought / LINK:.2g}'):g} s"
-            for each, whole, brought in zip(
-                operations, (0, 0, weights), (0, sent, weights), strict=True
-            )
+            f"{memory / 1e9:.3g} GB, {float(f'{each / rate + brought / LINK:.2g}'):g} s"
+            for each, brought in zip(operations, (0, sent, sent), strict=True)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
@@ -136,9 +134,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
         f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
         f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
-        "as one backward pass and one attack; often it is two, and more on parts. Under ZeRO-3 "
-        "everything gathers the whole model; under FSDP2 attacks that run it, which this one does "
-        "not.\n",
+        "as one backward pass and one attack; often it is two, and more on parts. Attacks "
+        "that run the model, which this one does not, gather all of it.\n",
         soft_wrap=True,
     )
 

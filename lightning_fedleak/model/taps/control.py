@@ -339,11 +339,11 @@ def _again_for_states(anatomy: Anatomy) -> Iterator[nn.Module]:
 def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Parameter]]]:
     """Yield the model for a call without a trace, and what gathers the gradients of parameters.
 
-    Under FSDP2 its own hooks gather the weights layer by layer and reduce the gradients, so that
-    all processes make the same calls.
+    Under FSDP2 and ZeRO-3 their own hooks gather the weights layer by layer, so that all processes
+    make the same calls. FSDP2's reduce the gradients too.
     """
     root = anatomy.root
-    sharded = [p for p in root.parameters() if hasattr(p, "full_tensor") and p.requires_grad]
+    sharded: list[Any] = [p for p in root.parameters() if is_shard(p) and p.requires_grad]
     hooks = [p._post_accumulate_grad_hooks for p in sharded]
     with model_runs.undisturbed(anatomy) as model, torch.enable_grad(), ExitStack() as stack:
         if not sharded:
@@ -351,11 +351,11 @@ def _model_again(anatomy: Anatomy) -> Iterator[tuple[nn.Module, dict[int, nn.Par
             leaves = stack.enter_context(fresh_leaves(root))
         else:
             leaves = {id(p): p for p in sharded}
-        stack.enter_context(model_runs.only_needed_hooks(root))
+        stack.enter_context(model_runs.only_needed_hooks(root, model_runs.TRAINING_PACKAGES))
         try:
             for p in sharded:
                 p.grad = None
-                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                p._post_accumulate_grad_hooks = None
             yield model, leaves
         finally:
             for p, hook in zip(sharded, hooks, strict=True):

@@ -1,0 +1,47 @@
+"""Write what looks and DP-SGD cost on this machine's GPU into a page.
+
+python -m benchmarks.cost.gpu                                 # into docs/gpu.md
+python -m benchmarks.cost.gpu --device cpu --small --page FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SMOKE = ("--device cpu --small --page {out}/gpu.md",)
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+HEADING, NOT_RUN = "\n## Measured\n", "**Not run on a GPU.** Every figure"
+SMALL = {
+    "overhead": "--steps 1 --size 1 64 --vocabulary 512 --shape 2x8",
+    "dpsgd": "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --peers plain",
+}
+WHOLE = {"overhead": "--steps 24", "dpsgd": ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="a model of one block, a step of each")
+    parser.add_argument("--page", type=Path, default=PAGE, help="what it holds is kept")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    page = (options.page if options.page.exists() else PAGE).read_text().split(HEADING)[0]
+    if options.device == "cuda":
+        page = page.replace(NOT_RUN, "But for *Measured* below, every figure")
+    page += f"{HEADING}\nOn {name}, by `make gpu`:\n"
+    for script, settings in (SMALL if options.small else WHOLE).items():
+        arguments = [*settings.split(), "--device", options.device]
+        command = [sys.executable, "-m", f"benchmarks.cost.{script}", *arguments]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        page += f"\n```text\n{printed.strip()}\n```\n"
+        print(printed, flush=True)
+    options.page.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

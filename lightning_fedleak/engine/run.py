@@ -123,6 +123,10 @@ class Run(ABC):
         """Return the number of optimizer steps, or of rounds, that are over."""
         return 0
 
+    def reaches(self, step: int, *, same_batch: bool) -> bool:
+        """Return whether a replay is at its step; ``same_batch``: the batch is that step's."""
+        return self.step == step
+
     @property
     def optimizer_step(self) -> int:
         """Return the number of optimizer steps so far, as attacks count them."""

@@ -24,9 +24,9 @@ from lightning_fedleak.report.records import (
 Value = tuple[int, tuple[str, ...]]
 """A value of a run: the step, and what it is."""
 
-_TRAINING = "model", "training", "defenses"
+TRAINING = "model", "training", "defenses"
 """Facts of a run's first line that its weights follow from."""
-_PLATFORM = "versions", "machine"
+PLATFORM = "versions", "machine"
 """Facts on which the order of sums in a tensor depends, and so its last bits."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
@@ -62,8 +62,8 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if fit.begin is None or again is None or again.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if obstacle := _obstacle(begin, other) or _other_start(fit, again):
-        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
+    if why := obstacle(begin, other, TRAINING, PLATFORM) or _other_start(fit, again):
+        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
         return ""
     steps, start = "", _repeated_from(fit, other)
     if start is not None:
@@ -72,9 +72,9 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
-    if _attacks(begin) == _attacks(other):
-        values |= _results(fit, first_apart)
-        repeated |= _results(again, first_apart)
+    if same_attacks(begin, other):
+        values |= results_before(fit, first_apart)
+        repeated |= results_before(again, first_apart)
         if first_apart < math.inf:
             verdict.note(
                 f"leakage from step {first_apart} on is not compared: one run alone looked there"
@@ -87,9 +87,9 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
     blame = verdict.contradict if start is None else verdict.leave_open
-    if text := _different(values, repeated, place):
+    if text := different(values, repeated, f"'{place}'"):
         blame(f"run {fit.run}, {text}. Were seeds and rows the same?")
-    if text := _alone(values, repeated, first_apart):
+    if text := alone(values, repeated, first_apart):
         verdict.leave_open(text)
     common = len(values.keys() & repeated.keys())
     return (
@@ -98,20 +98,18 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     )
 
 
-def _different(
-    values: Mapping[Value, object], repeated: Mapping[Value, object], place: Path
-) -> str:
+def different(values: Mapping[Value, object], repeated: Mapping[Value, object], source: str) -> str:
     """Return the first value that both have and that differs, in words; empty where none does."""
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
     return "".join(
-        f"step {step}: {', '.join(names)} is not what '{place}' gives; {len(different)} of "
+        f"step {step}: {', '.join(names)} is not what {source} gives; {len(different)} of "
         f"{len(common)} values differ"
         for step, names in different[:1]
     )
 
 
-def _alone(
+def alone(
     values: Mapping[Value, object], repeated: Mapping[Value, object], first_apart: float
 ) -> str:
     """Return the first value that one of both has alone, in words; empty where none does."""
@@ -132,15 +130,15 @@ def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def _obstacle(begin: BeginLine, other: BeginLine) -> str:
-    """Return why two runs need not give the same, by their first lines; empty where they do."""
+def obstacle(begin: BeginLine, other: BeginLine, *kinds: Sequence[str]) -> str:
+    """Return why two runs need not give the same, by facts of their first lines; empty: they do."""
     if begin.run == other.run:
         return "it is the same run"
     if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
-    for facts in (_TRAINING, _PLATFORM):
-        if different := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
-            return f"different {' and '.join(different)}, see the first lines of {RECORD}"
+    for facts in kinds:
+        if names := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
+            return f"different {' and '.join(names)}, see the first lines of {RECORD}"
     machine = begin.machine or {}
     if machine.get("device") != "cpu" and not machine.get("deterministic"):
         return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
@@ -211,8 +209,12 @@ def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
     )
 
 
+def same_attacks(begin: BeginLine, other: BeginLine) -> bool:
+    """Return whether two runs have the same attacks, whenever they look."""
+    return _attacks(begin) == _attacks(other)
+
+
 def _attacks(begin: BeginLine) -> object:
-    """Return the attacks and how they are run, but for when it looks."""
     monitor = begin.monitor
     if monitor is not None:
         monitor = replace(monitor, more={n: v for n, v in monitor.more.items() if n != "looks"})
@@ -243,7 +245,7 @@ def _weights(fit: FitLog) -> dict[Value, object]:
     return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
-def _results(fit: FitLog, before: float) -> dict[Value, object]:
+def results_before(fit: FitLog, before: float) -> dict[Value, object]:
     """Return what attacks without a budget of time read before a step."""
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value

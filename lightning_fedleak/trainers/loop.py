@@ -176,6 +176,11 @@ class LoopRun(Run):
         """Return the optimizer steps so far, skipped ones included."""
         return self.loop.steps
 
+    def reaches(self, step: int, *, same_batch: bool) -> bool:
+        """Return whether the batch is that of the step, which a loop may go to at once."""
+        self.loop.steps = step if same_batch else self.loop.steps
+        return same_batch
+
     @property
     def training_loader(self) -> object:
         """Return the loader of the training data."""

@@ -354,6 +354,11 @@ class Watch(Reported):
         self.batch_ends()
         self._inside = False
 
+    def skips(self, batch: Any) -> bool:
+        """Return whether ``fedleak replay`` needs no training on a batch; else False."""
+        keeper = self.engine.keeper
+        return keeper is not None and keeper.is_before(batch)
+
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due."""
         self.engine.batch_begins(batch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, Verification, verify_run
 
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
@@ -21,6 +22,11 @@ def run(options: Namespace) -> int:
     check = verify_run(
         options.run, options.weights, options.key, options.head, options.repetition, options.client
     )
+    return show(options.run, check)
+
+
+def show(place: Path, check: Verification) -> int:
+    """Print what a check found, and return its exit code."""
     console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
     for title, texts in (
         ("contradiction", verdict.contradictions),
@@ -33,5 +39,5 @@ def run(options: Namespace) -> int:
             console.print(f"{title}: {escape(text)}")
     for name, head in check.heads.items():
         console.print(f"{name}: {check.lines[name]} lines, the last with hash {head}")
-    console.print(f"{options.run}: {WORDS.get(verdict.status, 'undecided')}")
+    console.print(f"{place}: {WORDS.get(verdict.status, 'undecided')}")
     return verdict.status

@@ -1,0 +1,153 @@
+"""Whether steps that were kept are those that were drawn, and give the same when repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_fedleak.evidence.repetition import (
+    PLATFORM,
+    TRAINING,
+    Value,
+    alone,
+    different,
+    last_fit,
+    obstacle,
+    results_before,
+    same_attacks,
+)
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.report import FitLog, ReportError, read
+from lightning_fedleak.report.records import RECORD, KeptLine, hash_line, is_drawn
+
+TOLERANCE = 1e-3
+"""Relative difference of losses between two platforms, far above that of orders of sums."""
+
+
+def check_kept(fit: FitLog, verdict: Verdict) -> bool:
+    """Check that the kept steps of a run are those that its seed draws, or that were given.
+
+    Args:
+        fit: the run.
+        verdict: gets what is wrong.
+
+    Returns:
+        Whether that was checked: a run that did not end has not revealed its seed.
+    """
+    facts = fit.begin.evidence if fit.begin is not None else None
+    kept = {line.step for line in fit.kept}
+    if facts is None or fit.end is None:
+        if kept and facts is None:
+            verdict.contradict(f"run {fit.run}: steps are kept, and its first line says none are")
+        return False
+    first = fit.begin.next_look or 0 if fit.begin is not None else 0
+    seed, share = fit.end.seed or "", facts.get("share")
+    if "steps" in facts:
+        drawn = {step for step in facts["steps"] if first <= step < fit.end.step}
+    elif hash_line(seed.encode()) != facts.get("seed_hash") or not isinstance(share, float | int):
+        verdict.contradict(f"run {fit.run}: its last line has another seed of kept steps")
+        return True
+    else:
+        drawn = {step for step in range(first, fit.end.step) if is_drawn(seed, share, step)}
+    if wrong := sorted(kept ^ drawn):
+        verb = "was not kept, and had" if wrong[0] in drawn else "was kept, and had not"
+        verdict.contradict(f"run {fit.run}: step {wrong[0]} {verb} to be; so {len(wrong)} steps")
+    if lost := [line.step for line in fit.kept if line.file is None]:
+        verdict.leave_open(f"run {fit.run}: steps {lost} could not be kept")
+    return True
+
+
+def find_kept(fits: Sequence[FitLog], step: int, folder: Path) -> tuple[FitLog, KeptLine, Path]:
+    """Return the last run that kept a step, its line, and the file.
+
+    Raises:
+        ReportError: the step was not kept.
+    """
+    for fit in reversed(fits):
+        for line in fit.kept:
+            if line.step == step and line.file is not None:
+                return fit, line, folder / fit.run / f"step-{step}.safetensors"
+    steps = sorted({line.step for fit in fits for line in fit.kept if line.file is not None})
+    raise ReportError(f"step {step} was not kept: --step takes one of {steps}")
+
+
+def check_file(path: Path, line: KeptLine, verdict: Verdict) -> None:
+    """Check that a kept file is the one that the log names.
+
+    Raises:
+        ReportError: it cannot be read.
+    """
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ReportError(
+            f"'{path}' cannot be read ({error.strerror}): --evidence takes the folder that "
+            "Evidence(folder=...) had"
+        ) from None
+    if digest != line.file:
+        verdict.contradict(f"{path.name} is not the file that was kept")
+
+
+def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> str:
+    """Compare a kept step with its repetition: update, losses and leakage.
+
+    Args:
+        fit: the run that kept the step.
+        line: the line of the step.
+        place: folder of the repetition's logs.
+        verdict: gets what is wrong.
+
+    Returns:
+        What was compared, in words; nothing where it is open.
+    """
+    record = place / RECORD
+    again = last_fit(read([record]).fits) if record.exists() else None
+    if fit.begin is None or again is None or again.begin is None or not again.kept:
+        verdict.leave_open(
+            f"the function ended, and step {line.step} was not repeated: it has to log into "
+            "folder=, to pass evidence= on, and to give the step its batch"
+        )
+        return ""
+    begin, other, repeated = fit.begin, again.begin, again.kept[-1]
+    frozen = [(one.weights or {}).get("frozen") for one in (begin, other)]
+    why = obstacle(begin, other, TRAINING)
+    if repeated.batch != line.batch:
+        why = "the function gave it another batch: the order of rows has to be that of the run"
+    elif frozen[0] != frozen[1]:
+        why = "different frozen weights"
+    elif platform := obstacle(begin, other, PLATFORM):
+        pairs = list(zip(line.loss, repeated.loss, strict=False))
+        near = len(line.loss) == len(repeated.loss) and all(
+            a is not None and b is not None and math.isclose(a, b, rel_tol=TOLERANCE)
+            for a, b in pairs
+        )
+        why = f"{platform}. Losses alone are compared: they are {'' if near else 'not '}within "
+        why += f"{TOLERANCE:.1%} of each other"
+    if why:
+        verdict.leave_open(f"step {line.step} is not compared to the bit: {why}")
+        return ""
+    values, values_again = (_values(*one) for one in ((fit, line), (again, repeated)))
+    if not same_attacks(begin, other):
+        verdict.leave_open("leakage is not compared: other attacks, or other settings of them")
+        values, values_again = (
+            {key: one[key] for key in list(one)[:2]} for one in (values, values_again)
+        )
+    blame = verdict.contradict if None not in frozen else verdict.leave_open
+    if text := different(values, values_again, "its repetition"):
+        blame(f"run {fit.run}, {text}")
+    if text := alone(values, values_again, math.inf):
+        verdict.leave_open(text)
+    return f"step {line.step} again: its update, loss and {len(values) - 2} values of leakage"
+
+
+def _values(fit: FitLog, line: KeptLine) -> dict[Value, object]:
+    step = line.step
+    looks = [one for one in fit.results if one.step == step and one.stage != "released"]
+    return {
+        (step, ("update",)): line.weights,
+        (step, ("loss",)): line.loss,
+        **results_before(replace(fit, results=looks), math.inf),
+    }

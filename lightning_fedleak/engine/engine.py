@@ -96,6 +96,12 @@ class StepEngine:
         return self._fit.run
 
     @property
+    def is_replay(self) -> bool:
+        """Return whether one kept step alone is repeated."""
+        evidence = self.options.evidence
+        return evidence is not None and evidence.repeats is not None
+
+    @property
     def is_before_replay(self) -> bool:
         """Return whether a step need not be trained, because a replay repeats a later one alone."""
         return self.keeper is not None and self.keeper.is_before()

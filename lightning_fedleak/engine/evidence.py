@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import digest_weights, hash_weights, load_state, save_state
 from lightning_fedleak.report import records
 from lightning_fedleak.validate import check_integer, check_number
+
+if TYPE_CHECKING:
+    from lightning_fedleak.engine.record import RunRecord
 
 BYTES_PER_SECOND = 3e8
 """For the estimate of the set-up alone: copying, writing and hashing on one core and a disk."""
@@ -117,7 +120,7 @@ class Keeper:
     Args:
         evidence: which steps, and where.
         run: the run.
-        log: id of the run in its logs, and what appends a line to them.
+        record: gets a line of each step.
         state: returns the state of the attacks and results.
 
     Attributes:
@@ -126,14 +129,9 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        evidence: Evidence,
-        run: Run,
-        log: tuple[str, Callable[[records.KeptLine], object]],
-        state: Callable[[], object],
+        self, evidence: Evidence, run: Run, record: RunRecord, state: Callable[[], object]
     ) -> None:
-        self._evidence, self._run, self._state = evidence, run, state
-        self._id, self._append = log
+        self._evidence, self._run, self._record, self._state = evidence, run, record, state
         self._line: records.KeptLine | None = None
         self._next, self._key = run.step, b""
         self._batches: list[str] = []
@@ -203,7 +201,7 @@ class Keeper:
     def _keep(self) -> records.KeptLine:
         self._key = secrets.token_bytes(32)
         run = self._run
-        path = Path(self._evidence.folder, self._id, f"step-{run.step}.safetensors")
+        path = Path(self._evidence.folder, self._record.run, f"step-{run.step}.safetensors")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         state = {
             "step": run.step,
@@ -214,6 +212,8 @@ class Keeper:
             "random": _random_states(),
             "engine": self._state(),
         }
+        if state["engine"] is None:
+            raise ValueError("the state of the attacks cannot be read")
         save_state(path, state)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -243,6 +243,11 @@ class Keeper:
         if self._line is not None:
             self._losses.append(loss.detach())
 
+    def end(self) -> str | None:
+        """Write a line of a step that an error of the loop has ended, and return the seed."""
+        self.batch_ends()
+        return self.seed
+
     def batch_ends(self) -> bool:
         """Write a line of a kept step that is over; return whether one is."""
         run, line = self._run, self._line
@@ -262,11 +267,11 @@ class Keeper:
             else:
                 seconds = (line.seconds or 0) + time.perf_counter() - started
                 line = replace(line, batch=codes[0], weights=codes[1], loss=tuple(losses))
-                self._append(replace(line, seconds=seconds))
+                self._record.append(replace(line, seconds=seconds))
         for step in range(self._next, run.step):
             written = over and line is not None and step == line.step
             if self._is_chosen(step) and not written and not self._evidence.kept:
-                self._append(records.KeptLine(run="", step=step))
+                self._record.append(records.KeptLine(run="", step=step))
         self._next = run.step
         return over
 

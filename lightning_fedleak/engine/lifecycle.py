@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import log, loggers, record
+from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, exclude, find_entities, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.evidence import Keeper, StepRepeated
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
+from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Cards, add_settings
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -206,8 +206,7 @@ class Engine(StepEngine):
         )
         self.record.note_rows(run)
         if options.evidence is not None:
-            log_of = self.record.run, self.record.append
-            self.keeper = Keeper(options.evidence, run, log_of, self._state)
+            self.keeper = Keeper(options.evidence, run, self.record, self._state)
         facts = record.facts_of(
             run,
             lineup,
@@ -245,17 +244,11 @@ class Engine(StepEngine):
         }
         worst = [f"{WORST}/{family}" for family in self.results.families]
         try:
-            loggers.log_settings(destination.loggers, settings, worst)
-            add_settings(destination.boards, {**destination.settings, loggers.KEY: settings}, worst)
+            log_settings(destination.loggers, settings, worst)
+            add_settings(destination.boards, {**destination.settings, KEY: settings}, worst)
         except Exception as error:
             assert self.report is not None
             self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
-
-    @property
-    def _is_replay(self) -> bool:
-        """Whether one kept step alone is repeated."""
-        evidence = self.options.evidence
-        return evidence is not None and evidence.repeats is not None
 
     def _new_report(
         self, run: Run, destination: log.Destination, reveal: log.RevealFiles | None
@@ -283,7 +276,7 @@ class Engine(StepEngine):
     def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
         """Prepare looks at the weights, and return the other channels with their series."""
         weights = WeightLooks(run, self.channels, self.series, folder)
-        self.weights = weights if weights.attacks and not self._is_replay else None
+        self.weights = weights if weights.attacks and not self.is_replay else None
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
@@ -335,7 +328,7 @@ class Engine(StepEngine):
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps)
-        if self._is_replay:
+        if self.is_replay:
             cadence.next_step = sys.maxsize  # the kept step alone is looked at
         elif run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
@@ -476,7 +469,7 @@ class Engine(StepEngine):
         if not self._end_batch(trained=trained) and self.fit is not None:
             self.fit.drop_look()
         self._conclude(earlier)
-        if self.keeper is not None and self.keeper.batch_ends() and self._is_replay:
+        if self.keeper is not None and self.keeper.batch_ends() and self.is_replay:
             raise StepRepeated
         self._look_at_weights()
         self._conclude(None)
@@ -560,9 +553,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        if self.keeper is not None:
-            self.keeper.batch_ends()  # of a step that an error of the loop ended
-        self.record.ends(self._fit.run, how, None if self.keeper is None else self.keeper.seed)
+        self.record.ends(self._fit.run, how, None if self.keeper is None else self.keeper.end())
         if self.report is not None:
             self.report.ends(self.first_step)
         return self.record
@@ -593,14 +584,11 @@ class Engine(StepEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""
-        return self._checkpoint() or {}
-
-    @contained
-    def _checkpoint(self) -> dict[str, Any]:
         if self.record is not None and self.fit is not None:
             self.record.add_checkpoint(self.fit.run)
-        return self._state()
+        return self._state() or {}
 
+    @contained
     def _state(self) -> dict[str, Any]:
         states = [channel.state_dict() for channel in self.channels]
         return {

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -19,7 +17,8 @@ from lightning_fedleak import DPSGD, BagOfWords, DefendedStrategy
 from lightning_fedleak.cli.command_line import main
 from lightning_fedleak.engine import Evidence, WatchSettings
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
-from lightning_fedleak.report.records import RECORD, RESULTS
+from lightning_fedleak.private_files import load_state, save_state
+from lightning_fedleak.report.records import RECORD, RESULTS, hash_line, is_drawn
 from lightning_fedleak.trainers import LeakageCallback, Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.evidence.test_repetition import IDS, change, read_lines
@@ -131,3 +130,165 @@ def test_a_kept_step_is_repeated_to_the_bit(
     assert replay(place, step, train.__name__) == HOLDS
     text = f"checked: step {step} again: its update, loss and {values} values of leakage"
     assert text in capsys.readouterr().out
+
+
+def test_what_is_kept_is_private_and_trained(tmp_path: Path) -> None:
+    module = tiny_gpt2(tied=False)
+    module.transformer.requires_grad_(False)
+    ids, optimizer = IDS[:2], torch.optim.SGD(module.lm_head.parameters(), 0.1)
+    settings = WatchSettings(evidence=Evidence(tmp_path / "kept", steps=[0]), tensorboard=False)
+    watch = Watch(module, optimizer, [BagOfWords()], folder=tmp_path / "run", settings=settings)
+    with watch, watch.step(ids):
+        module(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    [file] = (tmp_path / "kept").rglob("*.safetensors")
+    modes = [one.stat().st_mode & 0o777 for one in (tmp_path / "kept", file.parent, file)]
+    assert modes == [0o700, 0o700, 0o600]
+    assert [*load_state(file)["weights"]] == ["lm_head.weight"]
+
+
+def number_of(place: Path, name: str, step: int, **fields: Any) -> int:
+    """Return the number of the line of a step."""
+    lines = enumerate(read_lines(place / "run", name))
+    fields["step"] = step
+    return next(n for n, one in lines if all(one.get(k) == v for k, v in fields.items()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change_line", "named"),
+    [
+        (RESULTS, lambda line: line["metrics"]["f1"].update(value=0.1), "leakage, shared"),
+        (RECORD, lambda line: line.update(loss=[1.0, 2.0]), "loss is not what"),
+        (RECORD, lambda line: line.update(weights="0" * 64), "update is not what"),
+        (RECORD, lambda line: line.update(file="0" * 64), "is not the file that was kept"),
+    ],
+    ids=["leakage", "loss", "update", "file"],
+)
+def test_a_log_that_was_changed_is_contradicted(
+    kept: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change_line: Callable[[Any], object],
+    named: str,
+) -> None:
+    """All its hashes fit again."""
+    kinds = {} if name == RESULTS else {"kind": "kept"}
+    change(kept / "run", name, number_of(kept, name, 2, **kinds), change_line)
+    assert verify_run(kept / "run").verdict.status == HOLDS
+    assert replay(kept, 2) == CONTRADICTED
+    assert named in capsys.readouterr().out
+
+
+def test_kept_weights_that_were_changed_are_found_although_the_log_names_the_file(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [file] = kept.rglob("step-2.safetensors")
+    state = load_state(file)
+    state["weights"]["lm_head.weight"][0, 0] += 1e-3
+    save_state(file, state)
+    assert replay(kept, 2) == CONTRADICTED
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    number = number_of(kept, RECORD, 2, kind="kept")
+    change(kept / "run", RECORD, number, lambda line: line.update(file=digest))
+    capsys.readouterr()
+    assert replay(kept, 2) == CONTRADICTED
+    assert "is not what its repetition gives" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fact", "train", "named"),
+    [
+        ({}, "other_rows", "was not repeated"),
+        ({"training": {"strategy": "DDP"}}, "own_loop", "different training"),
+        ({"machine": {"instructions": "?"}}, "own_loop", "they are within 0.1% of each other"),
+    ],
+    ids=["rows", "settings", "platform"],
+)
+def test_what_cannot_be_compared_is_open(
+    kept: Path, capsys: pytest.CaptureFixture[str], fact: Any, train: str, named: str
+) -> None:
+    for name, values in fact.items():
+        change(kept / "run", RECORD, 0, lambda line, n=name, v=values: line[n].update(v))
+    assert replay(kept, 5, train) == OPEN
+    assert named in capsys.readouterr().out
+
+
+def test_a_step_that_was_not_kept_is_refused(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(kept, 1) == 1
+    assert "takes one of [0, 2, 5]" in capsys.readouterr().err
+    assert main(["replay", "x", "--evidence", "y", "--step", "0", "--train", "no:f"]) == 1
+
+
+# ---- which steps are kept -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("drawn")
+    while not place.exists() or len([*(place / "kept").rglob("*.safetensors")]) in (0, 6):
+        place = tmp_path_factory.mktemp("drawn")
+        own_loop(place / "run", Evidence(place / "kept", share=0.5))
+    return place
+
+
+def test_kept_steps_are_those_of_the_seed_that_was_committed_to(drawn: Path) -> None:
+    begin, *_, end = lines = read_lines(drawn / "run", RECORD)
+    assert begin["evidence"] == {"share": 0.5, "seed_hash": hash_line(end["seed"].encode())}
+    steps = [line["step"] for line in lines if line["kind"] == "kept"]
+    assert steps == [step for step in range(6) if is_drawn(end["seed"], 0.5, step)]
+    check = verify_run(drawn / "run")
+    assert check.verdict.status == HOLDS
+    assert "that the kept steps are those that were to be" in check.checked
+
+
+@pytest.mark.parametrize("edit", ["seed", "step", "share"])
+def test_other_steps_than_the_seed_draws_are_contradicted(
+    drawn: Path, tmp_path: Path, edit: str
+) -> None:
+    place = Path(shutil.copytree(drawn, tmp_path / "copy"))
+    number = next(
+        n for n, one in enumerate(read_lines(place / "run", RECORD)) if one["kind"] == "kept"
+    )
+    edits: dict[str, tuple[int, Callable[[Any], object]]] = {
+        "seed": (-1, lambda line: line.update(seed="0" * 64)),
+        "step": (number, lambda line: line.update(step=7)),
+        "share": (0, lambda line: line["evidence"].update(share=1.0)),
+    }
+    change(place / "run", RECORD, *edits[edit])
+    verdict = verify_run(place / "run").verdict
+    assert verdict.status == CONTRADICTED
+    assert ("seed" if edit == "seed" else "step") in verdict.contradictions[0]
+
+
+def test_a_step_that_could_not_be_kept_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("lightning_fedleak.engine.evidence.save_state", full)
+    with pytest.warns(UserWarning, match="is not kept as evidence"):
+        own_loop(tmp_path / "run", Evidence(tmp_path / "kept", steps=[1]))
+    verdict = verify_run(tmp_path / "run").verdict
+    assert verdict.status == OPEN
+    assert "steps [1] could not be kept" in verdict.open[0]
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_noise_is_not_kept(tmp_path: Path) -> None:
+    strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=1.0)])
+    monitor = monitor_with([Probe()], every_n_steps=4, evidence=Evidence(tmp_path / "kept"))
+    with pytest.raises(ValueError, match="noise that is kept voids its guarantee"):
+        fit([monitor], tmp_path / "run", strategy=strategy, logger=False)
+
+
+def test_folders_that_others_may_get_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lies in the run's folder"):
+        own_loop(tmp_path, Evidence(tmp_path / "kept"))
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ValueError, match="chmod 700"):
+        own_loop(tmp_path / "run", Evidence(tmp_path / "open"))

@@ -7,7 +7,7 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
-    if same_attacks(begin, other):
+    if attacks_of(begin) == attacks_of(other):
         values |= results_before(fit, first_apart)
         repeated |= results_before(again, first_apart)
         if first_apart < math.inf:
@@ -87,10 +87,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
     blame = verdict.contradict if start is None else verdict.leave_open
-    if text := different(values, repeated, f"'{place}'"):
-        blame(f"run {fit.run}, {text}. Were seeds and rows the same?")
-    if text := alone(values, repeated, first_apart):
-        verdict.leave_open(text)
+    compare_values(values, repeated, blame, verdict, first_apart)
     common = len(values.keys() & repeated.keys())
     return (
         f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
@@ -98,31 +95,39 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     )
 
 
-def different(values: Mapping[Value, object], repeated: Mapping[Value, object], source: str) -> str:
-    """Return the first value that both have and that differs, in words; empty where none does."""
+def compare_values(
+    values: Mapping[Value, object],
+    repeated: Mapping[Value, object],
+    blame: Callable[[str], None],
+    verdict: Verdict,
+    first_apart: float = math.inf,
+) -> None:
+    """Name the first value that differs, and the first that one run alone has.
+
+    Args:
+        values: of the run.
+        repeated: of its repetition.
+        blame: is told of what differs.
+        verdict: gets what one of both has alone.
+        first_apart: step from which on one alone may have leakage and losses.
+    """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
-    return "".join(
-        f"step {step}: {', '.join(names)} is not what {source} gives; {len(different)} of "
-        f"{len(common)} values differ"
-        for step, names in different[:1]
-    )
-
-
-def alone(
-    values: Mapping[Value, object], repeated: Mapping[Value, object], first_apart: float
-) -> str:
-    """Return the first value that one of both has alone, in words; empty where none does."""
+    for step, names in different[:1]:
+        blame(
+            f"step {step}: {', '.join(names)} is not what the repetition gives; {len(different)} "
+            f"of {len(common)} values differ"
+        )
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
-    return "".join(
-        f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are {len(alone)} "
-        "values"
-        for step, names in alone[:1]
-    )
+    for step, names in alone[:1]:
+        verdict.leave_open(
+            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
+            f"{len(alone)} values"
+        )
 
 
 def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
@@ -209,12 +214,8 @@ def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
     )
 
 
-def same_attacks(begin: BeginLine, other: BeginLine) -> bool:
-    """Return whether two runs have the same attacks, whenever they look."""
-    return _attacks(begin) == _attacks(other)
-
-
-def _attacks(begin: BeginLine) -> object:
+def attacks_of(begin: BeginLine) -> object:
+    """Return the attacks and how they are run, but for when it looks."""
     monitor = begin.monitor
     if monitor is not None:
         monitor = replace(monitor, more={n: v for n, v in monitor.more.items() if n != "looks"})

@@ -12,12 +12,11 @@ from lightning_fedleak.evidence.repetition import (
     PLATFORM,
     TRAINING,
     Value,
-    alone,
-    different,
+    attacks_of,
+    compare_values,
     last_fit,
     obstacle,
     results_before,
-    same_attacks,
 )
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, ReportError, read
@@ -60,26 +59,19 @@ def check_kept(fit: FitLog, verdict: Verdict) -> bool:
     return True
 
 
-def find_kept(fits: Sequence[FitLog], step: int, folder: Path) -> tuple[FitLog, KeptLine, Path]:
-    """Return the last run that kept a step, its line, and the file.
+def find_kept(
+    fits: Sequence[FitLog], step: int, folder: Path, verdict: Verdict
+) -> tuple[FitLog, KeptLine, Path]:
+    """Return the last run that kept a step, its line, and the file, which must be the one it names.
 
     Raises:
-        ReportError: the step was not kept.
+        ReportError: the step was not kept, or its file cannot be read.
     """
-    for fit in reversed(fits):
-        for line in fit.kept:
-            if line.step == step and line.file is not None:
-                return fit, line, folder / fit.run / f"step-{step}.safetensors"
-    steps = sorted({line.step for fit in fits for line in fit.kept if line.file is not None})
-    raise ReportError(f"step {step} was not kept: --step takes one of {steps}")
-
-
-def check_file(path: Path, line: KeptLine, verdict: Verdict) -> None:
-    """Check that a kept file is the one that the log names.
-
-    Raises:
-        ReportError: it cannot be read.
-    """
+    kept = {line.step: (fit, line) for fit in fits for line in fit.kept if line.file is not None}
+    if step not in kept:
+        raise ReportError(f"step {step} was not kept: --step takes one of {sorted(kept)}")
+    fit, line = kept[step]
+    path = folder / fit.run / f"step-{step}.safetensors"
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -89,6 +81,7 @@ def check_file(path: Path, line: KeptLine, verdict: Verdict) -> None:
         ) from None
     if digest != line.file:
         verdict.contradict(f"{path.name} is not the file that was kept")
+    return fit, line, path
 
 
 def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> str:
@@ -113,33 +106,28 @@ def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> 
         return ""
     begin, other, repeated = fit.begin, again.begin, again.kept[-1]
     frozen = [(one.weights or {}).get("frozen") for one in (begin, other)]
-    why = obstacle(begin, other, TRAINING)
     if repeated.batch != line.batch:
         why = "the function gave it another batch: the order of rows has to be that of the run"
-    elif frozen[0] != frozen[1]:
-        why = "different frozen weights"
-    elif platform := obstacle(begin, other, PLATFORM):
-        pairs = list(zip(line.loss, repeated.loss, strict=False))
-        near = len(line.loss) == len(repeated.loss) and all(
+    elif (
+        why := "different frozen weights"
+        if frozen[0] != frozen[1]
+        else obstacle(begin, other, TRAINING, PLATFORM)
+    ):
+        pairs = zip(line.loss, repeated.loss, strict=False)
+        is_near = len(line.loss) == len(repeated.loss) and all(
             a is not None and b is not None and math.isclose(a, b, rel_tol=TOLERANCE)
             for a, b in pairs
         )
-        why = f"{platform}. Losses alone are compared: they are {'' if near else 'not '}within "
-        why += f"{TOLERANCE:.1%} of each other"
+        why += f". Losses are {'' if is_near else 'not '}within {TOLERANCE:.1%} of each other"
     if why:
         verdict.leave_open(f"step {line.step} is not compared to the bit: {why}")
         return ""
     values, values_again = (_values(*one) for one in ((fit, line), (again, repeated)))
-    if not same_attacks(begin, other):
+    if attacks_of(begin) != attacks_of(other):
         verdict.leave_open("leakage is not compared: other attacks, or other settings of them")
-        values, values_again = (
-            {key: one[key] for key in list(one)[:2]} for one in (values, values_again)
-        )
+        values, values_again = (dict([*one.items()][:2]) for one in (values, values_again))
     blame = verdict.contradict if None not in frozen else verdict.leave_open
-    if text := different(values, values_again, "its repetition"):
-        blame(f"run {fit.run}, {text}")
-    if text := alone(values, values_again, math.inf):
-        verdict.leave_open(text)
+    compare_values(values, values_again, blame, verdict)
     return f"step {line.step} again: its update, loss and {len(values) - 2} values of leakage"
 
 

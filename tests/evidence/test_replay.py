@@ -192,7 +192,7 @@ def test_kept_weights_that_were_changed_are_found_although_the_log_names_the_fil
     change(kept / "run", RECORD, number, lambda line: line.update(file=digest))
     capsys.readouterr()
     assert replay(kept, 2) == CONTRADICTED
-    assert "is not what its repetition gives" in capsys.readouterr().out
+    assert "is not what the repetition gives" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_kept_weights_that_were_changed_are_found_although_the_log_names_the_fil
     [
         ({}, "other_rows", "was not repeated"),
         ({"training": {"strategy": "DDP"}}, "own_loop", "different training"),
-        ({"machine": {"instructions": "?"}}, "own_loop", "they are within 0.1% of each other"),
+        ({"machine": {"instructions": "?"}}, "own_loop", "Losses are within 0.1% of each other"),
     ],
     ids=["rows", "settings", "platform"],
 )

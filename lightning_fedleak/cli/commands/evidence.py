@@ -19,7 +19,6 @@ from lightning_fedleak.evidence import (
     CONTRADICTED,
     HOLDS,
     Verification,
-    check_file,
     check_replay,
     find_kept,
     sign_run,
@@ -81,8 +80,8 @@ def replay(options: Namespace) -> int:
         ReportError: a file cannot be read, or there is no such function.
     """
     train, check = _function(options.train), verify_run(options.run)
-    fit, line, path = find_kept(read([options.run / RECORD]).fits, options.step, options.evidence)
-    check_file(path, line, check.verdict)
+    fits = read([options.run / RECORD]).fits
+    fit, line, path = find_kept(fits, options.step, options.evidence, check.verdict)
     if not check.verdict.contradictions:
         with TemporaryDirectory() as place:
             with suppress(StepRepeated):

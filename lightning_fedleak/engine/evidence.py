@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.engine.run import Refusal, Run, reason
-from lightning_fedleak.engine.scheduler import Phase, Scheduler
+from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import digest_weights, hash_weights, load_state, save_state
 from lightning_fedleak.report import records
 from lightning_fedleak.validate import check_integer, check_number
 
 if TYPE_CHECKING:
+    from lightning_fedleak.engine.fit import Fit
     from lightning_fedleak.engine.record import RunRecord
 
 BYTES_PER_SECOND = 3e8
@@ -171,34 +172,36 @@ class Keeper:
             return step in (self._evidence.steps or ())
         return records.is_drawn(self.seed, self._evidence.share, step)
 
-    def batch_begins(self, batch: Any, scheduler: Scheduler) -> None:
+    def batch_begins(self, batch: Any, fit: Fit) -> None:
         """Keep the state before a chosen step, or put it back; the step is looked at.
 
         Raises:
             Refusal: a state cannot be put back.
         """
-        if self._line is not None and scheduler.phase is Phase.ACCUMULATING:
+        if self._line is not None and fit.scheduler.phase is Phase.ACCUMULATING:
             self._batches.append(digest_of(batch))
             return
-        started, self._line, scheduler.cadence.kept = time.perf_counter(), None, None
+        started, self._line, cadence = time.perf_counter(), None, fit.scheduler.cadence
+        cadence.kept = None
         self._batches, self._losses = [digest_of(batch)], []
         kept, run = self._evidence.kept, self._run
         try:
             if kept and run.reaches(kept["step"], same_batch=self._batches[0] == kept["batch"]):
                 self._put_back(kept)
+                fit.controls.restore(kept["controls"])
                 self._key, self._line = bytes.fromhex(kept["key"]), records.KeptLine(run="", step=0)
             elif not kept and self._is_chosen(run.step):
-                self._line = self._keep()
+                self._line = self._keep(fit.controls.state())
         except Exception as error:
             if kept:
                 raise Refusal(error) from error
             rank_zero_warn(f"step {run.step} is not kept as evidence: {reason(error)}")
         if self._line is not None:
-            scheduler.cadence.kept = run.step
+            cadence.kept = run.step
             seconds = time.perf_counter() - started
             self._line = replace(self._line, step=run.step, seconds=seconds)
 
-    def _keep(self) -> records.KeptLine:
+    def _keep(self, controls: Mapping[str, object]) -> records.KeptLine:
         self._key = secrets.token_bytes(32)
         run = self._run
         path = Path(self._evidence.folder, self._record.run, f"step-{run.step}.safetensors")
@@ -211,6 +214,7 @@ class Keeper:
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
             "random": _random_states(),
             "engine": self._state(),
+            "controls": controls,
         }
         if state["engine"] is None:
             raise ValueError("the state of the attacks cannot be read")

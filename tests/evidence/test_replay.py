@@ -28,7 +28,9 @@ from tests.helpers.models import tiny_gpt2
 STEPS = (0, 2, 5)
 
 
-def own_loop(folder: Path, evidence: Evidence | None = None, *, order: int = 0) -> list[Any]:
+def own_loop(
+    folder: Path, evidence: Evidence | None = None, *, order: int = 0, attacks: Any = None
+) -> list[Any]:
     """Train six steps of two batches, with dropout and a schedule; return all that may differ."""
     torch.manual_seed(0)
     model = tiny_gpt2(tied=False).train()
@@ -36,9 +38,8 @@ def own_loop(folder: Path, evidence: Evidence | None = None, *, order: int = 0) 
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     rows = DataLoader(IDS, 2, shuffle=True, generator=torch.Generator().manual_seed(order))
     settings = WatchSettings(evidence=evidence, tensorboard=False)
-    watch = Watch(
-        model, optimizer, [BagOfWords()], folder=folder, every_n_steps=4, settings=settings
-    )
+    played = attacks or [BagOfWords()]
+    watch = Watch(model, optimizer, played, folder=folder, every_n_steps=4, settings=settings)
     with watch:
         for number, ids in enumerate(batch for _ in range(2) for batch in rows):
             if watch.skips(ids):
@@ -54,6 +55,10 @@ def own_loop(folder: Path, evidence: Evidence | None = None, *, order: int = 0) 
 
 def other_rows(folder: Path, evidence: Evidence | None = None) -> list[Any]:
     return own_loop(folder, evidence, order=1)
+
+
+def by_all_attacks(folder: Path, evidence: Evidence | None = None) -> list[Any]:
+    return own_loop(folder, evidence, attacks="auto")
 
 
 def by_lightning(folder: Path, evidence: Evidence | None = None) -> list[Any]:
@@ -130,6 +135,15 @@ def test_a_kept_step_is_repeated_to_the_bit(
     assert replay(place, step, train.__name__) == HOLDS
     text = f"checked: step {step} again: its update, loss and {values} values of leakage"
     assert text in capsys.readouterr().out
+
+
+def test_what_depends_on_earlier_looks_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words are compared, with the controls of earlier looks."""
+    by_all_attacks(tmp_path / "run", Evidence(tmp_path / "kept", steps=STEPS))
+    assert replay(tmp_path, 5, "by_all_attacks") == HOLDS
+    assert "not compared: gradient_membership, subspace_membership" in capsys.readouterr().out
 
 
 def test_what_is_kept_is_private_and_trained(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from lightning_fedleak.report.records import (
 Value = tuple[int, tuple[str, ...]]
 """A value of a run: the step, and what it is."""
 
-TRAINING = "model", "training", "defenses"
+_TRAINING = "model", "training", "defenses"
 """Facts of a run's first line that its weights follow from."""
-PLATFORM = "versions", "machine"
+_PLATFORM = "versions", "machine"
 """Facts on which the order of sums in a tensor depends, and so its last bits."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
@@ -62,7 +62,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if fit.begin is None or again is None or again.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if why := obstacle(begin, other, TRAINING, PLATFORM) or _other_start(fit, again):
+    if why := obstacle(begin, other) or _other_start(fit, again):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
         return ""
     steps, start = "", _repeated_from(fit, other)
@@ -135,13 +135,13 @@ def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def obstacle(begin: BeginLine, other: BeginLine, *kinds: Sequence[str]) -> str:
+def obstacle(begin: BeginLine, other: BeginLine) -> str:
     """Return why two runs need not give the same, by facts of their first lines; empty: they do."""
     if begin.run == other.run:
         return "it is the same run"
     if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
-    for facts in kinds:
+    for facts in (_TRAINING, _PLATFORM):
         if names := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
             return f"different {' and '.join(names)}, see the first lines of {RECORD}"
     machine = begin.machine or {}

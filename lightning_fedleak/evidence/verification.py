@@ -94,7 +94,7 @@ def verify_run(
     verdict = Verdict()
     checked = ["order and completeness of the logs", "gates on attacks on what is shared"]
     not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
-    logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
+    logs = {name: read_chain(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
     if others := runs_below(run):
         verdict.leave_open(f"{others}: they are not checked; verify each")
@@ -136,7 +136,11 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif text := _compare_repetition(fits, repetition, verdict):
+    elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
+        verdict.leave_open(
+            f"'{repetition}' was not compared: its logs or the run's contradict themselves"
+        )
+    elif text := check_repetition(last, repetition, verdict):
         checked.append(text)
     return Verification(
         verdict,
@@ -145,27 +149,6 @@ def verify_run(
         checked,
         not_checked,
     )
-
-
-def _compare_repetition(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> str:
-    """Return what was compared, in words; nothing where logs contradict themselves."""
-    last = last_fit(fits)
-    if last is None or verify_run(place).verdict.contradictions:
-        verdict.leave_open(
-            f"'{place}' was not compared: its logs or the run's contradict themselves"
-        )
-        return ""
-    return check_repetition(last, place, verdict)
-
-
-def _read(path: Path, verdict: Verdict) -> ChainedFile:
-    try:
-        return read_chain(path, verdict)
-    except OSError as error:
-        raise ReportError(
-            f"'{path}' cannot be read ({error.strerror}): name the folder that holds {RESULTS} "
-            f"and {RECORD}"
-        ) from None
 
 
 # ---- looks and clients --------------------------------------------------------------------------

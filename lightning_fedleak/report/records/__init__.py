@@ -24,6 +24,7 @@ from lightning_fedleak.report.records.fields import code_of as code_of
 from lightning_fedleak.report.records.fields import hash_line as hash_line
 from lightning_fedleak.report.records.fields import holds_own_hash as holds_own_hash
 from lightning_fedleak.report.records.fields import is_drawn as is_drawn
+from lightning_fedleak.report.records.fields import is_number as is_number
 from lightning_fedleak.report.records.fields import named as named
 from lightning_fedleak.report.records.fields import split_lines as split_lines
 from lightning_fedleak.report.records.files import CHAIN_KEY as CHAIN_KEY

@@ -138,10 +138,11 @@ class Keeper:
         self._batches: list[str] = []
         self._losses: list[Tensor] = []
         self.seed = secrets.token_hex(32) if evidence.steps is None else None
-        self.facts: records.JsonObject = {"steps": sorted(evidence.steps or ())}
+        facts: dict[str, object] = {"steps": sorted(evidence.steps or ())}
         if self.seed is not None:
             seed_hash = records.hash_line(self.seed.encode())
-            self.facts = {"share": evidence.share, "seed_hash": seed_hash}
+            facts = {"share": evidence.share, "seed_hash": seed_hash}
+        self.facts = {"first": run.step, **facts}
         if evidence.repeats is None:
             size = 3 * sum(tensor.nbytes for tensor in self._trained().values())
             steps = 1 / evidence.share if self.seed is not None else 0

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_fedleak.evidence.chain import count_of
 from lightning_fedleak.evidence.repetition import (
     Value,
     attacks_of,
@@ -51,12 +52,12 @@ def check_kept(fit: FitLog, verdict: Verdict) -> bool:
         if kept and facts is None:
             verdict.contradict(f"run {fit.run}: steps are kept, and its first line says none are")
         return False
-    steps, share, seed = facts.get("steps"), facts.get("share"), fit.end.seed or ""
-    first = (fit.begin.next_look if fit.begin is not None else None) or 0
+    steps, share, seed = facts.get("steps"), facts.get("share", 0), fit.end.seed or ""
+    first = count_of(facts, "first") or 0
     if fit.end.step > MOST_STEPS:
         verdict.leave_open(f"run {fit.run}: too many steps to draw those that were to be kept")
         return False
-    elif isinstance(steps, list):
+    if isinstance(steps, list):
         drawn = {step for step in range(first, fit.end.step) if step in steps}
     elif hash_line(seed.encode()) != facts.get("seed_hash") or not is_number(share):
         verdict.contradict(f"run {fit.run}: its last line has another seed of kept steps")

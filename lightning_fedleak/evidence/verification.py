@@ -111,7 +111,8 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    if sum(check_kept(fit, verdict) for fit in fits):
+    kept = [check_kept(fit, verdict) for fit in fits]
+    if any(kept):
         checked.append("that the kept steps are those that were to be")
     if (run / REPORT).exists():
         _check_report(run / REPORT, run, fits, as_json, verdict)

@@ -249,7 +249,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_kept_steps_are_those_of_the_seed_that_was_committed_to(drawn: Path) -> None:
     begin, *_, end = lines = read_lines(drawn / "run", RECORD)
-    assert begin["evidence"] == {"share": 0.5, "seed_hash": hash_line(end["seed"].encode())}
+    seed_hash = hash_line(end["seed"].encode())
+    assert begin["evidence"] == {"first": 0, "share": 0.5, "seed_hash": seed_hash}
     steps = [line["step"] for line in lines if line["kind"] == "kept"]
     assert steps == [step for step in range(6) if is_drawn(end["seed"], 0.5, step)]
     check = verify_run(drawn / "run")

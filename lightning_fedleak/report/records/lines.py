@@ -296,8 +296,8 @@ class BeginLine(RunLine):
         next_look: step of the first look at a step; None where none is planned.
         weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
             but for a kind that is large; None where they are sharded or of a federation.
-        evidence: which steps are kept: ``steps``, or their ``share`` and the SHA-256 ``seed_hash``
-            of what draws them; None: none.
+        evidence: which steps are kept, from the ``first``: ``steps``, or their ``share`` and the
+            SHA-256 ``seed_hash`` of what draws them; None: none.
     """
 
     kind: str = field(default="begin", init=False)

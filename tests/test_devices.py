@@ -61,8 +61,6 @@ from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
-from lightning_fedleak.labs.crafted_words import CraftedAdapterWords, RoundShape
-from lightning_fedleak.labs.gradient_matching import GradientMatching
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -78,7 +76,6 @@ from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
-from tests.helpers.bottlenecks import EMBEDDING_ADAPTER, adapted_llama
 from tests.helpers.fake_device import DEVICE, FakeDevice, MixedDevices, single_device
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
@@ -99,9 +96,6 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
     "subspace_words": lambda: SubspaceWords(PUBLIC, capacity_seconds=1e-9),
-    "crafted": lambda: CraftedAdapterWords(
-        EMBEDDING_ADAPTER, PUBLIC, shape=RoundShape(2, LENGTH), rounds=1
-    ),
     "fc, token": lambda: FCMembership(1),
     "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
     "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
@@ -109,9 +103,6 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
     "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
-    "gradient_matching": lambda: GradientMatching(
-        ROWS, LENGTH, steps=3, starts=1, swaps=1, budget_seconds=None
-    ),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
     "token_relaxation": lambda: TokenRelaxation(1, steps=3, initial="mean"),
@@ -131,10 +122,6 @@ def _math_attention():
 
 
 def model_for(name: str) -> nn.Module:
-    if name == "crafted":
-        model = adapted_llama(VOCAB, rank=4)
-        model.get_submodule(EMBEDDING_ADAPTER).requires_grad_(True)
-        return model
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
 
@@ -156,8 +143,6 @@ def observation_for(
         sent = ActivationSnapshot(0, Stage.SHARED, {needs.layers[0]: hidden})
         return Observation((), (sent,)), None
     batch = TokenBatch(ids, ids, None, anatomy.kind)
-    if isinstance(attack, CraftedAdapterWords):
-        return Observation((attack.mean_update(anatomy, [[batch]]),)), None
     shared = gradient_of(anatomy, batch, needs.gradients)
     query = Query(ids) if isinstance(attack, PassiveMembership) else None
     return Observation((GradientSnapshot(0, Stage.SHARED, shared, anatomy.tied),)), query
@@ -166,8 +151,7 @@ def observation_for(
 def run_attack(attack: Attack, model: nn.Module, to_device: Callable[[Tensor], Tensor]) -> Guess:
     """Calibrate the attack, refresh it and run it on one observation."""
     anatomy = find_anatomy(model)
-    rounds = {"optimizer": "AdamW", "optimizer_settings": {"lr": 1e-3}, "local_steps": 1}
-    attack.meet(RunFacts(**(rounds if isinstance(attack, CraftedAdapterWords) else {})))
+    attack.meet(RunFacts())
     attack.prepare(anatomy)
     attack.refresh(anatomy, 0)
     return attack.run(*observation_for(attack, anatomy, to_device))

@@ -9,7 +9,6 @@ import pytest
 
 MODULES = [
     "attacks.texts.embedding_descent",
-    "labs.gradient_matching",
     "labs.token_relaxation",
     "evaluation.auditing.private_training",
     "cli.finetuning.data",

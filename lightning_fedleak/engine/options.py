@@ -29,7 +29,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
-from lightning_fedleak.attacks.memorization import Canaries, Entities
+from lightning_fedleak.attacks.memorization import Canaries, Entities, PromptRatio, ShortAnswers
 from lightning_fedleak.engine.evidence import Evidence
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
@@ -177,10 +177,9 @@ class WatchSettings:
             of ``public_text``.
         public_text: for ``attacks="auto"``: text like the clients', which attacks are calibrated
             on. Without it a causal model writes some itself.
-        report: write ``report.html``, ``report.json``, and of differential privacy
-            ``report.yaml``, beside the logs when the run ends, as ``fedleak report`` does; also
-            after an error or Ctrl-C. ``"live"``: ``report.html`` also while it goes on, after a
-            look; the open page loads itself again.
+        report: write ``report.html`` and ``report.json`` beside the logs when the run ends, as
+            ``fedleak report`` does; also after an error or Ctrl-C. ``"live"``: ``report.html`` also
+            while it goes on, after a look; the open page loads itself again.
         upload_report: attach ``report.html`` to the runs of W&B and MLflow that the Trainer writes.
             It says what was read, and no text.
         utility: names of the user's own metrics to repeat as ``utility/<name>`` at looks, and where
@@ -372,6 +371,7 @@ def candidates(
         attacks.append(GradientMembership(text))
         if not rounds:
             attacks += [SubspaceMembership(text), Combined(), Extraction()]
+            attacks += [ShortAnswers(), PromptRatio()]
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks

@@ -1,4 +1,4 @@
-"""What runs record, in ``records``, and what people read of it: one page, one JSON, one YAML.
+"""What runs record, in ``records``, and what people read of it: one page, one JSON.
 
 The names of the pages are loaded when they are first used: who writes records needs none of them.
 """
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.logs import ReportError as ReportError
     from lightning_fedleak.report.logs import read as read
     from lightning_fedleak.report.overview import explain as explain
-    from lightning_fedleak.report.registry import entry as entry
 
 _HOMES = {
     "content": ("Findings", "findings"),
@@ -31,7 +30,6 @@ _HOMES = {
     "html": ("leakage_file", "model_card", "page"),
     "logs": ("FitLog", "NothingToReport", "ReportError", "read"),
     "overview": ("explain",),
-    "registry": ("entry",),
 }
 
 

@@ -70,12 +70,6 @@ def model_results(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
     return [_result(attack, metric) for attack in _measured(attacks, metric)]
 
 
-def on_model(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
-    """Return what was measured of the trained model; else that it is unknown, or not tested."""
-    unknown = [f"unknown: no result of {name}" for name in _without_result(attacks)]
-    return model_results(attacks, metric) or unknown or ["not tested here"]
-
-
 def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSummary]:
     """Return the attacks on the trained model that have a value of a metric."""
     return [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.content import findings
-from lightning_fedleak.report.html import leakage_file, model_card, page
+from lightning_fedleak.report.html import RELEASE, leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.report.registry import check_people, entry
 
 REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
@@ -30,7 +29,7 @@ def write(
     *,
     run: str | None = None,
 ) -> list[Path]:
-    """Write ``report.html``, ``report.json``, and with differential privacy ``report.yaml``.
+    """Write ``report.html`` and ``report.json``.
 
     Args:
         runs: log folders, or log files in them.
@@ -44,22 +43,15 @@ def write(
 
     Raises:
         ReportError: nothing is there to report, a file cannot be read or written, or ``about``
-            says what an entry cannot hold.
+            says what it cannot hold.
     """
     folder = out or _folder_of(runs[0])
-    logs, about_fields = read(runs, run=run), _about_fields(about, folder)
-    try:
-        content = findings(logs, about_fields)
-        registered = entry(content)
-    except ValueError as error:
-        raise ReportError(str(error)) from None
+    content = findings(read(runs, run=run), _about_fields(about, folder))
     texts = {str(path): _text(path) for path in reveal}
     files = {
         folder / "report.html": page(content, texts),
         folder / "report.json": json.dumps(as_json(content), indent=1, allow_nan=False) + "\n",
     }
-    if any(account.holds for fit in content.runs for account in fit.privacy):
-        files[folder / "report.yaml"] = registered
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -119,11 +111,7 @@ def print_card(
         ReportError: as :func:`write`.
     """
     content = findings(read(runs), _about_fields(about, _folder_of(runs[0])))
-    try:
-        check_people(content.people)
-        print(model_card(content), end="")
-    except ValueError as error:
-        raise ReportError(str(error)) from None
+    print(model_card(content), end="")
     if weights is None:
         return
     text = json.dumps(as_json(leakage_file(content)), indent=1, allow_nan=False) + "\n"
@@ -143,15 +131,23 @@ def _folder_of(run: Path) -> Path:
 
 
 def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
-    """Return the tables of a file of TOML, by default of ``report.toml`` in a folder."""
+    """Return the table of a file of TOML, by default of ``report.toml`` in a folder."""
     if about is None:
         about = folder / REPORT_TOML
         if not about.is_file():
             return {}
     try:
-        return tomllib.loads(_text(about))
+        tables = tomllib.loads(_text(about))
     except tomllib.TOMLDecodeError as error:
         raise ReportError(f"'{about}' is no TOML: {error}") from None
+    fields = tables.get("release", {})
+    names = {*tables} - {"release"} or (isinstance(fields, dict) and {*fields} - {*RELEASE})
+    if names or not isinstance(fields, dict):
+        raise ReportError(
+            f"'{about}' has '{min(names or {'release'})}': it may have one table, [release], with "
+            f"{', '.join(RELEASE)}"
+        )
+    return tables
 
 
 def _text(path: Path) -> str:

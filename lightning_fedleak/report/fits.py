@@ -23,7 +23,6 @@ from lightning_fedleak.report.privacy import (
     without_ledger,
 )
 from lightning_fedleak.report.records.files import first_of
-from lightning_fedleak.report.records.utility import best_of, is_training, is_validation
 from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
 
@@ -261,23 +260,6 @@ def _utility(log: FitLog) -> dict[str, Points]:
             finite = None if value is None or math.isinf(value) else value
             series.setdefault(f"{name}{suffix}", {}).setdefault(line.step, finite)
     return {name: list(points.items()) for name, points in series.items()}
-
-
-def last_and_best(utility: Mapping[str, Points]) -> dict[str, tuple[float, float]]:
-    """Return the last and the best value of each metric.
-
-    Where one is of validation data, those of training batches are left out.
-    """
-    reference = {
-        name: [value for _, value in points if value is not None]
-        for name, points in utility.items()
-    }
-    validated = any(is_validation(name) for name, values in reference.items() if values)
-    return {
-        name: (values[-1], best_of(name, values))
-        for name, values in reference.items()
-        if values and not (validated and is_training(name))
-    }
 
 
 # ---- what left, and who could see it ------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -17,11 +17,9 @@ from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts import MOST_DRAWN, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.content import Findings, given_away, together
-from lightning_fedleak.report.edpb import NOT_TRIED, on_model, smallest_rate, tiers
-from lightning_fedleak.report.fits import FitSummary, last_and_best
+from lightning_fedleak.report.edpb import NOT_TRIED, smallest_rate, tiers
+from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
-from lightning_fedleak.report.records.utility import title_of
-from lightning_fedleak.report.registry import RELEASE, RELEASE_FIELDS
 from lightning_fedleak.report.wording import brief, brief_interval, in_words, interval, share
 
 
@@ -46,7 +44,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    functions = (compared_figures, figures, given_away, glossary, questions, tiers, together)
+    functions = (compared_figures, figures, given_away, glossary, release_rows, tiers, together)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
@@ -93,115 +91,20 @@ def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
     return [term for family in families.values() for term in family.terms.items()]
 
 
-Answers = list[tuple[str, object]]
+RELEASE = {
+    "recipients": "Who gets the weights",
+    "form": "How they are released",
+    "access": "Access, and limits of queries",
+    "license": "Licence",
+    "privacy": "Differential privacy that is claimed at the release",
+}
+"""Fields of the table ``release`` of ``report.toml``, with what they are called on the page."""
 
 
-def questions(findings: Findings) -> list[tuple[str, Answers]]:
-    """Return what reviewers ask, answered from the runs.
-
-    The groups are those of NIST SP 800-226 (its layers from the claim to the data) and of EDPB
-    Opinion 28/2024 (what a controller documents of attacks and of residual risk).
-    """
-    implementation = findings.people.get("implementation") or {}
-    domain = (findings.people.get("dp_variant") or {}).get("data_domain")
-    earlier_use = implementation.get("preprocessing_and_hyperparameter_tuning")
-    bias = ("Bias between groups", implementation.get("justification"))
-    return [
-        ("The claim (NIST SP 800-226)", _claim(findings)),
-        ("Mechanism, utility, bias", [*_mechanism(findings), bias]),
-        ("Trust and side channels", _trust(findings)),
-        (
-            "Data collection",
-            [
-                ("Whose data, collected how", domain),
-                ("Use of the data before and beside this", earlier_use),
-            ],
-        ),
-        ("Release (EDPB Opinion 28/2024, paragraph 46)", _release(findings)),
-        ("Attacks and residual risk (EDPB Opinion 28/2024)", _attempts(findings)),
-    ]
-
-
-def _each(findings: Findings, values: Iterable[object]) -> list[object] | None:
-    """Return each value once; None where there is none and a run was not recorded."""
-    recorded = all(fit.recorded for fit in findings.runs)
-    return list(dict.fromkeys(values)) or ([] if recorded else None)
-
-
-def _claim(findings: Findings) -> Answers:
-    accounts = [account for fit in findings.runs for account in fit.privacy]
-    limits = (a.limit or "no epsilon holds for the run" for a in accounts)
-    releases = (f"{a.accountant}, {in_words(a.releases)}" for a in accounts)
-    return [
-        ("Epsilon and delta", _each(findings, (a.claim for a in accounts))),
-        ("What it limits", _each(findings, limits)),
-        ("Unit of privacy and neighbours", _each(findings, (a.guarantee for a in accounts))),
-        ("Accountant, releases", _each(findings, releases)),
-    ]
-
-
-def _mechanism(findings: Findings) -> Answers:
-    noise = (
-        f"{in_words(account.clip_norm)}, {in_words(account.noise_multiplier)}"
-        for fit in findings.runs
-        for account in fit.privacy
-        if account.noise_multiplier is not None
-    )
-    versions = next((fit.begin.versions for fit in findings.runs if fit.begin.versions), {})
-    utility = {
-        title_of(name): f"{in_words(last)} (best {in_words(best)})"
-        for fit in findings.runs
-        for name, (last, best) in last_and_best(fit.utility).items()
-    }
-    return [
-        ("Clip norm and noise multiplier", _each(findings, noise)),
-        ("Library and versions", ", ".join(f"{name} {v}" for name, v in versions.items())),
-        ("Utility, last and best", utility),
-    ]
-
-
-def _trust(findings: Findings) -> Answers:
-    rules: list[str] = []
-    for fit in findings.runs:
-        if fit.gates is not None:
-            rules += [gate.rule for gate in fit.gates] or ["none"]
-    trusted = (account.trusted for fit in findings.runs for account in fit.privacy)
-    updates = (fit.shared.description for fit in findings.runs)
-    return [
-        ("What leaves a client", _each(findings, updates)),
-        ("Who sees it", _each(findings, (fit.shared.seen_by for fit in findings.runs))),
-        ("Who is trusted", _each(findings, trusted)),
-        ("Gates", _each(findings, rules)),
-    ]
-
-
-def _release(findings: Findings) -> Answers:
+def release_rows(findings: Findings) -> list[tuple[str, object]]:
     """Return how the model is released; None is what nobody wrote down."""
-    release = findings.people.get(RELEASE, {})
-    return [(words, release.get(name)) for name, words in RELEASE_FIELDS.items()]
-
-
-def _attempts(findings: Findings) -> Answers:
-    attacks = [attack for fit in findings.runs for attack in fit.attacks]
-    results = (
-        f"{a.name} ({a.stage}): {interval(a.last)}" + f"; {a.control_note}" * bool(a.control_note)
-        for a in attacks
-        if a.last
-    )
-    not_tested = (sentence for fit in findings.runs for sentence in fit.not_tested)
-    extraction, membership = (on_model(attacks, metric) for metric in ("extracted", "auc"))
-    return [
-        ("Attacks tried", _each(findings, (a.name for a in attacks))),
-        ("Adversaries", _each(findings, (a.adversary for a in attacks))),
-        ("Their strength", "each attack's settings are in the table of attacks"),
-        ("Results", _each(findings, results)),
-        ("Unknown results", sum(a.unknown for a in attacks)),
-        ("Not tested", _each(findings, not_tested)),
-        ("Direct extraction from the trained model", extraction),
-        ("Membership by the trained model's answers", membership),
-        ("Personal data by other queries to the model", "not tested here"),
-        ("Date of the tests", _each(findings, (fit.start[:10] for fit in findings.runs))),
-    ]
+    release = findings.people.get("release", {})
+    return [(words, release.get(name)) for name, words in RELEASE.items()]
 
 
 # ---- a block for a model card -------------------------------------------------------------------
@@ -219,7 +122,7 @@ def model_card(findings: Findings) -> str:
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
-    release = (f"- {name}: {_plain(value)}" for name, value in _release(findings))
+    release = (f"- {name}: {_plain(value)}" for name, value in release_rows(findings))
     lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
 
@@ -233,7 +136,7 @@ def leakage_file(findings: Findings) -> JsonObject:
         more = {"attacks": attacks, "privacy": privacy}
         runs.append({name: row[name] for name in _OF_A_RUN} | more)
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
-    return {**facts, "runs": runs, "release": findings.people.get(RELEASE, {})}
+    return {**facts, "runs": runs, "release": findings.people.get("release", {})}
 
 
 _OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")

@@ -80,7 +80,13 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
         values = [watch.latest[f"leakage/{name}/{rate}"] for name in names]
         assert watch.latest[f"leakage/worst/{family}"] == max(values)
     absent = {line["attack"] for line in watch.lines() if "not played" in (line["unknown"] or "")}
-    assert absent == {"bias_sign", "bag_of_words", "reveal_labels", "combined", "extraction"}
+    of_weights = {
+        "combined",
+        "extraction",
+        "loss_ratio_short",
+        "prompt_ratio",
+    }  # nobody is left out
+    assert absent == {"bias_sign", "bag_of_words", "reveal_labels"} | of_weights
     assert "bias_sign            not played: reads the gradient of the output head's" in caplog.text
     assert "Shared, tested by no attack: " in caplog.text
 

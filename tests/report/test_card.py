@@ -133,14 +133,13 @@ def test_the_page_says_how_the_model_is_released(run):
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        ('[release]\nrecipient = "x"\n', "no field 'recipient'.*Did you mean 'recipients'"),
-        ('[relase]\nform = "x"\n', "a table 'relase'.*Did you mean 'release'"),
-        ("release = 3\n", "'release' must be a table"),
-        ('[basic]\nnaem = "x"\n', "no field 'naem'.*Did you mean 'name'"),
+        ('[release]\nrecipient = "x"\n', "has 'recipient': it may have one table"),
+        ('[relase]\nform = "x"\n', "has 'relase'"),
+        ("release = 3\n", "has 'release'"),
     ],
 )
 @pytest.mark.parametrize("card", [True, False])
-def test_an_unknown_name_is_refused_with_the_nearest(run, capsys, about, said, card):
+def test_an_unknown_name_is_refused_with_the_known_ones(run, capsys, about, said, card):
     file = run / "about.toml"
     file.write_text(about)
     options = ["report", str(run), "--about", str(file), *(["--model-card"] if card else [])]

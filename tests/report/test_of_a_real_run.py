@@ -89,11 +89,10 @@ def test_equal_settings_have_equal_hashes_and_a_resumed_fit_names_its_first(tmp_
     assert other[-1]["privacy"][0]["releases"] == 2 * steps
 
 
-def test_the_command_writes_no_entry_where_no_privacy_was(folder, tmp_path, capsys):
+def test_the_command_writes_page_and_json(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
     html, found = (tmp_path / "out" / f"report.{end}" for end in ("html", "json"))
     assert capsys.readouterr().out.split() == [str(html), str(found)]
-    assert not (tmp_path / "out" / "report.yaml").exists()
     [run] = json.loads(found.read_text())["runs"]
     assert run["ended"] == "finished"
     assert run["attacks"][0]["looks"] == 3
@@ -139,10 +138,10 @@ def test_private_text_makes_a_private_page(folder, tmp_path, capsys):
 
 def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
     about = tmp_path / "report.toml"
-    about.write_text("[basic]\nnaem = 'x'\n")
+    about.write_text("[release]\nlicence = 'x'\n")
     cases = {
         ("report", str(tmp_path / "nowhere")): "does not exist",
-        ("report", str(folder), "--out", str(tmp_path)): "no field 'naem'",
+        ("report", str(folder), "--out", str(tmp_path)): "has 'licence': it may have one table",
         ("report", str(folder), "--about", str(tmp_path / "no.toml")): "cannot be read",
         ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
         ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lightning_fedleak.report import entry, findings, page, read
+from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.report.records import as_json
 from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
 
@@ -180,7 +180,7 @@ def test_every_value_survives_json(tmp_path):
 def test_what_nobody_sees_in_a_name_is_written_out(tmp_path, odd):
     """Direction marks turn sentences round, escapes act on terminals, surrogates are no UTF-8."""
     found = findings(read([written(tmp_path, [result(0, odd, f1=0.5)])]))
-    for made in (page(found), json.dumps(as_json(found), ensure_ascii=False), entry(found)):
+    for made in (page(found), json.dumps(as_json(found), ensure_ascii=False)):
         made.encode("utf-8")
         assert not set(made) & set("\u202e\x1b\ud800\x00")
     assert "\\" in found.runs[0].attacks[0].name

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.html import questions
 from lightning_fedleak.report.records import MetricValue, as_json
 from lightning_fedleak.report.wording import interval
 from tests.report.lines import about, begin, result, sentences_of, written
@@ -25,10 +24,6 @@ def rows_of(fit):
     return {row.name: row for row in fit.named_attacks}
 
 
-def answers(found):
-    return {name: answer for _, rows in questions(found) for name, answer in rows}
-
-
 def test_a_stored_run_says_what_was_measured_of_the_trained_model(tmp_path):
     found = found_in(tmp_path, RUN["leakage"], RUN["run"])
     [fit] = found.runs
@@ -40,11 +35,6 @@ def test_a_stored_run_says_what_was_measured_of_the_trained_model(tmp_path):
     assert by_name["combined"].n == 252  # the same texts at every look
     assert by_name["combined"].rates["shown"] is None
     assert not any("trained model itself" in sentence for sentence in fit.not_tested)
-    measured = answers(found)
-    assert measured["Direct extraction from the trained model"] == [
-        "extraction (released): extracted 0.000 (-0.060 to 0.060), n 252"
-    ]
-    assert len(measured["Membership by the trained model's answers"]) == 2
     html = page(found)
     assert "paragraph 55" in html
     assert "shown unknown" in html
@@ -68,8 +58,6 @@ def test_attacks_on_updates_are_tried_on_what_clients_shared(tmp_path):
     assert rows["reconstruction"].tried == "what clients shared"
     assert rows["membership inference"].tried == "what clients shared"
     assert rows["regurgitation"].tried == "not tried"
-    assert answers(found)["Direct extraction from the trained model"] == ["not tested here"]
-    assert answers(found)["Membership by the trained model's answers"] == ["not tested here"]
 
 
 def test_attacks_on_the_weights_that_are_refused_later_are_not_played(tmp_path):
@@ -89,9 +77,6 @@ def test_what_gave_no_result_is_unknown(tmp_path, recorded):
     assert found.verdict.level == "unknown"
     assert fit.attacks[0].unknown == 1
     assert "unknown for the trained model" in rows_of(fit)["membership inference"].tried
-    assert answers(found)["Direct extraction from the trained model"] == [
-        "unknown: no result of combined"
-    ]
 
 
 def test_what_is_extracted_is_shown_by_how_often_texts_repeat(tmp_path):
@@ -151,11 +136,6 @@ def test_weights_that_nobody_read_are_not_taken_for_the_earlier_ones(tmp_path):
     [attack] = found.runs[0].attacks
     assert attack.stale == "there are no controls after epoch 1"
     assert "Those at the end are unknown" in sentences_of(found)
-    measured = answers(found)["Membership by the trained model's answers"]
-    assert measured == [
-        "combined (released): auc 0.500 (0.400 to 0.600), n 10; of earlier weights, later ones "
-        "are unknown: there are no controls after epoch 1"
-    ]
     whole = found_in(tmp_path / "whole", [early], record)
     assert whole.runs[0].attacks[0].stale is None
 

@@ -15,9 +15,9 @@ from tests.tools import code_metrics
 # gradients 470, reference models and models of other heads 445.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 48_831,
+    "code": 47_060,
     "longest": 628,
-    "long": 7,
+    "long": 6,
     "imports": 50,
     "most_imports": 18,
     "callbacks": 0,

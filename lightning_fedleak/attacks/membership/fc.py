@@ -271,7 +271,7 @@ class FCMembership(MembershipAttack):
         Of this one and the parameters' the coarser counts.
         """
         name = str(precision)
-        words: dict[str, Precision] = {**{known: known for known in SAFE}, **TRAINERS_WORDS}
+        words: dict[str, Precision] = {**{one: one for one in SAFE}, **TRAINERS_WORDS}
         current = next((one for word, one in words.items() if name.startswith(word)), None)
         if current is None:
             raise ValueError(

@@ -32,13 +32,13 @@ class ExtractionGuess(Guess):
             without such a run.
         base_log_probs: (N,) the same under the base.
         greedy: (N,) bool, whether greedy decoding writes some run.
-        asked: (N,) bool, whether the text has a run of k label tokens at all.
+        has_run: (N,) bool, whether the text has a run of k label tokens at all.
     """
 
     log_probs: Tensor
     base_log_probs: Tensor
     greedy: Tensor
-    asked: Tensor
+    has_run: Tensor
 
 
 class Extraction(MemorizationAttack):
@@ -77,13 +77,13 @@ class Extraction(MemorizationAttack):
             UnusableObservation: no model is released, or its answers are not finite.
         """
         released = _finite(view.released)
-        asked = _sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
+        counts = _sums(torch.ones_like(released.now.log_probs), released.now, self.tokens)
         hits = _sums(released.now.greedy.double(), released.now, self.tokens)
         return ExtractionGuess(
             self._highest(released.now),
             self._highest(released.base),
             (hits == self.tokens).any(1),
-            asked.isfinite().any(1),
+            counts.isfinite().any(1),
         )
 
     def score(self, released: ReleasedModel) -> Tensor:

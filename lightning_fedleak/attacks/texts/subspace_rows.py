@@ -167,15 +167,15 @@ def kept_rows(
     Raises:
         UnusableObservation: they are not finite, or all zero.
     """
-    kept, shared = [], []
+    rows, shared = [], []
     for number, block in enumerate(bottom.inputs):
         for row in most_kept(shared_rows(block, bottom.anatomy, view, None).whole):
             places = row.nonzero()[:, 0]
-            kept.append((number, places))
+            rows.append((number, places))
             values = row[None, places] / row.norm() * len(places) ** 0.5
             values = values / torch.finfo(torch.float32).eps
             shared.append(SharedRows(values, values, exact=False))
-    return kept, shared
+    return rows, shared
 
 
 # ---- the search: what explained tokens leave of the rows ------------------------------------

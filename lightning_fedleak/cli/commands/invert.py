@@ -1,4 +1,4 @@
-"""``fedleak invert``: reads texts from noised hidden states or gradients, and measures how well."""
+"""``fedleak invert``: reads texts from noised hidden states, and measures how well."""
 
 from __future__ import annotations
 
@@ -25,23 +25,13 @@ from lightning_fedleak.cli.finetuning import (
 )
 from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies import invert
-from lightning_fedleak.cli.studies.invert import ActivationCell, GradientCell
-from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
-from lightning_fedleak.cli.studies.names import GRADIENT_ATTACKS, INVERT_ATTACKS
+from lightning_fedleak.cli.studies.invert import Cell
+from lightning_fedleak.cli.studies.models import check_context, find_model
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.report.records import as_json
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 
-NOISE = {"activations": (0.0, 0.3, 1.0, 3.0), "gradients": (0.0,)}
-ATTACKS = {"activations": INVERT_ATTACKS, "gradients": GRADIENT_ATTACKS}
-USED_BY: dict[str, dict[str, Any]] = {
-    "activations": {"layer": None, "steps": 1000},
-    "gradients": {"lora_r": 0, "targets": None, "batch_sizes": [1, 4]},
-}
-"""Options that only one source uses, and their defaults."""
-
-Cell = ActivationCell | GradientCell
 Measure = Callable[..., Iterator[Cell]]
 """Yields cells, and calls ``announce`` with the name of what comes next."""
 
@@ -61,12 +51,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    _check_options(options)
     printing.make_folder(options.out, options.out)
     tokenizer = load_tokenizer(options.model)
     anatomy = find_model(options.model)
-    plan = _of_gradients if options.from_ == "gradients" else _of_activations
-    introduction, total, measure = plan(options, anatomy, tokenizer)
+    introduction, total, measure = _plan(options, anatomy, tokenizer)
     console.print(introduction)
     file = options.out / "inversion.json"
     cells: list[Cell] = []
@@ -97,9 +85,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def _of_activations(
-    options: Namespace, anatomy: Anatomy, tokenizer: Any
-) -> tuple[str, int, Measure]:
+def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
     """Return who sends what to whom, the number of cells, and what measures them."""
     layers = _layers(options, anatomy)
     causal = anatomy.kind == "causal"
@@ -118,7 +104,7 @@ def _of_activations(
         "special_ids": tokenizer.all_special_ids,
     }
     makers = [(name, partial(invert.make_adversary, name, **settings)) for name in attacks]
-    noises = _noises(options)
+    noises = [invert.Noise(s, options.relative, options.seed) for s in sorted(set(options.noise))]
     unit = " standard deviations of each dimension" if options.relative else ""
     introduction = (
         f"A client holds {printing.model_name(options.model)} (fp32) up to block "
@@ -140,72 +126,8 @@ def _of_activations(
     return introduction, total, measure
 
 
-def _of_gradients(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
-    """Return what :func:`_of_activations` does."""
-    if anatomy.kind != "causal" or anatomy.head is None:
-        raise SourceError(
-            "--from gradients shares the gradient of next-token prediction, which this model "
-            "does not do: give a causal language model"
-        )
-    attacks = list(dict.fromkeys(options.attack or ATTACKS["gradients"][:1]))
-    anatomy = with_lora(anatomy, options.lora_r, options.targets, options.seed)
-    sizes = sorted(set(options.batch_sizes))
-    attacked = max(size * invert.batches_of(options.texts, size) for size in sizes)
-    extra = max(sizes) if options.lora_r else 0
-    rows = _rows(options, anatomy, tokenizer, attacked + min(extra, 1), attacked + extra)
-    if options.lora_r:
-        # Of the longest, which begin after all that is attacked at any length.
-        invert.step_of_adamw(anatomy, rows[max(rows)][attacked:])
-    trained = f"{printing.model_name(options.model)} (fp32)"
-    if options.lora_r:
-        trained = (
-            f"a LoRA of rank {options.lora_r} on {trained}, one step of AdamW behind its start"
-        )
-    noises = _noises(options)
-    unit = " times the root mean square of all gradients" if options.relative else ""
-    introduction = (
-        f"A client trains {trained}, and shares the gradient of one batch (texts in it: "
-        f"{_listed(sizes)}) of {printing.text_name(options.text)}, each text of {_listed(rows)} "
-        f"tokens, with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}. The server has "
-        "the same weights, and reads the texts."
-    )
-    measure = partial(
-        invert.run_gradient_cells,
-        anatomy,
-        {length: ids[:attacked] for length, ids in rows.items()},
-        [(a, partial(invert.make_reader, a, budget_seconds=_budget(options))) for a in attacks],
-        sizes,
-        noises,
-        texts=options.texts,
-    )
-    total = len(attacks) * len(rows) * len(sizes) * len(noises)
-    return introduction, total, measure
-
-
-def _noises(options: Namespace) -> list[invert.Noise]:
-    sigmas = NOISE[options.from_] if options.noise is None else options.noise
-    return [invert.Noise(s, options.relative, options.seed) for s in sorted(set(sigmas))]
-
-
 def _budget(options: Namespace) -> float | None:
     return None if math.isinf(options.budget_seconds) else options.budget_seconds
-
-
-def _check_options(options: Namespace) -> None:
-    """Raise an error for options that the source of the texts does not use."""
-    unused = "activations" if options.from_ == "gradients" else "gradients"
-    for name, default in USED_BY[unused].items():
-        if getattr(options, name) != default:
-            raise SourceError(
-                f"--{name.replace('_', '-')} is for --from {unused}, and this is --from "
-                f"{options.from_}: leave one of them out"
-            )
-    for attack in options.attack or ():
-        if attack not in ATTACKS[options.from_]:
-            raise SourceError(
-                f"--attack {attack} reads {unused}, and this is --from {options.from_}: give "
-                f"{' or '.join(ATTACKS[options.from_])}, or --from {unused}"
-            )
 
 
 def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
@@ -243,12 +165,12 @@ def _rows(
 def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
     content = {
         "schema": 1,
-        "from": options.from_,
         "model": options.model or "embedded",
         "text": options.text or "embedded",
         "column": options.column,
         "precision": "fp32",
-        **{name: getattr(options, name) for name in ("steps", "lora_r", "targets", "seed")},
+        "steps": options.steps,
+        "seed": options.seed,
         "budget_seconds": _budget(options),
         "cells": cells,
     }
@@ -267,15 +189,11 @@ def _listed(values: Any) -> str:
 def cells_table(cells: Sequence[Cell]) -> Table:
     """Return a row for each cell: the share of tokens at the correct position with its interval."""
     budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
-    if isinstance(cells[0], ActivationCell):
-        title, scope = "the hidden states at the split give", "the texts of a line"
-        names = ["attack", "split", "len", "noise", "token accuracy", "exact", "ROUGE"]
-        names += ["task", "ppl", "ms"]
-    else:
-        title, scope = "the gradient of a batch gives", "a batch"
-        names = ["attack", "batch", "len", "noise", "in place", "exact", "certified", "s"]
+    names = ["attack", "split", "len", "noise", "token accuracy", "exact", "ROUGE"]
+    names += ["task", "ppl", "ms"]
     table = Table(
-        title=f"what {title} away\nbudget: {', '.join(budgets) or 'none'} for {scope}",
+        title="what the hidden states at the split give away\n"
+        f"budget: {', '.join(budgets) or 'none'} for the texts of a line",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
@@ -284,14 +202,12 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         table.add_column(name, justify="left" if number in (0, 4) else "right")
     for cell in cells:
         star = "" if cell.finished or not cell.rates else "*"
-        numbers = _activations(cell) if isinstance(cell, ActivationCell) else _gradients(cell)
-        place = cell.layer if isinstance(cell, ActivationCell) else cell.batch
-        keys = (cell.attack + star, str(place), str(cell.length), f"{cell.sigma:g}")
-        table.add_row(*keys, *numbers)
+        keys = (cell.attack + star, str(cell.layer), str(cell.length), f"{cell.sigma:g}")
+        table.add_row(*keys, *_numbers(cell))
     return table
 
 
-def _activations(cell: ActivationCell) -> list[str]:
+def _numbers(cell: Cell) -> list[str]:
     useful, rouge = cell.utility, cell.rates.get("rouge_l")
     return [
         *(_rates(cell) or ("failed", "")),
@@ -299,15 +215,6 @@ def _activations(cell: ActivationCell) -> list[str]:
         "unknown" if useful is None else short(useful.accuracy),
         "" if useful is None else f"{useful.perplexity:.3g}",
         f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}" if cell.rates else "",
-    ]
-
-
-def _gradients(cell: GradientCell) -> list[str]:
-    batches = cell.batches - cell.unknown
-    return [
-        *(_rates(cell) or ("unknown", "")),
-        "" if cell.certified is None else f"{cell.certified}/{batches}",
-        f"{cell.seconds:.3g}" if cell.rates else "",
     ]
 
 
@@ -327,9 +234,7 @@ def _seconds(cell: Cell) -> str:
 
 def explain_cells(cells: Sequence[Cell]) -> str:
     """Return what the table means, in sentences."""
-    activations = [c for c in cells if isinstance(c, ActivationCell)]
-    gradients = [c for c in cells if isinstance(c, GradientCell)]
-    lines = _explain_activations(activations) if activations else _explain_gradients(gradients)
+    lines = _explain(cells)
     cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and c.rates)
     if cut:
         lines.append(
@@ -343,26 +248,7 @@ def explain_cells(cells: Sequence[Cell]) -> str:
     return "\n".join(["", *lines])
 
 
-def _explain_gradients(cells: Sequence[GradientCell]) -> list[str]:
-    unit = " in root mean squares of all gradients" if cells[0].relative else ""
-    return [
-        "in place: the share of a text's tokens that are at the correct position, mean over texts; "
-        "in brackets its 95% interval over texts. The last token of a text is in these gradients "
-        "as a label alone: it does not count where an attack leaves it open. exact: texts without "
-        "an error. certified: batches of which the server itself can check that these are the "
-        "texts, and all of them. s: wall time for a batch. batch: texts. len: tokens. noise: "
-        f"standard deviations{unit}.",
-        *(
-            f"Unknown: {c.attack}, batches of {c.batch} x {c.length}, noise {c.sigma:g}: "
-            f"{c.unknown} of {c.batches} batches, which count in no number of their line: "
-            f"{c.problem}"
-            for c in cells
-            if c.unknown
-        ),
-    ]
-
-
-def _explain_activations(cells: Sequence[ActivationCell]) -> list[str]:
+def _explain(cells: Sequence[Cell]) -> list[str]:
     unit = " in those of each dimension of the hidden states" if cells[0].relative else ""
     lines = [
         "Token accuracy (Eq. 5): the share of a text's tokens that are at the correct position, "

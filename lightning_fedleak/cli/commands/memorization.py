@@ -81,9 +81,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
     finder = EntityFinder(options.entities, [reader.tokenizer])
     entities = FoundEntities(finder, reader.head == "causal")
     entities.locate([text for text, _ in entities.counting(rows)])
-    asked = [text.whole for text, _ in rows] if options.entities else []
+    whole_rows = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
-    answers = _answers_of([*(pool.texts for pool in pools), asked], options)
+    answers = _answers_of([*(pool.texts for pool in pools), whole_rows], options)
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
@@ -98,8 +98,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[once], pool.members[once]
-            found = membership_values(*sides, alpha=alpha, exact=pool.is_short)
-            result = replace(result, values={**result.values, name: found})
+            beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
+            result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
         _print(console, pool, results[-1], is_drawn=options.drawn)
     pool, result = pools[0], results[0]
@@ -114,11 +114,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
     by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
     if law := laws.get("prompts"):
         by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
-    known = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
-    tables = [*(_table(one.values) for one in results), *([_table(known)] if known else [])]
-    if known:
+    of_kinds = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
+    tables = [*(_table(one.values) for one in results), *([_table(of_kinds)] if of_kinds else [])]
+    if of_kinds:
         print_table(console, tables[-1])
-    unknown = [f"{name} is UNKNOWN: {one}." for name, one in by_kind.items() if name not in known]
+    reasons: dict[str, list[str]] = {}
+    for name, one in by_kind.items():
+        if isinstance(one, str):
+            reasons.setdefault(one, []).append(name)
+    unknown = [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
     for sentence in unknown:
         console.print(sentence)
     counts: Mapping[str, float] = {}
@@ -134,8 +138,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         records.save(options.records)
         counts = records.counts
         if beyond:
-            own = pool.list_records(*answers[0], options.false_discoveries, alpha).counts
-            counts = max(counts, own, key=lambda one: one["at_least"])
+            without = pool.list_records(*answers[0], options.false_discoveries, alpha).counts
+            counts = max(counts, without, key=lambda one: one["at_least"])
         console.print(_counted(records, options.records))
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
@@ -157,7 +161,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values |= {name: one for each in results for name, one in each.values.items()}
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    values |= known
+    values |= of_kinds
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
@@ -218,14 +222,14 @@ def _beyond(
     Raises:
         SourceError: no references can be trained.
     """
-    asked = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
-    texts = {text.content: text for pool in asked.values() for text in pool.texts}
+    by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
+    texts = {text.content: text for pool in by_number.values() for text in pool.texts}
     places = {content: n for n, content in enumerate(texts)}
     references = References([*texts.values()], options, recipe)
     console.print(references.describe(seconds / 2))
     references.ask(answers[0][0].log_probs)
     scores = {}
-    for n, pool in asked.items():
+    for n, pool in by_number.items():
         rows = [places[text.content] for text in pool.texts]
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
         before, after = (

@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_fedleak.cli.studies.names import (
     GAME_ATTACKS,
-    GRADIENT_ATTACKS,
     INVERT_ATTACKS,
     SWEEP_ATTACKS,
 )
@@ -58,7 +57,7 @@ _SEED = {
 
 
 def _number(
-    metavar: str, kind: Callable[[str], float], default: float | None = None
+    metavar: str, kind: Callable[[str], float], default: float | list[float] | None = None
 ) -> dict[str, Any]:
     return {"default": default, "metavar": metavar, "type": kind}
 
@@ -169,51 +168,39 @@ def game(add: Add) -> None:
 
 
 def invert(add: Add) -> None:
-    """Read, as the server, a client's texts from the hidden states or gradients that it sends.
+    """Read, as the server, a client's texts from the hidden states that it sends.
 
     Runs a model's bottom on texts, adds Gaussian noise to the hidden states at the split as a
     client might before it sends them, and reads the texts back (Zheng 2023), beside what the noise
-    costs the model. With --from gradients the client sends the gradient of a batch of texts
-    instead, of the whole model or of a LoRA, and nothing else. A model and texts are included; use
-    your own with --model and --text.
+    costs the model. A model and texts are included; use your own with --model and --text.
 
     Options:
-        from: what the client sends: hidden states at a split, or the gradient of a batch of
-            texts.
         model: language model: a folder or a name on the hub.
         text: the client's text: {sources}.
         column: the column of --text that holds the text.
-        layer: of activations: splits, blocks whose output is sent, 0 for the embeddings; by
+        layer: splits, blocks whose output is sent, 0 for the embeddings; by
             default at a third and two thirds.
-        lora_r: of gradients: the client trains a LoRA of this rank; 0: the whole model.
-        targets: of gradients: {targets}.
-        batch_sizes: of gradients: texts of a batch.
-        noise: standard deviations of the noise; by default 0 0.3 1 3, of gradients 0.
-        relative: --noise counts in standard deviations of each dimension of the hidden states (of
-            gradients: in root mean squares of all gradients that are shared), or is absolute.
+        noise: standard deviations of the noise.
+        relative: --noise counts in standard deviations of each dimension of the hidden states, or
+            is absolute.
         lengths: tokens a text.
-        texts: texts attacked in each cell; of gradients in whole batches, one at least.
-        attack: of activations by default 'prefix' for causal models, 'sweeps' (descent with
-            verified changes) for encoders; of gradients 'subspace'.
-        steps: of activations: gradient steps of a descent, at most.
-        budget_seconds: wall time of an attack on the texts of one cell (of gradients: on one
-            batch), after which its best so far counts; 'inf' for no bound.
+        texts: texts attacked in each cell.
+        attack: by default 'prefix' for causal models, 'sweeps' (descent with verified changes) for
+            encoders.
+        steps: gradient steps of a descent, at most.
+        budget_seconds: wall time of an attack on the texts of one cell, after which its best so
+            far counts; 'inf' for no bound.
         bos: token id put before every text.
         seed: seed of the choice of texts and of the noise.
         out: folder of the results.
     """
-    sources = ("activations", "gradients")
-    add("--from", dest="from_", choices=sources, default="activations")
     _add_sources(add)
     add("--layer", nargs="+", **_count(None, 0))
-    add("--lora-r", **_count(0, 0))
-    add("--targets", metavar="NAMES")
-    add("--batch-sizes", nargs="+", **_count([1, 4]))
-    add("--noise", nargs="+", **_number("S", _NOISE))
+    add("--noise", nargs="+", **_number("S", _NOISE, [0.0, 0.3, 1.0, 3.0]))
     add("--relative", action=argparse.BooleanOptionalAction, default=True)
     add("--lengths", nargs="+", **_count([32]))
     add("--texts", **_count(4))
-    add("--attack", nargs="+", choices=INVERT_ATTACKS + GRADIENT_ATTACKS)
+    add("--attack", nargs="+", choices=INVERT_ATTACKS)
     add("--steps", **_count(1000))
     add("--budget-seconds", **_number("X", _DURATION, 60.0))
     add("--bos", **_count(None, 0))
@@ -392,36 +379,6 @@ def records(add: Add) -> None:
     add("--out", **_path("FILE"))
 
 
-def inspect(add: Add) -> None:
-    """Whether a client was sent crafted adapter values: look before training on them.
-
-    Asks rules of a LoRA or bottleneck adapter: alone, against the base, the agreed start and the
-    round before. Exits with status 3 where something was found.
-
-    Options:
-        received: the adapter that was sent: a folder of PEFT, or a file in safetensors.
-        base: the frozen model: a folder or a name on the hub.
-        start: the adapter as the agreed config makes it, in one of the same forms. What is zero
-            there must be zero in the first round.
-        shared_seed: all numbers of --start are what every client starts with.
-        first: this is the federation's first round.
-        previous: the adapter that was sent in the round before. Leave it out where honest rows jump
-            too: under SGD, a server that does more than take a mean, and after a missed round.
-        own_update: the adapter that this client returned in that round.
-        text: text like the federation's: {sources}.
-        column: the column of --text that holds the text.
-    """
-    add("received", metavar="RECEIVED", type=Path)
-    add("--base", metavar="NAME")
-    add("--start", **_path("PATH"))
-    add("--shared-seed", action="store_true")
-    add("--first", action="store_true")
-    add("--previous", **_path("PATH"))
-    add("--own-update", **_path("PATH"))
-    add("--text", metavar="SOURCE")
-    add("--column", metavar="NAME")
-
-
 def federate(add: Add) -> None:
     """Train a federation, and see what each client's update and their sum leak.
 
@@ -494,16 +451,16 @@ def federate(add: Add) -> None:
 
 
 def report(add: Add) -> None:
-    """Write what runs showed: a page for people, JSON, an entry for a registry.
+    """Write what runs showed: a page for people, and JSON.
 
     Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), and writes
-    report.html, report.json and, where there was differential privacy, report.yaml.
+    report.html and report.json.
 
     Options:
         runs: folder of logs.
         out: folder of the report (default: the first RUN's).
-        about: facts that no log holds, in tables named as the registry's sections (default:
-            report.toml in --out, where there is one).
+        about: how the model is released, which no log holds (default: report.toml in --out, where
+            there is one).
         model_card: print a block of Markdown for a model card, and write no report. With --out,
             the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.

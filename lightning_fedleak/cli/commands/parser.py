@@ -14,7 +14,7 @@ from lightning_fedleak.cli.commands import options
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     options.records,
-    *(options.inspect, options.federate, options.sweep, options.report, options.compare),
+    *(options.federate, options.sweep, options.report, options.compare),
     *(options.verify, options.replay, options.sign, options.fit),
 )
 

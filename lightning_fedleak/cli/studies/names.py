@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 GAME_ATTACKS = ("fc", "fc-full", "attention", "trained", "trained-full", "gradient", "subspace")
 INVERT_ATTACKS = ("prefix", "sweeps", "descent", "paper", "relaxation")
-GRADIENT_ATTACKS = ("subspace", "dlg", "tag", "lamp")
 SWEEP_ATTACKS = ("flatchat", "aligned_flatchat", "fc", "attention", "prefix", "descent")
 
 

@@ -30,6 +30,7 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import (
     NO_CONTROLS,
     NoNonMembers,
+    NoRows,
     Part,
     Pool,
     collect,
@@ -176,13 +177,14 @@ class MemorizationChannel(Channel):
             start = time.perf_counter()
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
-        why = self._refusal
+        why, lack = self._refusal, ""
         if not why and self._pool is not None:
-            why = self._pool.lack(part_of(attack))
+            lack = self._pool.lack(part_of(attack))
             if isinstance(attack, Extraction) and self.run.anatomy.kind != "causal":
                 why = f"a {self.run.anatomy.kind} model writes no text"
-        if why:
-            raise ValueError(f"attack '{attack.name}' finds nobody to compare: {why}")
+        if why or lack:
+            kind = ValueError if why else NoRows
+            raise kind(f"attack '{attack.name}' finds nobody to compare: {why or lack}")
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.

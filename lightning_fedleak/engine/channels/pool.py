@@ -55,6 +55,10 @@ class NoNonMembers(ValueError):
     """Nobody can be compared; the message says which argument would change that."""
 
 
+class NoRows(ValueError):
+    """The data has no rows of the kind that an attack compares."""
+
+
 @dataclass
 class Pool:
     """The texts that the model is asked about.
@@ -123,13 +127,22 @@ class Pool:
         """Return why no text of a part is compared; empty where one is."""
         if part == "prompts" and self.way == "given":
             return "prompts of others= may be of another law: leave rows out (leave_out)"
-        if bool(self._sides(part)[1].any()):
+        compared, whole = self._sides(part)
+        if not bool(whole.any()):
+            return {
+                "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
+                "short": "no row has 1 to 7 label tokens",
+                "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
+            }[part]
+        sides = compared & self.trains, compared & ~self.trains
+        if (
+            part == "long"
+            or self.way == "not yet seen"
+            or all(s.sum() >= LEAST_TEXTS for s in sides)
+        ):
             return ""
-        return {
-            "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
-            "short": "no row has 1 to 7 label tokens",
-            "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
-        }[part]
+        rows = {"short": "rows of 1 to 7 label tokens", "prompts": "rows with a prompt"}[part]
+        return f"of the {rows} fewer than {LEAST_TEXTS} were trained on, or were not: add such rows"
 
     @property
     def seen_in_checkpoints(self) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.engine.channels.base import Channel, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.pool import NoRows
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
 from lightning_fedleak.engine.record import RunRecord, accounting
@@ -81,22 +82,7 @@ class WeightLooks:
         """
         self._check_private()
         for channel in self._channels:
-            for attack in channel.attacks:
-                try:
-                    channel.meet_data(attack)
-                except ValueError as error:
-                    if not choosing:
-                        raise
-                    self.refused[attack.name] = in_short(attack.name, str(error))
-            exclude(channel, self.refused.keys())
-            if channel.attacks:
-                try:
-                    channel.ask_base()
-                except UnusableObservation as error:
-                    if not choosing:
-                        raise ValueError(str(error)) from error
-                    self.refused |= {attack.name: str(error) for attack in channel.attacks}
-                    exclude(channel, self.refused.keys())
+            self._begin(channel, choosing)
         silent = [
             f"not played on the trained weights: {names} ({why})"
             for why in dict.fromkeys(self.refused.values())
@@ -109,6 +95,30 @@ class WeightLooks:
         ]
         asked = [channel.describe() for channel in self._channels if channel.attacks]
         return silent + [f"the trained weights are asked about {words}" for words in asked]
+
+    def _begin(self, channel: MemorizationChannel, choosing: bool) -> None:
+        """Let a channel find out whom it compares, and ask the base; leave out what it cannot."""
+        absent = set[str]()  # of no kind of row that the data has: there is nothing to say
+        for attack in channel.attacks:
+            try:
+                channel.meet_data(attack)
+            except ValueError as error:
+                if not choosing:
+                    raise
+                if isinstance(error, NoRows):
+                    absent.add(attack.name)
+                else:
+                    self.refused[attack.name] = in_short(attack.name, str(error))
+        exclude(channel, self.refused.keys() | absent)
+        if not channel.attacks:
+            return
+        try:
+            channel.ask_base()
+        except UnusableObservation as error:
+            if not choosing:
+                raise ValueError(str(error)) from error
+            self.refused |= {attack.name: str(error) for attack in channel.attacks}
+            exclude(channel, self.refused.keys())
 
     def _check_private(self) -> None:
         """Refuse callbacks that stop or choose by private texts, which no epsilon covers."""

@@ -262,7 +262,7 @@ def extraction_values(
         look: counted from 1.
         alpha: probability of error over all looks together.
     """
-    inside, others = guess.asked & members, guess.asked & ~members
+    inside, others = guess.has_run & members, guess.has_run & ~members
     n_others = int(others.sum())
     tiers = tiers_of(torch.ones_like(inside, dtype=torch.long) if times is None else times, inside)
     spent = spent_at(look, alpha) / len(tiers)
@@ -356,7 +356,7 @@ def canary_values(
     exposure = Rate(cap - math.log2(above + 1), -math.log2(share.high), highest)
     return {
         **membership_values(scores[pool], members[pool], look=look, alpha=alpha),
-        **extraction_values(replace(guess, asked=pool), attack, members, look=look, alpha=alpha),
+        **extraction_values(replace(guess, has_run=pool), attack, members, look=look, alpha=alpha),
         **flat({"exposure": exposure}),
         "exposure_cap": cap,
         "exposure_capped": float((planted > controls.max()).double().mean()),

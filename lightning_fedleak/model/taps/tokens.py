@@ -12,12 +12,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
@@ -298,7 +299,9 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return numbers
 
 
-MOST_ROWS = 128  # candidates of one forward: each holds a copy of the context's cache
+MOST_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
+Prefix = tuple[int, ...]
+"""Token ids that begin a candidate, without its last one."""
 
 
 def candidate_log_probs(
@@ -306,8 +309,10 @@ def candidate_log_probs(
 ) -> tuple[Tensor, bool]:
     """Return the log probability of each candidate after a context, in eval mode, without a trace.
 
-    The context runs once, and its keys and values are copied for the candidates. A model that keeps
-    no such cache runs it with each candidate. Within
+    The context runs once. What candidates begin with alike runs once, too: a forward holds the
+    prefixes of many side by side, each of which attends to the context and to its own beginning
+    (tree attention: Miao et al. 2024, SpecInfer). A model that takes no such mask, or whose logits
+    are others with it, runs the context with each candidate. Within
     :func:`~lightning_fedleak.model.model_runs.undisturbed` many calls cost no more than their
     forwards.
 
@@ -320,32 +325,49 @@ def candidate_log_probs(
         (C,) sums over each candidate's tokens, in nats, and whether greedy decoding writes the
         first candidate.
     """
-    device = anatomy.device
-    log_probs = torch.zeros(len(candidates))
-    context = context.to(device)[None]
+    context = context.to(anatomy.device)[None]
+    words = [tuple(one.tolist()) for one in candidates]
+    log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         first, cache = _run_context(anatomy, model, context)
-        greedy = int(first.argmax()) == int(candidates[0][0])
-        words = [one.tolist() for one in candidates]
-        # By content: where a candidate stands in a forward, and so rounding, says nothing of it.
-        order = sorted(range(len(words)), key=lambda row: (len(words[row]), words[row]))
-        for length, same in groupby(order, key=lambda row: len(words[row])):
-            group = [*same]
-            most = max(1, min(MOST_ROWS, LOGITS_OF_FORWARD // (length * anatomy.vocab_size)))
-            for rows in (group[n : n + most] for n in range(0, len(group), most)):
-                ids = torch.stack([candidates[row] for row in rows]).to(device)
-                sums = first.log_softmax(0)[ids[:, 0]]
-                if length > 1:
-                    logits = _run_candidates(model, context, cache, ids[:, :-1])
-                    for row, (scores, tokens) in enumerate(zip(logits, ids[:, 1:], strict=True)):
-                        scores = scores.float()  # a row at a time fits a CPU's cache
-                        targets = scores.gather(1, tokens[:, None])[:, 0]
-                        sums[row] += (targets - scores.logsumexp(1)).sum()
-                    if 0 in rows:
-                        row = rows.index(0)
-                        greedy = greedy and torch.equal(logits[row].argmax(1), ids[row, 1:])
-                log_probs[rows] = sums.cpu()
+        is_tree = cache is not None
+        for part, (rows, prefixes) in enumerate(
+            _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size)
+        ):
+            logits = _run_tree(model, context.shape[1], cache, prefixes) if is_tree else None
+            if logits and part == 0:
+                [whole] = _run_whole(anatomy, model, context, prefixes[-1:])
+                is_tree = _agree(logits[-1], whole)
+            if logits is None or not is_tree:
+                logits, is_tree = _run_whole(anatomy, model, context, prefixes), False
+            behind = dict(zip([(), *prefixes], [first, *logits], strict=True))
+            totals = {prefix: scores.float().logsumexp(0) for prefix, scores in behind.items()}
+            for row in rows:
+                word = words[row]
+                steps = [behind[word[:n]][token] - totals[word[:n]] for n, token in enumerate(word)]
+                log_probs[row] = torch.stack(steps).float().sum()
+            if 0 in rows:
+                greedy = all(
+                    int(behind[words[0][:n]].argmax()) == t for n, t in enumerate(words[0])
+                )
     return log_probs, greedy
+
+
+def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list[Prefix]]]:
+    """Yield the rows of some candidates each, and all that they begin with, in order.
+
+    The order is that of their content: where a candidate stands in a forward, and so rounding, says
+    nothing of which one it is.
+    """
+    rows, prefixes = list[int](), set[Prefix]()
+    for row in sorted(range(len(words)), key=words.__getitem__):
+        own = {words[row][:n] for n in range(1, len(words[row]))}
+        if rows and len(prefixes | own) > min(MOST_NODES, most):
+            yield rows, sorted(prefixes)
+            rows, prefixes = [], set()
+        rows.append(row)
+        prefixes |= own
+    yield rows, sorted(prefixes)
 
 
 def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[Tensor, object]:
@@ -354,14 +376,58 @@ def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[T
     output = model(input_ids=context, **({"use_cache": True} if keeps else {}))
     cache = getattr(output, "past_key_values", None) if keeps else None
     logits = model_runs.logits_in(output)[0, -1].float()
-    return logits, cache if hasattr(cache, "batch_repeat_interleave") else None
+    return logits, cache
 
 
-def _run_candidates(model: nn.Module, context: Tensor, cache: object, ids: Tensor) -> Tensor:
-    """Return (C, k, V) the logits behind each of the first k tokens of C candidates."""
-    if cache is None:
-        whole = torch.cat([context.expand(len(ids), -1), ids], 1)
-        return model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :]
-    copied = copy.deepcopy(cache)
-    copied.batch_repeat_interleave(len(ids))  # type: ignore[attr-defined]
-    return model_runs.logits_in(model(input_ids=ids, past_key_values=copied, use_cache=True))
+def _run_tree(
+    model: nn.Module, context: int, cache: object, prefixes: Sequence[Prefix]
+) -> list[Tensor] | None:
+    """Return (V,) the logits behind each prefix; None where the model takes no such forward."""
+    if not prefixes:
+        return []
+    place = {prefix: n for n, prefix in enumerate(prefixes)}
+    sees = torch.eye(len(prefixes), dtype=torch.bool)
+    for n, prefix in enumerate(prefixes):
+        if len(prefix) > 1:
+            sees[n] |= sees[place[prefix[:-1]]]
+    sees = torch.cat([sees.new_ones(len(prefixes), context), sees], 1)
+    example = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    mask = torch.zeros(sees.shape, dtype=example.dtype)
+    mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+    try:
+        output = model(
+            input_ids=torch.tensor([[p[-1] for p in prefixes]], device=example.device),
+            attention_mask=mask.to(example.device)[None, None],
+            position_ids=torch.tensor(
+                [[context - 1 + len(p) for p in prefixes]], device=example.device
+            ),
+            past_key_values=copy.deepcopy(cache),
+            use_cache=True,
+        )
+    except Exception:  # another form of mask, or no positions: it is run otherwise
+        return None
+    return [*model_runs.logits_in(output)[0]]
+
+
+def _agree(logits: Tensor, others: Tensor) -> bool:
+    """Return whether two logits (V,) differ by rounding alone: 3% in 16 bits, 0.1% in 32."""
+    one, two = (part.float() - part.float().mean() for part in (logits, others))
+    return bool((one - two).norm() <= (0.03 if logits.element_size() < 4 else 1e-3) * two.norm())
+
+
+def _run_whole(
+    anatomy: Anatomy, model: nn.Module, context: Tensor, prefixes: Sequence[Prefix]
+) -> list[Tensor]:
+    """Return (V,) the logits behind each prefix, run with the context before it."""
+    leaves = [one for one, two in pairwise([*prefixes, ()]) if two[: len(one)] != one]
+    width = max(map(len, leaves), default=0)
+    at_once = max(1, LOGITS_OF_FORWARD // ((context.shape[1] + width) * anatomy.vocab_size))
+    logits = dict[Prefix, Tensor]()
+    for some in (leaves[n : n + at_once] for n in range(0, len(leaves), at_once)):
+        ids = pad_sequence([context.new_tensor(one) for one in some], batch_first=True)
+        whole = torch.cat([context.expand(len(ids), -1), ids], 1)  # nothing sees what is behind it
+        for leaf, scores in zip(
+            some, model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :], strict=True
+        ):
+            logits |= {leaf[: n + 1]: scores[n] for n in range(len(leaf))}
+    return [logits[prefix] for prefix in prefixes]

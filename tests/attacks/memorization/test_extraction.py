@@ -99,6 +99,6 @@ def test_a_run_does_not_cross_what_is_no_label(model: GPT2LMHeadModel) -> None:
     labels = ids.clone()
     labels[10] = -100
     guess = Extraction(tokens=10).run(released_by(model, [Text(ids, labels), Text(ids, ids)]))
-    assert guess.asked.tolist() == [False, True]
+    assert guess.has_run.tolist() == [False, True]
     assert math.isnan(float(guess.log_probs[0]))
     assert not guess.greedy[0]

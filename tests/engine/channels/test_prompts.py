@@ -110,3 +110,16 @@ def test_the_lineup_says_by_what_prompts_are_asked_about(
         assert re.search(
             rf"The prompts of \d+, .* are asked about by {re.escape(words)}", caplog.text
         )
+
+
+def test_auto_asks_about_prompts_and_not_about_short_rows_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    data, _ = leave_out(rows(), 150, seed=1)
+    settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3))
+    monitor = LeakageMonitor(folder=tmp_path, settings=settings)
+    fit([monitor], data=data, max_epochs=1)
+    assert "leakage/prompt_ratio/auc" in monitor.latest
+    log = (tmp_path / "leakage.jsonl").read_text()
+    assert "prompt_ratio" in log
+    assert "loss_ratio_short" not in log

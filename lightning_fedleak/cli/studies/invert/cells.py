@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak import attacks
-from lightning_fedleak.attacks import InversionAttack, TextAttack
+from lightning_fedleak.attacks import InversionAttack
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
@@ -34,13 +33,12 @@ MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a f
 
 @dataclass(frozen=True)
 class Noise:
-    """Gaussian noise on what a client shares.
+    """Gaussian noise on the hidden states that a client sends.
 
     Attributes:
         sigma: standard deviation.
-        relative: whether it counts in a unit of what is shared: for hidden states in the standard
-            deviations that the d dimensions have over the B * L states, for gradients in the root
-            mean square of all entries. Else it is absolute, as in the paper.
+        relative: whether it counts in the standard deviations that the d dimensions have over the
+            B * L states. Else it is absolute, as in the paper.
         seed: of the draw, which is the same for every sigma.
     """
 
@@ -112,15 +110,14 @@ def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> Ut
 ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
 
 
-A = TypeVar("A", bound=TextAttack)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One attack on texts of one length with one noise level.
+    """One attack on texts of one length, sent through one split with one noise level.
 
     Attributes:
         attack: its name.
+        layer: the split.
+        blocks: of the whole model.
         length: tokens of each text.
         sigma: of the noise.
         relative: whether in a unit of what is shared, see :class:`Noise`.
@@ -132,9 +129,13 @@ class Cell:
         budget_seconds: wall time that the attack was given; None for no bound.
         finished: False where the time budget cut anything off.
         problem: what went wrong, or None.
+        utility: of a causal model from the noised states; None where it could not be measured.
+        steps: gradient steps per text, or None.
     """
 
     attack: str
+    layer: int
+    blocks: int
     length: int
     sigma: float
     relative: bool
@@ -145,21 +146,6 @@ class Cell:
     budget_seconds: float | None = None
     finished: bool = True
     problem: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCell(Cell):
-    """An attack on the texts of one length, sent through one split.
-
-    Attributes:
-        layer: the split.
-        blocks: of the whole model.
-        utility: of a causal model from the noised states; None where it could not be measured.
-        steps: gradient steps per text, or None.
-    """
-
-    layer: int
-    blocks: int
     utility: Utility | None = None
     steps: float | None = None
 
@@ -173,7 +159,7 @@ def run_cells(
     *,
     texts: int,
     announce: Callable[[str], None] = lambda _: None,
-) -> Iterator[ActivationCell]:
+) -> Iterator[Cell]:
     """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
 
     The first ``texts`` of the rows are attacked, all of them measure the utility, with noise of the
@@ -193,7 +179,7 @@ def run_cells(
         useful: dict[tuple[int, Noise], Utility | str | None] = {}
         for name, make in attacks:
             announce(f"preparing {name}@{layer}")
-            attack = prepared(partial(make, layer), anatomy)
+            attack = _prepared(make, layer, anatomy)
             for length, ids in rows.items():
                 for noise in noises:
                     if (length, noise) not in useful:
@@ -201,10 +187,10 @@ def run_cells(
                         try:
                             useful[length, noise] = utility(anatomy, layer, ids, noise)
                         except Exception as error:
-                            useful[length, noise] = f"utility: {describe(error)}"
+                            useful[length, noise] = f"utility: {_describe(error)}"
                     announce(f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}")
                     task = useful[length, noise]
-                    cell = ActivationCell(
+                    cell = Cell(
                         attack=name,
                         layer=layer,
                         blocks=len(anatomy.blocks),
@@ -218,10 +204,12 @@ def run_cells(
                     yield _attacked(cell, attack, anatomy, ids, noise)
 
 
-def prepared(make: Callable[[], A], anatomy: Anatomy) -> A | Exception:
+def _prepared(
+    make: Callable[[int], InversionAttack], layer: int, anatomy: Anatomy
+) -> InversionAttack | Exception:
     """Return a new attack, prepared, or the error where one came."""
     try:
-        attack = make()
+        attack = make(layer)
         attack.prepare(anatomy)
     except Exception as error:
         return error
@@ -229,12 +217,12 @@ def prepared(make: Callable[[], A], anatomy: Anatomy) -> A | Exception:
 
 
 def _attacked(
-    cell: ActivationCell,
+    cell: Cell,
     attack: InversionAttack | Exception,
     anatomy: Anatomy,
     ids: Tensor,
     noise: Noise,
-) -> ActivationCell:
+) -> Cell:
     """Return the cell with the results of the attack."""
     try:
         if isinstance(attack, Exception):
@@ -248,7 +236,7 @@ def _attacked(
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
         scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= ROUGE_UP_TO)
     except Exception as error:
-        problems = [p for p in (cell.problem, describe(error)) if p]
+        problems = [p for p in (cell.problem, _describe(error)) if p]
         return replace(cell, problem="; ".join(problems), finished=False)
     steps = getattr(guess, "steps", None)
     return replace(
@@ -261,7 +249,7 @@ def _attacked(
     )
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Return the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
 

@@ -162,11 +162,10 @@ class Keeper:
         saved = root.state_dict()
         return {name: one for name, one in root.named_buffers() if name in saved}
 
-    def is_before(self, batch: Any = None) -> bool:
-        """Return whether a replay has not come to its step, of which a given batch is not."""
-        kept = self._evidence.kept
-        is_before = bool(kept) and self._run.step != kept["step"]
-        return is_before and (batch is None or digest_of(batch) != kept["batch"])
+    def is_before(self) -> bool:
+        """Return whether a replay has not come to its step."""
+        kept, run = self._evidence.kept, self._run
+        return bool(kept) and run.step != kept["step"] and run.position != kept["position"]
 
     def _is_chosen(self, step: int) -> bool:
         if self.seed is None:
@@ -187,7 +186,7 @@ class Keeper:
         self._batches, self._losses = [digest_of(batch)], []
         kept, run = self._evidence.kept, self._run
         try:
-            if kept and run.reaches(kept["step"], same_batch=self._batches[0] == kept["batch"]):
+            if kept and run.reaches(kept["step"], kept["position"]):
                 self._put_back(kept)
                 fit.controls.restore(kept["controls"])
                 self._key, self._line = bytes.fromhex(kept["key"]), records.KeptLine(run="", step=0)
@@ -210,7 +209,7 @@ class Keeper:
         state = {
             "step": run.step,
             "key": self._key.hex(),  # which also hides what the file's hash is of
-            "batch": self._batches[0],
+            "position": run.position,
             "weights": self._trained() | self._buffers(),
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
             "random": _random_states(),

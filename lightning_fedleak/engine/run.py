@@ -123,9 +123,14 @@ class Run(ABC):
         """Return the number of optimizer steps, or of rounds, that are over."""
         return 0
 
-    def reaches(self, step: int, *, same_batch: bool) -> bool:
-        """Return whether a replay is at its step; ``same_batch``: the batch is that step's."""
-        return self.step == step
+    @property
+    def position(self) -> int:
+        """Return what a replay finds its step by: the step, or in a loop the batches so far."""
+        return self.step
+
+    def reaches(self, step: int, position: int) -> bool:
+        """Return whether a replay is at the position of a step."""
+        return self.position == position
 
     @property
     def optimizer_step(self) -> int:

@@ -176,10 +176,16 @@ class LoopRun(Run):
         """Return the optimizer steps so far, skipped ones included."""
         return self.loop.steps
 
-    def reaches(self, step: int, *, same_batch: bool) -> bool:
-        """Return whether the batch is that of the step, which a loop may go to at once."""
-        self.loop.steps = step if same_batch else self.loop.steps
-        return same_batch
+    @property
+    def position(self) -> int:
+        """Return the number of batches so far."""
+        return self.loop.batches
+
+    def reaches(self, step: int, position: int) -> bool:
+        """Return whether a replay is at the position of a step, and count on from it."""
+        is_there = self.position == position
+        self.loop.steps = step if is_there else self.loop.steps
+        return is_there
 
     @property
     def training_loader(self) -> object:

@@ -188,9 +188,10 @@ class TransformersRun(LoopRun):
 
     watcher: ClassVar[str] = "LeakageCallback"
 
-    def reaches(self, step: int, *, same_batch: bool) -> bool:
-        """Return whether a replay is at its step, as the Trainer counts."""
-        return self.step == step
+    @property
+    def position(self) -> int:
+        """Return the step, as the Trainer counts."""
+        return self.step
 
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense

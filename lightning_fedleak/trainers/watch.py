@@ -354,10 +354,11 @@ class Watch(Reported):
         self.batch_ends()
         self._inside = False
 
-    def skips(self, batch: Any) -> bool:
-        """Return whether ``fedleak replay`` needs no training on a batch; else False."""
-        keeper = self.engine.keeper
-        return keeper is not None and keeper.is_before(batch)
+    def skips(self) -> bool:
+        """Return whether ``fedleak replay`` needs no training on the next batch; else False."""
+        skips = self.engine.is_before_replay
+        self.loop.batches += skips
+        return skips
 
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -100,6 +100,39 @@ def load_private(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"it holds no tensors: {error}") from error
+
+
+def save_state(path: Path, state: object) -> None:
+    """Write a state of plain values and tensors to a file of mode 0600, whole or not at all."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_packed(state, tensors))
+    save_private(path, tensors, {"state": text})
+
+
+def load_state(path: Path) -> Any:
+    """Return the state that :func:`save_state` wrote to a file."""
+    with safe_open(path, "pt") as file:
+
+        def unpacked(value: Any) -> Any:
+            if isinstance(value, dict) and "tensor" in value:
+                return file.get_tensor(value["tensor"])
+            if isinstance(value, dict):
+                return {name: unpacked(one) for name, one in value["items"]}
+            return [unpacked(one) for one in value] if isinstance(value, list) else value
+
+        return unpacked(json.loads(file.metadata()["state"]))
+
+
+def _packed(value: object, tensors: dict[str, Tensor]) -> object:
+    """Return a state in JSON's types, with its tensors put aside."""
+    if isinstance(value, Tensor):
+        tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(value, Mapping):
+        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(one, tensors) for one in value]
+    return value
 
 
 def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = False) -> None:

@@ -241,6 +241,14 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
         self.engine.training_begins()
+        if self.engine.is_before_replay and pl_module.automatic_optimization:
+            train = pl_module.training_step
+
+            def training_step(*arguments: Any, **more: Any) -> Any:
+                return None if self.engine.is_before_replay else train(*arguments, **more)
+
+            pl_module.training_step = training_step  # type: ignore[method-assign]
+            self._removers.append(partial(setattr, pl_module, "training_step", train))
         for optimizer in map(real_optimizer, trainer.optimizers):
             if optimizer not in trainer.optimizers:  # it knows itself whether it skips the step
                 steps = partial(self.engine.optimizer_steps, optimizer)

@@ -111,8 +111,11 @@ def _run(options: argparse.Namespace) -> int:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command = importlib.import_module(f"lightning_fedleak.cli.commands.{options.command}")
-    status: int = command.run(options)
+    name, run = options.command, "run"
+    if name in ("verify", "sign", "replay"):  # of one module
+        name, run = "evidence", name
+    command = importlib.import_module(f"lightning_fedleak.cli.commands.{name}")
+    status: int = getattr(command, run)(options)
     return status
 
 

@@ -6,6 +6,8 @@ It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. Integra
 from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.engine.channels import Channel as Channel
 from lightning_fedleak.engine.channels.base import family_of as family_of
+from lightning_fedleak.engine.evidence import Evidence as Evidence
+from lightning_fedleak.engine.evidence import StepRepeated as StepRepeated
 from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine.gates import announce as announce
@@ -16,6 +18,7 @@ from lightning_fedleak.engine.lifecycle import Engine as Engine
 from lightning_fedleak.engine.log import Destination as Destination
 from lightning_fedleak.engine.log import chosen_metrics as chosen_metrics
 from lightning_fedleak.engine.log import to_dataframe as to_dataframe
+from lightning_fedleak.engine.loggers import BoardLogger as BoardLogger
 from lightning_fedleak.engine.options import Games as Games
 from lightning_fedleak.engine.options import Memorization as Memorization
 from lightning_fedleak.engine.options import Options as Options
@@ -37,7 +40,6 @@ from lightning_fedleak.engine.run import Run as Run
 from lightning_fedleak.engine.run import StageReached as StageReached
 from lightning_fedleak.engine.run import contained as contained
 from lightning_fedleak.engine.run import reason as reason
-from lightning_fedleak.engine.tensorboard import BoardLogger as BoardLogger
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold
 from lightning_fedleak.engine.threshold import decision_of as decision_of

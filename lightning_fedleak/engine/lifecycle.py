@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import log, loggers, record
+from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, exclude, find_entities, results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
+from lightning_fedleak.engine.evidence import Keeper, StepRepeated
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
+from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
-from lightning_fedleak.engine.tensorboard import Cards, add_settings
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.snapshots import GradientSnapshot
 from lightning_fedleak.report import records
@@ -151,6 +153,8 @@ class Engine(StepEngine):
         attacks, options = self.selection.attacks, self.options
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
+        if options.evidence is not None:
+            self.load_state_dict(options.evidence.kept.get("engine", {}))
         self._refused = {}
         find_entities(options, run)  # also where attacks that cannot be are left out
         for channel in (channel for channel in self.channels if channel.attacks):
@@ -172,6 +176,8 @@ class Engine(StepEngine):
             ValueError: an attack does not fit the model or the run.
         """
         options, folder = self.options, destination.folder
+        if options.evidence is not None:
+            options.evidence.check(run, folder)
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
         reveal = log.RevealFiles(folder, run.rank, options.tokenizer)
@@ -199,6 +205,8 @@ class Engine(StepEngine):
             path, self.jsonl.run, report.warn_once, defenses
         )
         self.record.note_rows(run)
+        if options.evidence is not None:
+            self.keeper = Keeper(options.evidence, run, self.record, self._state)
         facts = record.facts_of(
             run,
             lineup,
@@ -218,6 +226,7 @@ class Engine(StepEngine):
                 fit=destination.fit or uuid.uuid4().hex,
                 next_look=run.step if run.unit == "step" and self._fit.series else None,
                 weights=self.record.weights_of(run),
+                evidence=None if self.keeper is None else self.keeper.facts,
             )
         )
         self._tell_loggers(destination, lineup)
@@ -235,8 +244,8 @@ class Engine(StepEngine):
         }
         worst = [f"{WORST}/{family}" for family in self.results.families]
         try:
-            loggers.log_settings(destination.loggers, settings, worst)
-            add_settings(destination.boards, {**destination.settings, loggers.KEY: settings}, worst)
+            log_settings(destination.loggers, settings, worst)
+            add_settings(destination.boards, {**destination.settings, KEY: settings}, worst)
         except Exception as error:
             assert self.report is not None
             self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
@@ -267,7 +276,7 @@ class Engine(StepEngine):
     def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
         """Prepare looks at the weights, and return the other channels with their series."""
         weights = WeightLooks(run, self.channels, self.series, folder)
-        self.weights = weights if weights.attacks else None
+        self.weights = weights if weights.attacks and not self.is_replay else None
         series = {s: c for s, c in self.series.items() if not c.at_weights}
         return [c for c in self.channels if c.attacks and not c.at_weights], series
 
@@ -319,7 +328,9 @@ class Engine(StepEngine):
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps)
-        if run.unit == "step" and self._fit.series:
+        if self.is_replay:
+            cadence.next_step = sys.maxsize  # the kept step alone is looked at
+        elif run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}")
         self._names = self.results.names(self.results.playing)
@@ -458,6 +469,8 @@ class Engine(StepEngine):
         if not self._end_batch(trained=trained) and self.fit is not None:
             self.fit.drop_look()
         self._conclude(earlier)
+        if self.keeper is not None and self.keeper.batch_ends() and self.is_replay:
+            raise StepRepeated
         self._look_at_weights()
         self._conclude(None)
 
@@ -540,7 +553,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        self.record.ends(self._fit.run, how)
+        self.record.ends(self._fit.run, how, None if self.keeper is None else self.keeper.end())
         if self.report is not None:
             self.report.ends(self.first_step)
         return self.record
@@ -560,7 +573,7 @@ class Engine(StepEngine):
             with suppress(Exception):  # which warnings may be made
                 rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
         self._forget_listeners()
-        self.fit = self.report = self.record = self.weights = None
+        self.fit = self.report = self.record = self.weights = self.keeper = None
 
     def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
@@ -571,13 +584,13 @@ class Engine(StepEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""
+        if self.record is not None and self.fit is not None:
+            self.record.add_checkpoint(self.fit.run)
         return self._state() or {}
 
     @contained
     def _state(self) -> dict[str, Any]:
         states = [channel.state_dict() for channel in self.channels]
-        if self.record is not None and self.fit is not None:
-            self.record.add_checkpoint(self.fit.run)
         return {
             **self.results.state_dict(),
             "fit": self._summary(),

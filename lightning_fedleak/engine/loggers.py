@@ -1,16 +1,211 @@
 """What loggers get beside numbers: a run's settings, its highest leakage, and the report.
 
-Loggers are known by the names of their classes, so that none has to be installed.
+Loggers are known by the names of their classes, so that none has to be installed. TensorBoard also
+has cards that come first, a page of charts, and the newest look as text.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning_fedleak.engine.channels.base import Channel, gives_control
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.report.records.utility import is_validation
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FRONT = "1_leakage"
+"""Group of the cards that TensorBoard shows first: it sorts groups by name."""
+CARDS: Mapping[str, str] = {
+    "words": "words_f1",
+    "membership": "membership_auc",
+    "texts": "texts_accuracy",
+    "memorization": "trained_auc",
+}
+"""Names of the cards in :data:`FRONT`, by family."""
+GATE_RUN = "gate"
+"""Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
+_END = re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$")
 KEY = "fedleak"
 """Name of the settings among those that a logger has."""
+
+
+class Logger(Protocol):
+    """Takes numbers by name, as the loggers of a Trainer do."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number under its name."""
+
+
+class BoardLogger:
+    """A logger that writes to a TensorBoard run of its own.
+
+    Args:
+        folder: of the run.
+
+    Attributes:
+        writer: torch's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: SummaryWriter = SummaryWriter(str(folder))
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write each number as a scalar."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+
+class Cards:
+    """The cards that TensorBoard shows first: leakage by family, utility, epsilon, limits of gates.
+
+    Args:
+        series: the channel of each series that is shown, in the order of the logs.
+        privacy: names of what defences account for.
+        worst: names of the highest headlines.
+        utility: names of the user's metrics; the first one of a validation has a card.
+        limits: what gates allow, by the name of the value that they watch.
+    """
+
+    def __init__(
+        self,
+        series: Mapping[Series, Channel],
+        privacy: Sequence[str],
+        worst: Sequence[str],
+        utility: Sequence[str],
+        limits: Mapping[str, float],
+    ) -> None:
+        self._series, self._privacy = series, privacy
+        self._tags: dict[str, str] = {}
+        self._limits: dict[str, float] = {}
+        self._gates: dict[SummaryWriter, SummaryWriter] = {}
+        families = {name.rpartition("/")[2]: name for name in worst}
+        for family, card in CARDS.items():
+            if family not in families:
+                continue
+            tag = self._tags[families[family]] = f"{FRONT}/{card}"
+            headlines = {
+                f"{one.log_name}/{channel.headline}"
+                for one, channel in series.items()
+                if channel.family == family
+            }
+            allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
+            if allowed:
+                self._limits[tag] = min(allowed)
+        self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
+        self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
+        if len(privacy) == 1:
+            self._tags[privacy[0]] = f"{FRONT}/epsilon"
+
+    def add(self, board: SummaryWriter, values: Mapping[str, float], step: int) -> None:
+        """Write each value, its card if it has one, and the limit of the card's gate beside it."""
+        for name, value in values.items():
+            board.add_scalar(_tag(name), value, step)
+            if (card := self._tags.get(name)) is None:
+                continue
+            board.add_scalar(card, value, step)
+            folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
+            if card in self._limits and folder is not None:
+                if board not in self._gates:
+                    self._gates[board] = type(board)(str(Path(folder) / GATE_RUN))
+                self._gates[board].add_scalar(card, self._limits[card], step)
+                self._gates[board].flush()
+
+    def close(self) -> None:
+        """Close the runs of limits; the writers that were passed are the user's."""
+        for writer in self._gates.values():
+            writer.close()
+        self._gates.clear()
+
+    def add_page(self, boards: Sequence[SummaryWriter]) -> None:
+        """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
+
+        A chart names its lines by regular expressions: TensorBoard says nothing then of tags that
+        a run lacks.
+
+        Args:
+            boards: TensorBoard's writers.
+        """
+        families = "|".join(CARDS.values())
+        lines = {"leakage: the worst attack of each kind": [f"{FRONT}/({families})"]}
+        lines |= {f"utility: {name}": [f"{FRONT}/{re.escape(name)}"] for name in self._metrics}
+        lines |= {name: [re.escape(name)] for name in self._privacy}
+        for one, channel in self._series.items():
+            tag = f"{one.log_name}/{channel.headline_of(one)}"
+            ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
+            lines[f"{tag} and its 95% interval"] = [re.escape(tag), *ends]
+        lines["gates: 1 where one acted"] = ["gate/.*"]
+        if any(gives_control(channel, one.attack) for one, channel in self._series.items()):
+            lines["controls: what each attack reads of known words"] = ["leakage.*/control"]
+        page = {t: ["Multiline", [f"^{one}$" for one in tags]] for t, tags in lines.items()}
+        for board in boards:
+            board.add_custom_scalars({"leakage and utility": page})
+
+    def add_summary(
+        self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int
+    ) -> None:
+        """Write what the newest look read as a table of text, and what nobody tested."""
+        rows = []
+        for one, outcome in outcomes.items():
+            if (channel := self._series.get(one)) is None or outcome.pending is not None:
+                continue
+            headline = channel.headline_of(one)
+            rate = outcome.rates.get(headline) if outcome.unknown is None else None
+            value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
+            value = value if outcome.exposed else "not shared |"
+            rows.append(f"| {one.log_name} | {headline} | {value} | {outcome.n} |")
+        unread = {one for one, outcome in outcomes.items() if not outcome.exposed}
+        families = {c.family for one, c in self._series.items() if one not in unread}
+        untested = ", ".join(family for family in CARDS if family not in families) or "none"
+        head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
+        text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
+        for board in boards:
+            board.add_text("leakage/summary", text, step)
+
+
+def add_settings(
+    boards: Sequence[SummaryWriter], settings: Mapping[str, object], names: Sequence[str]
+) -> None:
+    """Put settings beside leakage in HPARAMS, which is empty there until a look has a value.
+
+    TensorBoard keeps the first table of a run: the user's settings have to be in it too.
+
+    Args:
+        boards: TensorBoard's writers.
+        settings: of the run, by name.
+        names: of the numbers beside them.
+    """
+    if not boards or importlib.util.find_spec("tensorboard") is None:
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    table = hparams(_flat(settings), dict.fromkeys(names, 0.0))  # type: ignore[no-untyped-call]
+    for board in boards:
+        for part in table:
+            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
+
+
+def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | int | float | str]:
+    """Return settings as TensorBoard takes them: one level, numbers and strings."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{root}{name}/")
+        else:
+            flat[f"{root}{name}"] = value if isinstance(value, bool | int | float) else str(value)
+    return flat
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a value: ends of intervals are grouped after all leakage."""
+    return _END.sub(r"\1_interval/\2", name)
 
 
 def log_settings(loggers: Sequence[Any], settings: Mapping[str, Any], worst: Sequence[str]) -> None:

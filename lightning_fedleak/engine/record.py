@@ -41,7 +41,7 @@ PACKAGES = (
 
 _OF_THIS_FIT = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
-    *("next_look", "weights"),
+    *("next_look", "weights", "evidence"),
 )
 """Fields of the first line that differ between fits of the same settings."""
 MOST_HASHED = 2**30
@@ -199,12 +199,13 @@ class RunRecord:
         if self._order is not None:
             self._order.close()
 
-    def ends(self, run: Run, outcome: str) -> None:
+    def ends(self, run: Run, outcome: str, seed: str | None = None) -> None:
         """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
 
         Args:
             run: the fit.
             outcome: ``"finished"``, or the class of what was raised.
+            seed: what drew the kept steps; None where none were drawn.
         """
         self.ended = True
         if self.planned is not None and self.planned < run.step:
@@ -227,6 +228,7 @@ class RunRecord:
                 results_head=head,
                 weights=weights,
                 row_order=self._row_order(run) if outcome == "finished" else None,
+                seed=seed,
             )
         )
 

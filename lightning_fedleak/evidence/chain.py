@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.report import ReportError
 from lightning_fedleak.report.records import (
     BEFORE,
     NOT_PLAYED,
@@ -51,10 +52,16 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         verdict: gets what is wrong.
 
     Raises:
-        OSError: the file cannot be read.
+        ReportError: the file cannot be read.
     """
     log = ChainedFile(path.name)
-    data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
+    try:
+        data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
+    except OSError as error:
+        raise ReportError(
+            f"'{path}' cannot be read ({error.strerror}): name the folder that holds {RESULTS} "
+            f"and {RECORD}"
+        ) from None
     unchained = 0
     for number, line in enumerate(split_lines(data), 1):
         content = _object_of(line)

@@ -7,7 +7,7 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,8 +62,8 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if fit.begin is None or again is None or again.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if obstacle := _obstacle(begin, other) or _other_start(fit, again):
-        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {obstacle}")
+    if why := obstacle(begin, other) or _other_start(fit, again):
+        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
         return ""
     steps, start = "", _repeated_from(fit, other)
     if start is not None:
@@ -72,9 +72,9 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
-    if _attacks(begin) == _attacks(other):
-        values |= _results(fit, first_apart)
-        repeated |= _results(again, first_apart)
+    if attacks_of(begin) == attacks_of(other):
+        values |= results_before(fit, first_apart)
+        repeated |= results_before(again, first_apart)
         if first_apart < math.inf:
             verdict.note(
                 f"leakage from step {first_apart} on is not compared: one run alone looked there"
@@ -87,10 +87,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
     blame = verdict.contradict if start is None else verdict.leave_open
-    if text := _different(values, repeated, place):
-        blame(f"run {fit.run}, {text}. Were seeds and rows the same?")
-    if text := _alone(values, repeated, first_apart):
-        verdict.leave_open(text)
+    compare_values(values, repeated, blame, verdict, first_apart)
     common = len(values.keys() & repeated.keys())
     return (
         f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
@@ -98,33 +95,39 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     )
 
 
-def _different(
-    values: Mapping[Value, object], repeated: Mapping[Value, object], place: Path
-) -> str:
-    """Return the first value that both have and that differs, in words; empty where none does."""
+def compare_values(
+    values: Mapping[Value, object],
+    repeated: Mapping[Value, object],
+    blame: Callable[[str], None],
+    verdict: Verdict,
+    first_apart: float = math.inf,
+) -> None:
+    """Name the first value that differs, and the first that one run alone has.
+
+    Args:
+        values: of the run.
+        repeated: of its repetition.
+        blame: is told of what differs.
+        verdict: gets what one of both has alone.
+        first_apart: step from which on one alone may have leakage and losses.
+    """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
-    return "".join(
-        f"step {step}: {', '.join(names)} is not what '{place}' gives; {len(different)} of "
-        f"{len(common)} values differ"
-        for step, names in different[:1]
-    )
-
-
-def _alone(
-    values: Mapping[Value, object], repeated: Mapping[Value, object], first_apart: float
-) -> str:
-    """Return the first value that one of both has alone, in words; empty where none does."""
+    for step, names in different[:1]:
+        blame(
+            f"step {step}: {', '.join(names)} is not what the repetition gives; {len(different)} "
+            f"of {len(common)} values differ"
+        )
     alone = [
         (step, names)
         for step, names in sorted(values.keys() ^ repeated.keys())
         if names[0] == "weights" or (names[0] not in (_INTERVAL, _SAVED) and step < first_apart)
     ]
-    return "".join(
-        f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are {len(alone)} "
-        "values"
-        for step, names in alone[:1]
-    )
+    for step, names in alone[:1]:
+        verdict.leave_open(
+            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
+            f"{len(alone)} values"
+        )
 
 
 def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
@@ -132,15 +135,15 @@ def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def _obstacle(begin: BeginLine, other: BeginLine) -> str:
-    """Return why two runs need not give the same, by their first lines; empty where they do."""
+def obstacle(begin: BeginLine, other: BeginLine) -> str:
+    """Return why two runs need not give the same, by facts of their first lines; empty: they do."""
     if begin.run == other.run:
         return "it is the same run"
     if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
     for facts in (_TRAINING, _PLATFORM):
-        if different := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
-            return f"different {' and '.join(different)}, see the first lines of {RECORD}"
+        if names := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
+            return f"different {' and '.join(names)}, see the first lines of {RECORD}"
     machine = begin.machine or {}
     if machine.get("device") != "cpu" and not machine.get("deterministic"):
         return "a GPU repeats itself only with torch.use_deterministic_algorithms(True)"
@@ -211,7 +214,7 @@ def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
     )
 
 
-def _attacks(begin: BeginLine) -> object:
+def attacks_of(begin: BeginLine) -> object:
     """Return the attacks and how they are run, but for when it looks."""
     monitor = begin.monitor
     if monitor is not None:
@@ -243,7 +246,7 @@ def _weights(fit: FitLog) -> dict[Value, object]:
     return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
-def _results(fit: FitLog, before: float) -> dict[Value, object]:
+def results_before(fit: FitLog, before: float) -> dict[Value, object]:
     """Return what attacks without a budget of time read before a step."""
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value

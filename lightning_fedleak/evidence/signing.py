@@ -47,15 +47,8 @@ def sign_run(run: Path, key: Path) -> Path:
     """
     private: Ed25519PrivateKey = _load_key(key, private=True)
     verdict = Verdict()
-    try:
-        logs = [read_chain(run / name, verdict) for name in (RECORD, RESULTS)]
-        files = {
-            n: (run / n).read_bytes() for n in (RECORD, RESULTS, *OTHERS) if (run / n).exists()
-        }
-    except OSError as error:
-        raise ReportError(
-            f"'{error.filename}' cannot be read ({error.strerror}): name the folder of a run's logs"
-        ) from None
+    logs = [read_chain(run / name, verdict) for name in (RECORD, RESULTS)]
+    files = {n: (run / n).read_bytes() for n in (RECORD, RESULTS, *OTHERS) if (run / n).exists()}
     if verdict.contradictions:
         raise ReportError(f"these logs are not signed: {verdict.contradictions[0]}")
     statement = {

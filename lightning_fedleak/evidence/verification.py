@@ -21,6 +21,7 @@ from lightning_fedleak.evidence.chain import (
     runs_below,
 )
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
+from lightning_fedleak.evidence.replay import check_kept
 from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret
@@ -93,7 +94,7 @@ def verify_run(
     verdict = Verdict()
     checked = ["order and completeness of the logs", "gates on attacks on what is shared"]
     not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
-    logs = {name: _read(run / name, verdict) for name in (RECORD, RESULTS)}
+    logs = {name: read_chain(run / name, verdict) for name in (RECORD, RESULTS)}
     check_closings(logs[RECORD], logs[RESULTS], verdict)
     if others := runs_below(run):
         verdict.leave_open(f"{others}: they are not checked; verify each")
@@ -110,6 +111,9 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
+    kept = [check_kept(fit, verdict) for fit in fits]
+    if any(kept):
+        checked.append("that the kept steps are those that were to be")
     if (run / REPORT).exists():
         _check_report(run / REPORT, run, fits, as_json, verdict)
         checked.append(REPORT)
@@ -133,7 +137,11 @@ def verify_run(
             checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
-    elif text := _compare_repetition(fits, repetition, verdict):
+    elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
+        verdict.leave_open(
+            f"'{repetition}' was not compared: its logs or the run's contradict themselves"
+        )
+    elif text := check_repetition(last, repetition, verdict):
         checked.append(text)
     return Verification(
         verdict,
@@ -142,27 +150,6 @@ def verify_run(
         checked,
         not_checked,
     )
-
-
-def _compare_repetition(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> str:
-    """Return what was compared, in words; nothing where logs contradict themselves."""
-    last = last_fit(fits)
-    if last is None or verify_run(place).verdict.contradictions:
-        verdict.leave_open(
-            f"'{place}' was not compared: its logs or the run's contradict themselves"
-        )
-        return ""
-    return check_repetition(last, place, verdict)
-
-
-def _read(path: Path, verdict: Verdict) -> ChainedFile:
-    try:
-        return read_chain(path, verdict)
-    except OSError as error:
-        raise ReportError(
-            f"'{path}' cannot be read ({error.strerror}): name the folder that holds {RESULTS} "
-            f"and {RECORD}"
-        ) from None
 
 
 # ---- looks and clients --------------------------------------------------------------------------

@@ -177,6 +177,17 @@ class LoopRun(Run):
         return self.loop.steps
 
     @property
+    def position(self) -> int:
+        """Return the number of batches so far."""
+        return self.loop.batches
+
+    def reaches(self, step: int, position: int) -> bool:
+        """Return whether a replay is at the position of a step, and count on from it."""
+        is_there = self.position == position
+        self.loop.steps = step if is_there else self.loop.steps
+        return is_there
+
+    @property
     def training_loader(self) -> object:
         """Return the loader of the training data."""
         return self.loop.loader

@@ -35,9 +35,9 @@ from lightning_fedleak.engine.loggers import keep_highest, upload_to_wandb
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
+from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
-from lightning_fedleak.trainers.state import load_state, save_state
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
@@ -188,6 +188,11 @@ class TransformersRun(LoopRun):
 
     watcher: ClassVar[str] = "LeakageCallback"
 
+    @property
+    def position(self) -> int:
+        """Return the step, as the Trainer counts."""
+        return self.step
+
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
@@ -290,6 +295,8 @@ class TransformersWatch(Watch):
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
+            if self.engine.is_before_replay:
+                return torch.zeros((), device=trainer.args.device)
             with before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 

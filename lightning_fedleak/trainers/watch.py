@@ -354,6 +354,12 @@ class Watch(Reported):
         self.batch_ends()
         self._inside = False
 
+    def skips(self) -> bool:
+        """Return whether ``fedleak replay`` needs no training on the next batch; else False."""
+        skips = self.engine.is_before_replay
+        self.loop.batches += skips
+        return skips
+
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due."""
         self.engine.batch_begins(batch)

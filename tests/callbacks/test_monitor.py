@@ -27,9 +27,9 @@ from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError, GradientNoise
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS
+from lightning_fedleak.engine.loggers import Cards
 from lightning_fedleak.engine.outcomes import not_shared
 from lightning_fedleak.engine.run import reason
-from lightning_fedleak.engine.tensorboard import Cards
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit

@@ -15,7 +15,7 @@ _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     options.records,
     *(options.federate, options.sweep, options.report, options.compare),
-    *(options.verify, options.sign, options.fit),
+    *(options.verify, options.replay, options.sign, options.fit),
 )
 
 

@@ -288,13 +288,13 @@ class Controls:
         value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
-    def state(self) -> dict[str, _Newest]:
-        """Return when each attack's control was made, and for which number."""
-        return dict(self._newest)
+    def state(self) -> dict[str, list[float]]:
+        """Return each attack's newest control, and the number that it had then or later."""
+        return {name: [one.control, one.number] for name, one in self._newest.items()}
 
-    def restore(self, state: Mapping[str, _Newest]) -> None:
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go back to what :meth:`state` returned."""
-        self._newest = dict(state)
+        self._newest = {name: _Newest(*values) for name, values in state.items()}
 
     def _need(self, channel: Channel) -> float:
         """Return what a control must exceed for a low number to count."""

@@ -296,6 +296,8 @@ class BeginLine(RunLine):
         next_look: step of the first look at a step; None where none is planned.
         weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
             but for a kind that is large; None where they are sharded or of a federation.
+        evidence: which steps are kept, from the ``first``: ``steps``, or their ``share`` and the
+            SHA-256 ``seed_hash`` of what draws them; None: none.
     """
 
     kind: str = field(default="begin", init=False)
@@ -315,6 +317,7 @@ class BeginLine(RunLine):
     settings_hash: str | None = None
     next_look: Count | None = None
     weights: Mapping[str, str] | None = None
+    evidence: JsonObject | None = None
 
     @property
     def is_federation(self) -> bool:
@@ -441,6 +444,30 @@ class CheckpointLine(RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptLine(RunLine):
+    """A step that was to be kept is over. Codes are HMACs with a key in the kept file.
+
+    Attributes:
+        step: optimizer steps before it.
+        file: SHA-256 of the kept file; None where the step could not be kept.
+        batch: code of the step's batches.
+        loss: what each backward began with.
+        weights: code of the trained tensors after the step.
+        bytes: size of the file.
+        seconds: what keeping took.
+    """
+
+    kind: str = field(default="kept", init=False)
+    step: Count
+    file: str | None = None
+    batch: str | None = None
+    loss: tuple[Limit | None, ...] = ()
+    weights: str | None = None
+    bytes: Count | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsLine(RunLine):
     """The user's metrics or an account have changed since the last look.
 
@@ -547,6 +574,7 @@ class EndLine(RunLine):
         row_order: HMAC of the numbers of all rows of the training data as they were taken, with the
             key in ``row_order.key``; None of a federation, with differential privacy, where rows
             have no numbers, or the fit did not finish.
+        seed: what drew the kept steps; None where none were drawn.
     """
 
     kind: str = field(default="end", init=False)
@@ -557,13 +585,14 @@ class EndLine(RunLine):
     results_head: str | None = None
     weights: Mapping[str, str] | None = None
     row_order: str | None = None
+    seed: str | None = None
 
 
 RUN_LINES: Mapping[str, type[RunLine]] = {
     line.kind: line
     for line in (
         *(BeginLine, PoolLine, DefenseLine, LookLine, PlanLine, MetricsLine, GateLine),
-        *(CheckpointLine, SentLine, ClientLine, EndLine),
+        *(CheckpointLine, KeptLine, SentLine, ClientLine, EndLine),
     )
 }
 """By the kind of the line."""

@@ -1,0 +1,167 @@
+"""Whether steps that were kept are those that were drawn, and give the same when repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_fedleak.evidence.chain import count_of
+from lightning_fedleak.evidence.repetition import (
+    Value,
+    attacks_of,
+    compare_values,
+    last_fit,
+    obstacle,
+    results_before,
+)
+from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.report import FitLog, ReportError, read
+from lightning_fedleak.report.records import (
+    MEMBERSHIP,
+    RECORD,
+    WORDS,
+    AttackFacts,
+    KeptLine,
+    hash_line,
+    is_drawn,
+    is_number,
+)
+
+MOST_STEPS = 10**7
+"""Steps of which those to be kept are drawn again, in 10 s; of more it is open which they are."""
+TOLERANCE = 1e-3
+"""Relative difference of losses between two platforms, far above that of orders of sums."""
+
+
+def check_kept(fit: FitLog, verdict: Verdict) -> bool:
+    """Check that the kept steps of a run are those that its seed draws, or that were given.
+
+    Args:
+        fit: the run.
+        verdict: gets what is wrong.
+
+    Returns:
+        Whether that was checked: a run that did not end has not revealed its seed.
+    """
+    facts = fit.begin.evidence if fit.begin is not None else None
+    kept = {line.step for line in fit.kept}
+    if facts is None or fit.end is None:
+        if kept and facts is None:
+            verdict.contradict(f"run {fit.run}: steps are kept, and its first line says none are")
+        return False
+    steps, share, seed = facts.get("steps"), facts.get("share", 0), fit.end.seed or ""
+    first = count_of(facts, "first") or 0
+    if fit.end.step > MOST_STEPS:
+        verdict.leave_open(f"run {fit.run}: too many steps to draw those that were to be kept")
+        return False
+    if isinstance(steps, list):
+        drawn = {step for step in range(first, fit.end.step) if step in steps}
+    elif hash_line(seed.encode()) != facts.get("seed_hash") or not is_number(share):
+        verdict.contradict(f"run {fit.run}: its last line has another seed of kept steps")
+        return True
+    else:
+        drawn = {step for step in range(first, fit.end.step) if is_drawn(seed, share, step)}
+    if wrong := sorted(kept ^ drawn):
+        verb = "was not kept, and had" if wrong[0] in drawn else "was kept, and had not"
+        verdict.contradict(f"run {fit.run}: step {wrong[0]} {verb} to be; so {len(wrong)} steps")
+    if lost := [line.step for line in fit.kept if line.file is None]:
+        verdict.leave_open(f"run {fit.run}: steps {lost} could not be kept")
+    return True
+
+
+def find_kept(
+    fits: Sequence[FitLog], step: int, folder: Path, verdict: Verdict
+) -> tuple[FitLog, KeptLine, Path]:
+    """Return the last run that kept a step, its line, and the file, which must be the one it names.
+
+    Raises:
+        ReportError: the step was not kept, or its file cannot be read.
+    """
+    kept = {line.step: (fit, line) for fit in fits for line in fit.kept if line.file is not None}
+    if step not in kept:
+        raise ReportError(f"step {step} was not kept: --step takes one of {sorted(kept)}")
+    fit, line = kept[step]
+    path = folder / fit.run / f"step-{step}.safetensors"
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ReportError(
+            f"'{path}' cannot be read ({error.strerror}): --evidence takes the folder that "
+            "Evidence(folder=...) had"
+        ) from None
+    if digest != line.file:
+        verdict.contradict(f"{path.name} is not the file that was kept")
+    return fit, line, path
+
+
+def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> str:
+    """Compare a kept step with its repetition: update, losses and leakage.
+
+    Args:
+        fit: the run that kept the step.
+        line: the line of the step.
+        place: folder of the repetition's logs.
+        verdict: gets what is wrong.
+
+    Returns:
+        What was compared, in words; nothing where it is open.
+    """
+    record = place / RECORD
+    again = last_fit(read([record]).fits) if record.exists() else None
+    if fit.begin is None or again is None or again.begin is None or not again.kept:
+        verdict.leave_open(
+            f"the function ended, and step {line.step} was not repeated: it has to log into "
+            "folder=, to pass evidence= on, and to give the step its batch"
+        )
+        return ""
+    begin, other, repeated = fit.begin, again.begin, again.kept[-1]
+    frozen = [(one.weights or {}).get("frozen") for one in (begin, other)]
+    if repeated.batch != line.batch:
+        why = "the function gave it another batch: the order of rows has to be that of the run"
+    elif why := "different frozen weights" if frozen[0] != frozen[1] else obstacle(begin, other):
+        pairs = zip(line.loss, repeated.loss, strict=False)
+        is_near = len(line.loss) == len(repeated.loss) and all(
+            a is not None and b is not None and math.isclose(a, b, rel_tol=TOLERANCE)
+            for a, b in pairs
+        )
+        why += f". Losses are {'' if is_near else 'not '}within {TOLERANCE:.1%} of each other"
+    if why:
+        verdict.leave_open(f"step {line.step} is not compared to the bit: {why}")
+        return ""
+    values, values_again = (_values(*one) for one in ((fit, line), (again, repeated)))
+    if attacks_of(begin) != attacks_of(other):
+        verdict.leave_open("leakage is not compared: other attacks, or other settings of them")
+        values, values_again = (dict([*one.items()][:2]) for one in (values, values_again))
+    played, played_again = ({key[1][2] for key in [*one][2:]} for one in (values, values_again))
+    if past := played & {one.name for one in begin.attacks if _needs_past(one, played_again)}:
+        values, values_again = (
+            {key: value for key, value in one.items() if not past.intersection(key[1])}
+            for one in (values, values_again)
+        )
+        verdict.note(
+            f"not compared: {', '.join(sorted(past))}, because of calibrations at an earlier look, "
+            "or of its texts (Games(held_out=...) gives others), which are not kept"
+        )
+    blame = verdict.contradict if None not in frozen else verdict.leave_open
+    compare_values(values, values_again, blame, verdict)
+    return f"step {line.step} again: its update, loss and {len(values) - 2} values of leakage"
+
+
+def _needs_past(attack: AttackFacts, played: Collection[str]) -> bool:
+    """Return whether an attack reads what an earlier look has left, and no file holds."""
+    is_calibrated_before = (attack.config or {}).get("refresh_every", 1) != 1
+    is_game = attack.family == MEMBERSHIP.name and attack.name not in played
+    return is_game or (is_calibrated_before and attack.family != WORDS.name)
+
+
+def _values(fit: FitLog, line: KeptLine) -> dict[Value, object]:
+    step = line.step
+    looks = [one for one in fit.results if one.step == step and one.stage != "released"]
+    return {
+        (step, ("update",)): line.weights,
+        (step, ("loss",)): line.loss,
+        **results_before(replace(fit, results=looks), math.inf),
+    }

@@ -136,7 +136,7 @@ class StepEngine:
         fit, step = self._fit, self._fit.run.step
         fit.truth.check_first(batch)
         if self.keeper is not None:
-            self.keeper.batch_begins(batch, fit)
+            self.keeper.batch_begins(batch, fit.scheduler, fit.controls)
             step = fit.run.step
         at_work = fit.look
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.engine.run import Refusal, Run, reason
-from lightning_fedleak.engine.scheduler import Phase
+from lightning_fedleak.engine.scheduler import Phase, Scheduler
+from lightning_fedleak.evaluation.canaries.items import digest_of
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import digest_weights, hash_weights, load_state, save_state
 from lightning_fedleak.report import records
 from lightning_fedleak.validate import check_integer, check_number
-
-if TYPE_CHECKING:
-    from lightning_fedleak.engine.fit import Fit
-    from lightning_fedleak.engine.record import RunRecord
 
 BYTES_PER_SECOND = 3e8
 """For the estimate of the set-up alone: copying, writing and hashing on one core and a disk."""
@@ -74,7 +71,7 @@ class Evidence:
             check_integer("steps", step, at_least=0)
 
     @cached_property
-    def kept(self) -> Mapping[str, Any]:
+    def kept(self) -> Any:
         """What a replay begins with; empty where steps are kept."""
         return {} if self.repeats is None else load_state(self.repeats)
 
@@ -121,7 +118,8 @@ class Keeper:
     Args:
         evidence: which steps, and where.
         run: the run.
-        record: gets a line of each step.
+        name: of the run's own folder.
+        write: gets a line of each step.
         state: returns the state of the attacks and results.
 
     Attributes:
@@ -130,9 +128,15 @@ class Keeper:
     """
 
     def __init__(
-        self, evidence: Evidence, run: Run, record: RunRecord, state: Callable[[], object]
+        self,
+        evidence: Evidence,
+        run: Run,
+        name: str,
+        write: Callable[[records.KeptLine], object],
+        state: Callable[[], object],
     ) -> None:
-        self._evidence, self._run, self._record, self._state = evidence, run, record, state
+        self._evidence, self._run, self._state = evidence, run, state
+        self._folder, self._write = Path(evidence.folder, name), write
         self._line: records.KeptLine | None = None
         self._next, self._key = run.step, b""
         self._batches: list[str] = []
@@ -146,9 +150,9 @@ class Keeper:
         if evidence.repeats is None:
             size = 3 * sum(tensor.nbytes for tensor in self._trained().values())
             steps = 1 / evidence.share if self.seed is not None else 0
-            which = f"1 step in {steps:.0f}" if steps else f"{len(evidence.steps or ())} steps"
+            words = f"1 step in {steps:.0f}" if steps else f"{len(evidence.steps or ())} steps"
             rank_zero_info(
-                f"{run.watcher}: {which} is kept in {evidence.folder}, each with up to "
+                f"{run.watcher}: {words} is kept in {evidence.folder}, each with up to "
                 f"{size / 1e6:.1f} MB (weights, and twice that for Adam) in about "
                 f"{size / BYTES_PER_SECOND:.2g} s and a look"
             )
@@ -164,36 +168,42 @@ class Keeper:
 
     def is_before(self) -> bool:
         """Return whether a replay has not come to its step."""
-        kept, run = self._evidence.kept, self._run
-        return bool(kept) and run.step != kept["step"] and run.position != kept["position"]
+        repeated, run = self._evidence.kept, self._run
+        return (
+            bool(repeated) and run.step != repeated["step"] and run.position != repeated["position"]
+        )
 
     def _is_chosen(self, step: int) -> bool:
         if self.seed is None:
             return step in (self._evidence.steps or ())
         return records.is_drawn(self.seed, self._evidence.share, step)
 
-    def batch_begins(self, batch: Any, fit: Fit) -> None:
+    def batch_begins(self, batch: Any, scheduler: Scheduler, controls: Any) -> None:
         """Keep the state before a chosen step, or put it back; the step is looked at.
 
         Raises:
             Refusal: a state cannot be put back.
         """
-        if self._line is not None and fit.scheduler.phase is Phase.ACCUMULATING:
-            self._batches.append(digest_of(batch))
+        if self._line is not None and scheduler.phase is Phase.ACCUMULATING:
+            self._batches.append(_hash(batch))
             return
-        started, self._line, cadence = time.perf_counter(), None, fit.scheduler.cadence
+        started, self._line, cadence = time.perf_counter(), None, scheduler.cadence
         cadence.kept = None
-        self._batches, self._losses = [digest_of(batch)], []
-        kept, run = self._evidence.kept, self._run
+        repeated, run = self._evidence.kept, self._run
         try:
-            if kept and run.reaches(kept["step"], kept["position"]):
-                self._put_back(kept)
-                fit.controls.restore(kept["controls"])
-                self._key, self._line = bytes.fromhex(kept["key"]), records.KeptLine(run="", step=0)
-            elif not kept and self._is_chosen(run.step):
-                self._line = self._keep(fit.controls.state())
+            is_chosen = not repeated and self._is_chosen(run.step)
+            is_there = bool(repeated) and run.reaches(repeated["step"], repeated["position"])
+            if is_chosen or is_there:
+                self._batches, self._losses = [_hash(batch)], []
+            if is_there:
+                self._put_back(repeated)
+                controls.restore(repeated["controls"])
+                self._key = bytes.fromhex(repeated["key"])
+                self._line = records.KeptLine(run="", step=0)
+            elif is_chosen:
+                self._line = self._keep(controls.state())
         except Exception as error:
-            if kept:
+            if repeated:
                 raise Refusal(error) from error
             rank_zero_warn(f"step {run.step} is not kept as evidence: {reason(error)}")
         if self._line is not None:
@@ -204,7 +214,7 @@ class Keeper:
     def _keep(self, controls: Mapping[str, object]) -> records.KeptLine:
         self._key = secrets.token_bytes(32)
         run = self._run
-        path = Path(self._evidence.folder, self._record.run, f"step-{run.step}.safetensors")
+        path = self._folder / f"step-{run.step}.safetensors"
         path.parent.mkdir(mode=0o700, exist_ok=True)
         state = {
             "step": run.step,
@@ -224,23 +234,23 @@ class Keeper:
         return records.KeptLine(run="", step=0, file=digest, bytes=path.stat().st_size)
 
     @torch.no_grad()
-    def _put_back(self, kept: Mapping[str, Any]) -> None:
+    def _put_back(self, state: Any) -> None:
         tensors = self._trained() | self._buffers()
-        if tensors.keys() != kept["weights"].keys():
+        if tensors.keys() != state["weights"].keys():
             raise ValueError(
                 "the function trains other tensors than the run did: build the model as it did"
             )
         for name, tensor in tensors.items():
-            tensor.copy_(kept["weights"][name])
-        for optimizer, state in zip(self._run.optimizers, kept["optimizers"], strict=True):
-            _load_exactly(optimizer, state)
-        version, internal, gauss = kept["random"]["python"]
+            tensor.copy_(state["weights"][name])
+        for optimizer, one in zip(self._run.optimizers, state["optimizers"], strict=True):
+            _load_exactly(optimizer, one)
+        version, internal, gauss = state["random"]["python"]
         random.setstate((version, tuple(internal), gauss))
-        name, keys, *rest = kept["random"]["numpy"]
+        name, keys, *rest = state["random"]["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-        torch.set_rng_state(kept["random"]["torch"])
-        if kept["random"]["cuda"]:
-            torch.cuda.set_rng_state_all(kept["random"]["cuda"])
+        torch.set_rng_state(state["random"]["torch"])
+        if state["random"]["cuda"]:
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
 
     def loss_computed(self, loss: Tensor) -> None:
         """Note the loss of a batch of a kept step."""
@@ -255,8 +265,8 @@ class Keeper:
     def batch_ends(self) -> bool:
         """Write a line of a kept step that is over; return whether one is."""
         run, line = self._run, self._line
-        over = line is not None and run.step > line.step
-        if line is not None and over:
+        is_over = line is not None and run.step > line.step
+        if line is not None and is_over:
             started, self._line = time.perf_counter(), None
             try:
                 weights = digest_weights(hash_weights(self._trained()))
@@ -271,38 +281,19 @@ class Keeper:
             else:
                 seconds = (line.seconds or 0) + time.perf_counter() - started
                 line = replace(line, batch=codes[0], weights=codes[1], loss=tuple(losses))
-                self._record.append(replace(line, seconds=seconds))
+                self._write(replace(line, seconds=seconds))
         for step in range(self._next, run.step):
-            written = over and line is not None and step == line.step
+            written = is_over and line is not None and step == line.step
             if self._is_chosen(step) and not written and not self._evidence.kept:
-                self._record.append(records.KeptLine(run="", step=step))
+                self._write(records.KeptLine(run="", step=step))
         self._next = run.step
-        return over
+        return is_over
 
 
-def digest_of(batch: Any) -> str:
-    """Return the SHA-256 of the tensors, numbers and texts in a batch, on whatever device."""
-    digest = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for name in sorted(value, key=str):
-                add([str(name), value[name]])
-        elif isinstance(value, list | tuple):
-            digest.update(f"{len(value)}[".encode())
-            for one in value:
-                add(one)
-        elif isinstance(value, Tensor | np.ndarray):
-            tensor = torch.as_tensor(value).detach().contiguous().cpu()
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        elif hasattr(value, "__dict__"):
-            add(vars(value))
-        else:
-            digest.update(repr(value).encode())
-
-    add(batch)
-    return digest.hexdigest()
+def _hash(batch: Any) -> str:
+    """Return the SHA-256 of what is in a batch, on whatever device."""
+    is_plain = isinstance(batch, Mapping | Sequence | Tensor)
+    return digest_of(batch if is_plain else vars(batch), "the batch").hex()
 
 
 def _random_states() -> dict[str, object]:
@@ -316,7 +307,7 @@ def _random_states() -> dict[str, object]:
     }
 
 
-def _load_exactly(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _load_exactly(optimizer: Optimizer, state: Any) -> None:
     """Give an optimizer its state, of which torch rounds what has another type than its weights."""
     optimizer.load_state_dict(dict(state))
     indices = (index for group in state["param_groups"] for index in group["params"])

@@ -206,7 +206,8 @@ class Engine(StepEngine):
         )
         self.record.note_rows(run)
         if options.evidence is not None:
-            self.keeper = Keeper(options.evidence, run, self.record, self._state)
+            write = self.record.append
+            self.keeper = Keeper(options.evidence, run, self.jsonl.run, write, self._state)
         facts = record.facts_of(
             run,
             lineup,

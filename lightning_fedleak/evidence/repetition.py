@@ -36,16 +36,13 @@ _DETERMINISTIC = "Freeze", "GradientCompression"
 """Classes of defences that draw nothing."""
 
 
-def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
+def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     """Compare a run with the last one of another folder: weights, losses and leakage.
 
     They need the same settings, first weights, order of rows and platform, and no noise that is
     drawn afresh; otherwise the answer is open. Leakage is compared up to the first step at which
     one run looked and the other did not, because games of several looks go on from there, and not
     of attacks with a budget of time.
-
-    A repetition may go on from a checkpoint of the run, and stop before the run's end: what lies
-    between is compared. The order of its rows is not known, so that a difference is open.
 
     Args:
         fit: the run.
@@ -64,11 +61,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     begin, other = fit.begin, again.begin
     if why := obstacle(begin, other) or _other_start(fit, again):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
-        return ""
-    steps, start = "", _repeated_from(fit, other)
-    if start is not None:
-        fit, again = _part(fit, again, start), _part(again, fit, start)
-        steps = f" of steps {start} to {max((step for step, _ in _weights(again)), default=start)}"
+        return []
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
@@ -86,13 +79,10 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> str:
     weights = len(_weights(fit).keys() & _weights(again).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
-    blame = verdict.contradict if start is None else verdict.leave_open
-    compare_values(values, repeated, blame, verdict, first_apart)
+    compare_values(values, repeated, verdict.contradict, verdict, first_apart)
     common = len(values.keys() & repeated.keys())
-    return (
-        f"repetition{steps}: {weights} hashes of weights, {common - weights} values of losses and "
-        "leakage"
-    )
+    values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
+    return [f"repetition: {values_of}"]
 
 
 def compare_values(
@@ -169,13 +159,10 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
     assert fit.begin is not None
     assert again.begin is not None
     weights, others = fit.begin.weights or {}, again.begin.weights or {}
-    if _repeated_from(fit, again.begin) is not None:
-        same = weights.get("frozen") == others.get("frozen")
-        return "" if same else "different frozen weights"
     if set(weights) != {*_KINDS} or weights != others:
         return "different weights before the first step, or not all were hashed"
     if fit.begin.resumed is not None or again.begin.resumed is not None:
-        return "the run itself went on from a checkpoint: begin with a later one of it"
+        return "one of them went on from a checkpoint: fedleak replay repeats single steps"
     if fit.end is None or again.end is None:
         return "one of them has no last line"
     if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
@@ -183,34 +170,6 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
     return (
         "another order of rows, or another row_order.key: copy that of the run into the folder of "
         "the repetition before it begins, and draw the rows by the same seed"
-    )
-
-
-def _repeated_from(fit: FitLog, other: BeginLine) -> int | None:
-    """Return the step of the run's checkpoint that a repetition began with; None: of none."""
-    assert fit.begin is not None
-    first, started = ((one.weights or {}).get("trained") for one in (fit.begin, other))
-    if started is None or started == first:
-        return None
-    return max((one.step for one in fit.checkpoints if one.weights == started), default=None)
-
-
-def _part(fit: FitLog, other: FitLog, start: int) -> FitLog:
-    """Return the lines of a run after ``start`` and up to where the other one came.
-
-    The Trainer logs its mean loss over the part that it trained: what is logged between looks is
-    left out. So are the last weights, if the other run has its last ones at another step.
-    """
-    steps = [line.step for line in other.looks] + [line.step for line in other.checkpoints]
-    last = max(steps, default=start)
-    is_end = fit.end is not None and other.end is not None and fit.end.step == other.end.step
-    return replace(
-        fit,
-        looks=[line for line in fit.looks if start < line.step <= last],
-        metrics=(),
-        results=[line for line in fit.results if start < line.step <= last],
-        checkpoints=[line for line in fit.checkpoints if start < line.step <= last],
-        end=fit.end if is_end else None,
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightning_fedleak.evidence.chain import count_of
@@ -24,6 +25,7 @@ from lightning_fedleak.report.records import (
     RECORD,
     WORDS,
     AttackFacts,
+    BeginLine,
     KeptLine,
     hash_line,
     is_drawn,
@@ -32,11 +34,12 @@ from lightning_fedleak.report.records import (
 
 MOST_STEPS = 10**7
 """Steps of which those to be kept are drawn again, in 10 s; of more it is open which they are."""
+_CHOICE = "that the kept steps are those that were to be"
 TOLERANCE = 1e-3
 """Relative difference of losses between two platforms, far above that of orders of sums."""
 
 
-def check_kept(fit: FitLog, verdict: Verdict) -> bool:
+def check_kept(fit: FitLog, verdict: Verdict) -> list[str]:
     """Check that the kept steps of a run are those that its seed draws, or that were given.
 
     Args:
@@ -44,32 +47,34 @@ def check_kept(fit: FitLog, verdict: Verdict) -> bool:
         verdict: gets what is wrong.
 
     Returns:
-        Whether that was checked: a run that did not end has not revealed its seed.
+        What was checked, in words; nothing of a run that did not end, which reveals no seed.
     """
     facts = fit.begin.evidence if fit.begin is not None else None
-    kept = {line.step for line in fit.kept}
+    steps_in_log = {line.step for line in fit.kept}
+    if facts is None and steps_in_log:
+        verdict.contradict(f"run {fit.run}: steps are kept, and its first line says none are")
     if facts is None or fit.end is None:
-        if kept and facts is None:
-            verdict.contradict(f"run {fit.run}: steps are kept, and its first line says none are")
-        return False
+        return []
     steps, share, seed = facts.get("steps"), facts.get("share", 0), fit.end.seed or ""
     first = count_of(facts, "first") or 0
     if fit.end.step > MOST_STEPS:
         verdict.leave_open(f"run {fit.run}: too many steps to draw those that were to be kept")
-        return False
+        return []
+    steps_of_seed = {*range(first, fit.end.step)}
     if isinstance(steps, list):
-        drawn = {step for step in range(first, fit.end.step) if step in steps}
+        steps_of_seed &= {*steps}
     elif hash_line(seed.encode()) != facts.get("seed_hash") or not is_number(share):
         verdict.contradict(f"run {fit.run}: its last line has another seed of kept steps")
-        return True
+        return [_CHOICE]
     else:
-        drawn = {step for step in range(first, fit.end.step) if is_drawn(seed, share, step)}
-    if wrong := sorted(kept ^ drawn):
-        verb = "was not kept, and had" if wrong[0] in drawn else "was kept, and had not"
-        verdict.contradict(f"run {fit.run}: step {wrong[0]} {verb} to be; so {len(wrong)} steps")
-    if lost := [line.step for line in fit.kept if line.file is None]:
-        verdict.leave_open(f"run {fit.run}: steps {lost} could not be kept")
-    return True
+        steps_of_seed = set(filter(partial(is_drawn, seed, share), steps_of_seed))
+    wrong_steps = sorted(steps_in_log ^ steps_of_seed)
+    for step in wrong_steps[:1]:
+        verb = "was not kept, and had" if step in steps_of_seed else "was kept, and had not"
+        verdict.contradict(f"run {fit.run}: step {step} {verb} to be; so {len(wrong_steps)} steps")
+    if missing := [line.step for line in fit.kept if line.file is None]:
+        verdict.leave_open(f"run {fit.run}: steps {missing} could not be kept")
+    return [_CHOICE]
 
 
 def find_kept(
@@ -122,32 +127,47 @@ def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> 
     if repeated.batch != line.batch:
         why = "the function gave it another batch: the order of rows has to be that of the run"
     elif why := "different frozen weights" if frozen[0] != frozen[1] else obstacle(begin, other):
-        pairs = zip(line.loss, repeated.loss, strict=False)
-        is_near = len(line.loss) == len(repeated.loss) and all(
-            a is not None and b is not None and math.isclose(a, b, rel_tol=TOLERANCE)
-            for a, b in pairs
-        )
-        why += f". Losses are {'' if is_near else 'not '}within {TOLERANCE:.1%} of each other"
+        why += f". Losses are {_nearness(line.loss, repeated.loss)} {TOLERANCE:.1%} of each other"
     if why:
         verdict.leave_open(f"step {line.step} is not compared to the bit: {why}")
         return ""
-    values, values_again = (_values(*one) for one in ((fit, line), (again, repeated)))
+    values, values_again = (_step_values(*one) for one in ((fit, line), (again, repeated)))
     if attacks_of(begin) != attacks_of(other):
         verdict.leave_open("leakage is not compared: other attacks, or other settings of them")
         values, values_again = (dict([*one.items()][:2]) for one in (values, values_again))
-    played, played_again = ({key[1][2] for key in [*one][2:]} for one in (values, values_again))
-    if past := played & {one.name for one in begin.attacks if _needs_past(one, played_again)}:
-        values, values_again = (
-            {key: value for key, value in one.items() if not past.intersection(key[1])}
-            for one in (values, values_again)
-        )
+    values, values_again = _without_past(begin, values, values_again, verdict)
+    blame = verdict.contradict if None not in frozen else verdict.leave_open
+    compare_values(values, values_again, blame, verdict)
+    return f"step {line.step} again: its update, loss and {len(values) - 2} values of leakage"
+
+
+def _without_past(
+    begin: BeginLine,
+    values: dict[Value, object],
+    repeated: dict[Value, object],
+    verdict: Verdict,
+) -> list[dict[Value, object]]:
+    """Return both without the attacks that read what an earlier look has left, and name these."""
+    attacks, again = ({key[1][2] for key in [*one][2:]} for one in (values, repeated))
+    past = attacks & {one.name for one in begin.attacks if _needs_past(one, again)}
+    if past:
         verdict.note(
             f"not compared: {', '.join(sorted(past))}, because of calibrations at an earlier look, "
             "or of its texts (Games(held_out=...) gives others), which are not kept"
         )
-    blame = verdict.contradict if None not in frozen else verdict.leave_open
-    compare_values(values, values_again, blame, verdict)
-    return f"step {line.step} again: its update, loss and {len(values) - 2} values of leakage"
+    return [
+        {key: value for key, value in one.items() if not past.intersection(key[1])}
+        for one in (values, repeated)
+    ]
+
+
+def _nearness(losses: Sequence[float | None], others: Sequence[float | None]) -> str:
+    """Return in words whether losses are near each other, each to its own."""
+    is_near = len(losses) == len(others) and all(
+        a is not None and b is not None and math.isclose(a, b, rel_tol=TOLERANCE)
+        for a, b in zip(losses, others, strict=False)
+    )
+    return "within" if is_near else "not within"
 
 
 def _needs_past(attack: AttackFacts, played: Collection[str]) -> bool:
@@ -157,7 +177,7 @@ def _needs_past(attack: AttackFacts, played: Collection[str]) -> bool:
     return is_game or (is_calibrated_before and attack.family != WORDS.name)
 
 
-def _values(fit: FitLog, line: KeptLine) -> dict[Value, object]:
+def _step_values(fit: FitLog, line: KeptLine) -> dict[Value, object]:
     step = line.step
     looks = [one for one in fit.results if one.step == step and one.stage != "released"]
     return {

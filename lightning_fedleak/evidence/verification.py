@@ -104,16 +104,12 @@ def verify_run(
         not_checked.append("looks: no run says at which steps they are planned")
     compared, missing = check_clients(run, logs[RECORD], clients, verdict)
     checked, not_checked = checked + compared, not_checked + missing
-    hashes = {one for log in logs.values() for one in log.hashes}
-    for head in heads:
-        if head not in hashes:
-            verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
+    for head in {*heads}.difference(*(log.hashes for log in logs.values())):
+        verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
     fits = [] if verdict.contradictions else read([run / RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    kept = [check_kept(fit, verdict) for fit in fits]
-    if any(kept):
-        checked.append("that the kept steps are those that were to be")
+    checked += {text: None for fit in fits for text in check_kept(fit, verdict)}
     if (run / REPORT).exists():
         _check_report(run / REPORT, run, fits, as_json, verdict)
         checked.append(REPORT)
@@ -124,25 +120,21 @@ def verify_run(
     else:
         check_signature(run, key, verdict)
         checked.append("signature")
-    if weights is None:
-        not_checked.append("which weights these are: --weights DIR")
-    elif not fits:
-        not_checked.append("which weights these are: the logs contradict themselves")
+    if weights is None or not fits:
+        why = "--weights DIR" if weights is None else "the logs contradict themselves"
+        not_checked.append(f"which weights these are: {why}")
     else:
         _check_weights(fits, weights, verdict)
         checked.append("weights")
-        beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
-        if beside.exists():
-            _check_report(beside, run, fits, leakage_file, verdict)
-            checked.append(LEAKAGE)
+        checked += _check_leakage(run, fits, weights, verdict)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
     elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
         verdict.leave_open(
             f"'{repetition}' was not compared: its logs or the run's contradict themselves"
         )
-    elif text := check_repetition(last, repetition, verdict):
-        checked.append(text)
+    else:
+        checked += check_repetition(last, repetition, verdict)
     return Verification(
         verdict,
         {name: len(log.hashes) for name, log in logs.items()},
@@ -474,6 +466,15 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
+
+
+def _check_leakage(run: Path, fits: Sequence[FitLog], place: Path, verdict: Verdict) -> list[str]:
+    """Check the file beside the weights that says what they leak; name it if there is one."""
+    beside = (place if place.is_dir() else place.parent) / LEAKAGE
+    if not beside.exists():
+        return []
+    _check_report(beside, run, fits, leakage_file, verdict)
+    return [LEAKAGE]
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:

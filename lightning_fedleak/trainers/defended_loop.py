@@ -18,8 +18,33 @@ from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import UpdateRelease, one_client
 from lightning_fedleak.engine import AUTOCAST
+from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.trainers.loop import check_whole, place, precision_of, torch_optimizers
-from lightning_fedleak.trainers.state import load_defenses, save_defenses
+
+DEFENSES = "defenses.safetensors"
+"""What a checkpoint holds of the defences: releases and account, no secret."""
+
+
+def save_defenses(release: UpdateRelease, folder: Path, rank: int) -> None:
+    """Write the defences' states into a checkpoint's folder, in the first process alone."""
+    if rank == 0:
+        save_state(folder / DEFENSES, release.state_dict())
+
+
+def load_defenses(release: UpdateRelease, folder: Path) -> None:
+    """Give the defences what :func:`save_defenses` wrote.
+
+    Raises:
+        DefenseError: the folder holds no states.
+    """
+    path = folder / DEFENSES
+    if not path.exists():
+        raise DefenseError(
+            f"{release.owner}: {folder} has no {DEFENSES}, so what was released before it is not "
+            "known. Go on from a checkpoint that a defended run saved whole, or begin a new run "
+            "from its weights."
+        )
+    release.load_state_dict(load_state(path))
 
 
 class DefendedLoop(Host):

@@ -23,8 +23,8 @@ from lightning_fedleak.defenses.dpsgd.sampling import LOADING
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.trainers.defended_loop import load_defenses, save_defenses
 from lightning_fedleak.trainers.loop import precision_of, unwrapped
-from lightning_fedleak.trainers.state import load_defenses, save_defenses
 
 if TYPE_CHECKING:
     from transformers import Trainer

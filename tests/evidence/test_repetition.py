@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainingArguments
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine.record import ROW_KEY
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
 from lightning_fedleak.report.records import RECORD, RESULTS, hash_line
-from lightning_fedleak.trainers import LeakageCallback, Watch
+from lightning_fedleak.trainers import Watch
 from tests.evidence.test_verification import chained_again, lines_of
 from tests.helpers.models import tiny_gpt2
 
@@ -209,86 +207,3 @@ def test_another_platform_is_open(run: Path, tmp_path: Path, fact: str, value: s
 
 def test_a_run_is_no_repetition_of_itself(run: Path) -> None:
     assert "the same run" in verify_run(run, repetition=run).verdict.open[0]
-
-
-# ---- from a checkpoint ------------------------------------------------------------------------
-
-
-def train_by_trainer(folder: Path, logs: Path, start: str | None = None) -> Path:
-    """Train twelve steps with a schedule, a checkpoint every fourth; or go on from a checkpoint."""
-    torch.manual_seed(0)
-    model = tiny_gpt2(tied=False)
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(2, 1)]
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=12,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        save_steps=4,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.add_callback(LeakageCallback(trainer, [BagOfWords()], folder=logs, every_n_steps=2))
-    trainer.train(resume_from_checkpoint=start)
-    return logs
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the logs of a whole run, its checkpoints, and what goes on from the first."""
-    place = tmp_path_factory.mktemp("saved")
-    train_by_trainer(place / "model", place / "logs")
-    train_by_trainer(place / "part-model", place / "part", str(place / "model/checkpoint-4"))
-    return place
-
-
-def test_a_part_from_a_checkpoint_holds(saved: Path) -> None:
-    text = compared(saved / "logs", saved / "part")
-    results = [line for line in read_lines(saved / "logs", RESULTS) if line["step"] > 4]
-    tensors = len(read_lines(saved / "logs", RECORD)[-1]["weights"])
-    assert text.startswith(f"repetition of steps 4 to 12: {tensors + 2} hashes of weights, ")
-    assert int(text.split(", ")[1].split()[0]) >= sum(len(line["metrics"]) for line in results)
-
-
-def test_a_part_may_be_killed_after_a_checkpoint(saved: Path, tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    record = lines_of(saved / "part" / RECORD)
-    kinds = [json.loads(line)["kind"] for line in record]
-    (killed / RECORD).write_bytes(b"\n".join(record[: kinds.index("checkpoint") + 1]) + b"\n")
-    results = [one for one in lines_of(saved / "part" / RESULTS) if json.loads(one)["step"] < 8]
-    (killed / RESULTS).write_bytes(b"\n".join(results) + b"\n")
-    assert compared(saved / "logs", killed).startswith("repetition of steps 4 to 8: 1 hashes")
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "leakage"])
-def test_what_a_part_does_not_give_is_named(saved: Path, tmp_path: Path, kind: str) -> None:
-    """Rows may have been others: it is open, and no contradiction."""
-    edited = copytree(saved / "logs", tmp_path / "logs")
-    if kind == "leakage":
-        change(edited, RESULTS, -1, lambda line: line["metrics"]["f1"].update(value=0.1))
-        name = "step 10: leakage, shared, bag_of_words, f1"
-    else:
-        kinds = [line["kind"] for line in read_lines(edited, RECORD)]
-        number = [n for n, one in enumerate(kinds) if one == "checkpoint"][1]
-        change(edited, RECORD, number, lambda line: line.update(weights="0" * 64))
-        name = "step 8: weights of a checkpoint"
-    verdict = verify_run(edited, repetition=saved / "part").verdict
-    assert verdict.status == OPEN
-    assert f"{name} is not what" in verdict.open[0]
-    assert "1 of" in verdict.open[0]
-
-
-def test_a_part_of_another_training_is_not_compared(saved: Path, tmp_path: Path) -> None:
-    other, settings = (copytree(saved / "logs", tmp_path / name) for name in ("other", "settings"))
-    change(settings, RECORD, 0, lambda line: line["training"].update(seed="1"))
-    assert "different training" in verify_run(settings, repetition=saved / "part").verdict.open[0]
-    kinds = [line["kind"] for line in read_lines(other, RECORD)]
-    for number in (n for n, one in enumerate(kinds) if one == "checkpoint"):
-        change(other, RECORD, number, lambda line: line.update(weights="0" * 64))
-    verdict = verify_run(other, repetition=saved / "part").verdict
-    assert "different weights before the first step" in verdict.open[0]

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses import (
     TokenLDP,
 )
 from lightning_fedleak.trainers import DefendedMixin
-from lightning_fedleak.trainers.state import DEFENSES
+from lightning_fedleak.trainers.defended_loop import DEFENSES
 from tests.trainers.hosts import (
     BATCH,
     CLIP,

@@ -31,7 +31,7 @@ from lightning_fedleak.report.records import RECORD
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
 
-def verify(options: Namespace) -> int:
+def run_verify(options: Namespace) -> int:
     """Print what was checked, and return 0, 2 where it is undecided, or 3 where it does not hold.
 
     Raises:
@@ -61,7 +61,7 @@ def _show(place: Path, check: Verification) -> int:
     return verdict.status
 
 
-def sign(options: Namespace) -> int:
+def run_sign(options: Namespace) -> int:
     """Sign a run's files, print where the statement is, and return 0.
 
     Raises:
@@ -73,7 +73,7 @@ def sign(options: Namespace) -> int:
     return 0
 
 
-def replay(options: Namespace) -> int:
+def run_replay(options: Namespace) -> int:
     """Repeat a step, print what was compared, and return 0, 2 where it is open, or 3.
 
     Raises:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
-from lightning_fedleak.cli.studies.invert import make_adversary, run_cells
-from lightning_fedleak.cli.studies.invert.cells import Noise, gaussian_noise
+from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, make_adversary, run_cells
 from lightning_fedleak.cli.studies.names import INVERT_ATTACKS
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states

@@ -9,8 +9,7 @@ import torch
 from transformers import BertTokenizer
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.invert import rows_of_length
-from lightning_fedleak.cli.studies.invert.cells import special_ends
+from lightning_fedleak.cli.studies.invert import rows_of_length, special_ends
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 
 

@@ -85,10 +85,10 @@ def find_kept(
     Raises:
         ReportError: the step was not kept, or its file cannot be read.
     """
-    kept = {line.step: (fit, line) for fit in fits for line in fit.kept if line.file is not None}
-    if step not in kept:
-        raise ReportError(f"step {step} was not kept: --step takes one of {sorted(kept)}")
-    fit, line = kept[step]
+    by_step = {line.step: (fit, line) for fit in fits for line in fit.kept if line.file is not None}
+    if step not in by_step:
+        raise ReportError(f"step {step} was not kept: --step takes one of {sorted(by_step)}")
+    fit, line = by_step[step]
     path = folder / fit.run / f"step-{step}.safetensors"
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -220,12 +220,12 @@ class SubspaceTexts(TextAttack):
             )
         words = self._words.run(view)
         autocast = self._facts.autocast
-        bottom.kept, whitenings = (), self._whitenings
+        bottom.row_places, whitenings = (), self._whitenings
         first = self._readable.get(bottom.anatomy).first
         if view.gradients[-1].compression == "topk":
             if first is not None:
                 raise Inapplicable("an encoder's texts are read off whole rows, not parts of them")
-            bottom.kept, shared = subspace_rows.kept_rows(bottom, view)
+            bottom.row_places, shared = subspace_rows.kept_rows(bottom, view)
             whitenings = bottom.whitenings(self.seed)
         else:
             shared = [

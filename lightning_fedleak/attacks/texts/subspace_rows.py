@@ -70,11 +70,11 @@ class BlockInputs(BottomModel):
     The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
 
     Attributes:
-        kept: of a compressed gradient, for each row that is read the number of its block and the
+        row_places: of a compressed gradient, for each row that is read the number of its block and the
             (k,) coordinates that were sent. Each row then counts as a block of its own.
     """
 
-    kept: Sequence[tuple[int, Tensor]] = ()
+    row_places: Sequence[tuple[int, Tensor]] = ()
 
     def __init__(self, anatomy: Anatomy, inputs: Sequence[SharedInput], facts: RunFacts) -> None:
         self.inputs = tuple(inputs)
@@ -116,8 +116,8 @@ class BlockInputs(BottomModel):
     def parts(self, states: Tensor) -> list[Tensor]:
         """Return each block's part of states (..., blocks * d): (..., d) float64 of unit length."""
         parts: Sequence[Tensor] = states.double().chunk(len(self.inputs), -1)
-        if self.kept:
-            parts = [parts[block][..., places] for block, places in self.kept]
+        if self.row_places:
+            parts = [parts[block][..., places] for block, places in self.row_places]
         return [nn.functional.normalize(x, dim=-1) for x in parts]
 
 
@@ -160,7 +160,7 @@ def shared_rows(
 def kept_rows(
     bottom: BlockInputs, view: Observation
 ) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
-    """Return the rows of which most entries were sent, as :attr:`BlockInputs.kept`, and the rows.
+    """Return the rows of which most entries were sent, as :attr:`BlockInputs.row_places`, and the rows.
 
     A row is a combination of states at its kept entries alone, so each has a space of its own.
 

@@ -160,7 +160,7 @@ def shared_rows(
 def kept_rows(
     bottom: BlockInputs, view: Observation
 ) -> tuple[list[tuple[int, Tensor]], list[SharedRows]]:
-    """Return the rows of which most entries were sent, as :attr:`BlockInputs.row_places`, and the rows.
+    """Return rows of which most entries were sent: :attr:`BlockInputs.row_places`, and the rows.
 
     A row is a combination of states at its kept entries alone, so each has a space of its own.
 

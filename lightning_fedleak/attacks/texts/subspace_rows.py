@@ -70,8 +70,8 @@ class BlockInputs(BottomModel):
     The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
 
     Attributes:
-        row_places: of a compressed gradient, for each row that is read the number of its block and the
-            (k,) coordinates that were sent. Each row then counts as a block of its own.
+        row_places: of a compressed gradient, for each row that is read the number of its block and
+            the (k,) coordinates that were sent. Each row then counts as a block of its own.
     """
 
     row_places: Sequence[tuple[int, Tensor]] = ()

@@ -14,7 +14,6 @@ from lightning_fedleak.attacks.row_space.atoms import whitening_matrix as whiten
 from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdditive
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
-from lightning_fedleak.attacks.row_space.dictionary import norm_before as norm_before
 from lightning_fedleak.attacks.row_space.dictionary import orthonormal as orthonormal
 from lightning_fedleak.attacks.row_space.explanation import Capacity as Capacity
 from lightning_fedleak.attacks.row_space.explanation import ReadableInput as ReadableInput

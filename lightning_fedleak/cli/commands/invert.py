@@ -188,12 +188,12 @@ def _listed(values: Any) -> str:
 
 def cells_table(cells: Sequence[Cell]) -> Table:
     """Return a row for each cell: the share of tokens at the correct position with its interval."""
-    budgets = dict.fromkeys(_seconds(c) for c in cells if c.rates)
+    budget = next((f"{c.budget_seconds:g} s" for c in cells if c.budget_seconds), "none")
     names = ["attack", "split", "len", "noise", "token accuracy", "exact", "ROUGE"]
     names += ["task", "ppl", "ms"]
     table = Table(
         title="what the hidden states at the split give away\n"
-        f"budget: {', '.join(budgets) or 'none'} for the texts of a line",
+        f"budget: {budget} for the texts of a line",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
@@ -209,46 +209,23 @@ def cells_table(cells: Sequence[Cell]) -> Table:
 
 def _numbers(cell: Cell) -> list[str]:
     useful, rouge = cell.utility, cell.rates.get("rouge_l")
+    accuracy, exact, per_token = "failed", "", ""
+    if cell.rates:
+        rate = cell.rates["token_accuracy"]
+        accuracy = f"{short(rate.value)} [{short(rate.low, 2)}, {short(rate.high, 2)}]"
+        exact = f"{round(cell.rates['exact_sentences'].value * cell.texts)}/{cell.texts}"
+        per_token = f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}"
     return [
-        *(_rates(cell) or ("failed", "")),
+        *(accuracy, exact),
         "" if rouge is None or math.isnan(rouge.value) else short(rouge.value),
         "unknown" if useful is None else short(useful.accuracy),
         "" if useful is None else f"{useful.perplexity:.3g}",
-        f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}" if cell.rates else "",
+        per_token,
     ]
-
-
-def _rates(cell: Cell) -> tuple[str, str] | None:
-    """Return token accuracy and exact texts; None where there are none."""
-    if not cell.rates:
-        return None
-    accuracy = cell.rates["token_accuracy"]
-    exact = round(cell.rates["exact_sentences"].value * cell.texts)
-    interval = f"[{short(accuracy.low, 2)}, {short(accuracy.high, 2)}]"
-    return f"{short(accuracy.value)} {interval}", f"{exact}/{cell.texts}"
-
-
-def _seconds(cell: Cell) -> str:
-    return "none" if cell.budget_seconds is None else f"{cell.budget_seconds:g} s"
 
 
 def explain_cells(cells: Sequence[Cell]) -> str:
     """Return what the table means, in sentences."""
-    lines = _explain(cells)
-    cut = dict.fromkeys(_seconds(c) for c in cells if not c.finished and c.rates)
-    if cut:
-        lines.append(
-            f"*: cut off by the budget of {', '.join(cut)}, the best that was found by then; "
-            "--budget-seconds gives more, inf for no bound."
-        )
-    lines.append(
-        "A low number says that these attacks fail here, not that none succeeds: a server may know "
-        "more, or search longer."
-    )
-    return "\n".join(["", *lines])
-
-
-def _explain(cells: Sequence[Cell]) -> list[str]:
     unit = " in those of each dimension of the hidden states" if cells[0].relative else ""
     lines = [
         "Token accuracy (Eq. 5): the share of a text's tokens that are at the correct position, "
@@ -262,4 +239,13 @@ def _explain(cells: Sequence[Cell]) -> list[str]:
         for c in cells
         if c.problem
     )
-    return [*lines, *(f"Failed: {problem}" for problem in problems)]
+    if not all(c.finished for c in cells if c.rates):
+        lines.append(
+            f"*: cut off by the budget of {cells[0].budget_seconds:g} s, the best that was found "
+            "by then; --budget-seconds gives more, inf for no bound."
+        )
+    lines.append(
+        "A low number says that these attacks fail here, not that none succeeds: a server may know "
+        "more, or search longer."
+    )
+    return "\n".join(["", *lines, *(f"Failed: {problem}" for problem in problems)])

@@ -7,5 +7,4 @@ from lightning_fedleak.defenses.accounting.accounting import AccountantKind as A
 from lightning_fedleak.defenses.accounting.accounting import check_delta_for as check_delta_for
 from lightning_fedleak.defenses.accounting.budget import Account as Account
 from lightning_fedleak.defenses.accounting.budget import Budget as Budget
-from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme as SamplingScheme

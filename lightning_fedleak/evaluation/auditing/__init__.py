@@ -23,7 +23,6 @@ The game's relation must be the accountant's, see
 
 from lightning_fedleak.defenses.noise import gaussian_epsilon as gaussian_epsilon
 from lightning_fedleak.evaluation.auditing.lower_bounds import EpsilonBound as EpsilonBound
-from lightning_fedleak.evaluation.auditing.lower_bounds import Relation as Relation
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_games as audit_games
 from lightning_fedleak.evaluation.auditing.lower_bounds import audit_scores as audit_scores
 from lightning_fedleak.evaluation.auditing.lower_bounds import curve_auc as curve_auc

@@ -9,7 +9,6 @@ from lightning_fedleak.evaluation.metrics.rates import Rate as Rate
 from lightning_fedleak.evaluation.metrics.rates import WordRecovery as WordRecovery
 from lightning_fedleak.evaluation.metrics.rates import precision_recall_f1 as precision_recall_f1
 from lightning_fedleak.evaluation.metrics.rates import proportion as proportion
-from lightning_fedleak.evaluation.metrics.rates import type_count_error as type_count_error
 from lightning_fedleak.evaluation.metrics.rates import word_counts as word_counts
 from lightning_fedleak.evaluation.metrics.texts import TextReconstruction as TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates as reconstruction_rates

@@ -6,7 +6,6 @@ from lightning_fedleak.model.taps.activations import join_pieces as join_pieces
 from lightning_fedleak.model.taps.calls import NOT_TESTED as NOT_TESTED
 from lightning_fedleak.model.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.model.taps.calls import PackedRows as PackedRows
-from lightning_fedleak.model.taps.calls import arguments_of as arguments_of
 from lightning_fedleak.model.taps.calls import with_ids as with_ids
 from lightning_fedleak.model.taps.control import Draw as Draw
 from lightning_fedleak.model.taps.control import control_crossing as control_crossing

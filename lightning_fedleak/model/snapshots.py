@@ -228,7 +228,7 @@ def is_shard(tensor: Tensor) -> bool:
 @contextmanager
 def gathered(parameters: Iterable[Any]) -> Iterator[None]:
     """Gather in place what ZeRO-3 has sharded; every process must enter it."""
-    absent = [p for p in parameters if is_absent(p)]
+    absent = [p for p in parameters if hasattr(p, "ds_status") and is_absent(p)]
     if not absent:
         yield
         return
@@ -246,7 +246,7 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def shaped(parameters: Iterable[Any]) -> Iterator[None]:
     """Give what ZeRO-3 has sharded its whole shape, of one NaN; nothing is gathered for it."""
-    absent = [p for p in parameters if is_absent(p) and not p.numel()]
+    absent = [p for p in parameters if hasattr(p, "ds_status") and not p.numel()]
     try:
         for p in absent:
             p.data = p.new_full((1,), torch.nan if p.is_floating_point() else 0).expand(p.ds_shape)

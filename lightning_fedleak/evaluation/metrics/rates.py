@@ -15,7 +15,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fedleak.attacks import WordGuess
-from lightning_fedleak.validate import check_number
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,10 @@ def proportion(successes: float, trials: float, confidence: float = 0.95) -> Rat
     """Return ``successes / trials`` with its two-sided Clopper-Pearson interval; NaN for no trials.
 
     Raises:
-        ValueError: negative counts, more successes than trials, or a confidence outside (0, 1).
+        ValueError: negative counts, or more successes than trials.
     """
     if not 0 <= successes <= trials:
         raise ValueError(f"need 0 <= successes <= trials, got {successes} of {trials}")
-    check_number("confidence", confidence, above=0, below=1)
     if trials == 0:
         return UNKNOWN
     low, high = clopper_pearson(successes, trials - successes, 1 - confidence)

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
     from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
     from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess
-    from lightning_fedleak.attacks.texts.embedding_descent import (
-        DescentSettings as DescentSettings,
-    )
+    from lightning_fedleak.attacks.texts.embedding_descent import DescentSettings as DescentSettings
     from lightning_fedleak.attacks.texts.embedding_descent import (
         EmbeddingDescent as EmbeddingDescent,
     )
@@ -94,12 +92,7 @@ _HOMES = {
     "attacks.membership.gradients": ("GradientMembership",),
     "attacks.membership.subspace": ("SubspaceMembership",),
     "attacks.memorization": ("Combined", "Extraction"),
-    "attacks.public_text": (
-        "MissingText",
-        "PublicText",
-        "TextSource",
-        "frequent_tokens",
-    ),
+    "attacks.public_text": ("MissingText", "PublicText", "TextSource", "frequent_tokens"),
     "attacks.texts.base": ("InversionAttack", "TextAttack", "TextGuess"),
     "attacks.texts.embedding_descent": ("DescentSettings", "EmbeddingDescent"),
     "attacks.texts.prefix.inversion": ("PrefixInversion",),

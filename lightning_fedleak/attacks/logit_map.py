@@ -51,11 +51,7 @@ class LogitMap:
 
     @classmethod
     def fit(
-        cls,
-        model: nn.Module,
-        states: Tensor,
-        logits: Tensor,
-        product: Callable[[Tensor], Tensor],
+        cls, model: nn.Module, states: Tensor, logits: Tensor, product: Callable[[Tensor], Tensor]
     ) -> LogitMap:
         """Return the map from the head's product with (N, d) ``states`` to (N, V) ``logits``.
 

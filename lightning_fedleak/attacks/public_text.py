@@ -179,13 +179,7 @@ class PublicText:
         return public_text.digest if isinstance(public_text, PublicText) else public_text
 
     @classmethod
-    def sampled_from(
-        cls,
-        anatomy: Anatomy,
-        n: int,
-        length: int,
-        seed: int = 0,
-    ) -> PublicText:
+    def sampled_from(cls, anatomy: Anatomy, n: int, length: int, seed: int = 0) -> PublicText:
         """Return text that a causal model writes itself, to calibrate without any text.
 
         Args:
@@ -278,11 +272,7 @@ class PublicText:
 
 
 def frequent_tokens(
-    anatomy: Anatomy,
-    rows: int,
-    length: int,
-    generator: torch.Generator,
-    size: int | None = None,
+    anatomy: Anatomy, rows: int, length: int, generator: torch.Generator, size: int | None = None
 ) -> Tensor:
     """Return random token ids (rows, length), frequent ones more often, without special tokens.
 

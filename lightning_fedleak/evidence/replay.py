@@ -142,10 +142,7 @@ def check_replay(fit: FitLog, line: KeptLine, place: Path, verdict: Verdict) -> 
 
 
 def _without_past(
-    begin: BeginLine,
-    values: dict[Value, object],
-    repeated: dict[Value, object],
-    verdict: Verdict,
+    begin: BeginLine, values: dict[Value, object], repeated: dict[Value, object], verdict: Verdict
 ) -> list[dict[Value, object]]:
     """Return both without the attacks that read what an earlier look has left, and name these."""
     attacks, again = ({key[1][2] for key in [*one][2:]} for one in (values, repeated))

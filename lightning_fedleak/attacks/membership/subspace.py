@@ -69,11 +69,7 @@ class SubspaceMembership(PassiveMembership):
     removes_loss_terms = True
 
     def __init__(
-        self,
-        public_text: TextSource = "sampled",
-        *,
-        refresh_every: int = 500,
-        **shared: Any,
+        self, public_text: TextSource = "sampled", *, refresh_every: int = 500, **shared: Any
     ) -> None:
         super().__init__(public_text, refresh_every=refresh_every, **shared)
         self._words = SubspaceWords(capacity_seconds=0)

@@ -107,11 +107,7 @@ class Extraction(MemorizationAttack):
 
     def config(self) -> dict[str, object]:
         """Return the number of tokens, the numbers of samples and the probability."""
-        return {
-            "tokens": self.tokens,
-            "draws": list(self.draws),
-            "probability": self.probability,
-        }
+        return {"tokens": self.tokens, "draws": list(self.draws), "probability": self.probability}
 
 
 class Canaries(Extraction):

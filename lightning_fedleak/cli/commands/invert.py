@@ -113,15 +113,7 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
         f"{_listed(rows)} tokens, with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}. "
         "The server has the same weights, and reads the texts."
     )
-    measure = partial(
-        invert.run_cells,
-        anatomy,
-        rows,
-        makers,
-        layers,
-        noises,
-        texts=options.texts,
-    )
+    measure = partial(invert.run_cells, anatomy, rows, makers, layers, noises, texts=options.texts)
     total = len(layers) * len(makers) * len(rows) * len(noises)
     return introduction, total, measure
 
@@ -232,7 +224,7 @@ def explain_cells(cells: Sequence[Cell]) -> str:
         "mean over texts; in brackets its 95% interval over texts. exact: texts without an error. "
         f"ROUGE: ROUGE-L. ms: wall time per token. split: block, of {cells[0].blocks}. len: "
         f"tokens. noise: standard deviations{unit}. task: next-token accuracy of the whole model "
-        "from the noised states, unknown for encoders; ppl: perplexity.",
+        "from the noised states, unknown for encoders; ppl: perplexity."
     ]
     problems = dict.fromkeys(
         f"{c.attack}, split {c.layer}, {c.length} tokens, noise {c.sigma:g}: {c.problem}"

@@ -217,11 +217,7 @@ def _prepared(
 
 
 def _attacked(
-    cell: Cell,
-    attack: InversionAttack | Exception,
-    anatomy: Anatomy,
-    ids: Tensor,
-    noise: Noise,
+    cell: Cell, attack: InversionAttack | Exception, anatomy: Anatomy, ids: Tensor, noise: Noise
 ) -> Cell:
     """Return the cell with the results of the attack."""
     try:
@@ -372,9 +368,6 @@ def make_adversary(
         )
     if name == "sweeps":
         return attacks.EmbeddingDescent(
-            layer,
-            sweeps=max(1, steps // STEPS_A_SWEEP),
-            always_try=tuple(special_ids),
-            **common,
+            layer, sweeps=max(1, steps // STEPS_A_SWEEP), always_try=tuple(special_ids), **common
         )
     return attacks.EmbeddingDescent(layer, **common)

@@ -28,7 +28,7 @@ from lightning_fedleak.report import records
 from lightning_fedleak.validate import check_integer, check_number
 
 BYTES_PER_SECOND = 3e8
-"""For the estimate of the set-up alone: copying, writing and hashing on one core and a disk."""
+"""It is for the estimate at set-up alone: copying, writing and hashing on one core and a disk."""
 
 
 class StepRepeated(Exception):
@@ -188,7 +188,7 @@ class Keeper:
             self._batches.append(_hash(batch))
             return
         started, self._line, cadence = time.perf_counter(), None, scheduler.cadence
-        cadence.kept = None
+        cadence.evidence_step = None
         repeated, run = self._evidence.kept, self._run
         try:
             is_chosen = not repeated and self._is_chosen(run.step)
@@ -207,7 +207,7 @@ class Keeper:
                 raise Refusal(error) from error
             rank_zero_warn(f"step {run.step} is not kept as evidence: {reason(error)}")
         if self._line is not None:
-            cadence.kept = run.step
+            cadence.evidence_step = run.step
             seconds = time.perf_counter() - started
             self._line = replace(self._line, step=run.step, seconds=seconds)
 

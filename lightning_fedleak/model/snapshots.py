@@ -292,9 +292,9 @@ def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     places = rows.to(part.device)[:, None] * width + torch.arange(width, device=part.device)
     places -= torch.distributed.get_rank(group) * len(part)
     mine = (places >= 0) & (places < len(part))
-    found = torch.where(mine, part[places.clamp(0, len(part) - 1)], 0)
-    torch.distributed.all_reduce(found, group=group)
-    return found
+    numbers = torch.where(mine, part[places.clamp(0, len(part) - 1)], 0)
+    torch.distributed.all_reduce(numbers, group=group)
+    return numbers
 
 
 MOST_INPUT_NOISE = 0.03

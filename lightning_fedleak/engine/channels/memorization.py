@@ -30,7 +30,6 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import (
     NO_CONTROLS,
     NoNonMembers,
-    NoRows,
     Part,
     Pool,
     collect,
@@ -177,14 +176,21 @@ class MemorizationChannel(Channel):
             start = time.perf_counter()
             self._refusal = self._collect()
             self._reading_seconds = time.perf_counter() - start
-        why, lack = self._refusal, ""
-        if not why and self._pool is not None:
-            lack = self._pool.lack(part_of(attack))
-            if isinstance(attack, Extraction) and self.run.anatomy.kind != "causal":
-                why = f"a {self.run.anatomy.kind} model writes no text"
-        if why or lack:
-            kind = ValueError if why else NoRows
-            raise kind(f"attack '{attack.name}' finds nobody to compare: {why or lack}")
+        why, kind = self._refusal, self.run.anatomy.kind
+        if not why and isinstance(attack, Extraction) and kind != "causal":
+            why = f"a {kind} model writes no text"
+        try:
+            if why:
+                raise NoNonMembers(why)
+            if self._pool is not None:
+                self._pool.check_rows(part_of(attack))
+        except ValueError as error:
+            message = f"attack '{attack.name}' finds nobody to compare: {error}"
+            raise type(error)(message) from None
+
+    def few(self, attack: Attack) -> str:
+        """Return why no look can give this attack a number; empty where one can."""
+        return "" if self._pool is None else self._pool.few(part_of(attack))
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.
@@ -236,7 +242,8 @@ class MemorizationChannel(Channel):
         cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
         if n := int(self._pool.has_prompt.sum()):
             by = [attack.name for attack in self.attacks if part_of(attack) == "prompts"]
-            who = (by or ["no attack: PromptRatio() does"])[0]
+            mend = ": PromptRatio() does" * (self._pool.way != "given")
+            who = (by or [f"no attack{mend}"])[0]
             cost += f". The prompts of {n}, which have no loss, are asked about by {who}"
         return cost if self._account is None else f"{cost}{self._account.describe()}"
 

@@ -123,26 +123,32 @@ class Pool:
             return self.alone, ~self.is_short
         return (self.is_short if part == "short" else self.has_prompt,) * 2
 
-    def lack(self, part: Part) -> str:
-        """Return why no text of a part is compared; empty where one is."""
-        if part == "prompts" and self.way == "given":
-            return "prompts of others= may be of another law: leave rows out (leave_out)"
-        compared, whole = self._sides(part)
-        if not bool(whole.any()):
-            return {
+    def check_rows(self, part: Part) -> None:
+        """Raise an error where no text of a part can be compared.
+
+        Raises:
+            NoRows: the data has none.
+            NoNonMembers: prompts of other data may be of another law.
+        """
+        if not bool(self._sides(part)[1].any()):
+            texts = {
                 "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
                 "short": "no row has 1 to 7 label tokens",
                 "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
-            }[part]
-        sides = compared & self.trains, compared & ~self.trains
-        if (
-            part == "long"
-            or self.way == "not yet seen"
-            or all(s.sum() >= LEAST_TEXTS for s in sides)
-        ):
+            }
+            raise NoRows(texts[part])
+        if part == "prompts" and self.way == "given":
+            raise NoNonMembers(
+                "prompts of others= may be of another law: leave rows out (leave_out)"
+            )
+
+    def few(self, part: Part) -> str:
+        """Return why no look at short rows or prompts can give a number; empty where one can."""
+        compared, _ = self._sides(part)
+        sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
+        if part == "long" or self.way == "not yet seen" or min(sides) >= LEAST_TEXTS:
             return ""
-        rows = {"short": "rows of 1 to 7 label tokens", "prompts": "rows with a prompt"}[part]
-        return f"of the {rows} fewer than {LEAST_TEXTS} were trained on, or were not: add such rows"
+        return f"{sides[0]} rows of the kind were trained on and {sides[1]} left out: too few"
 
     @property
     def seen_in_checkpoints(self) -> Tensor:

@@ -98,19 +98,20 @@ class WeightLooks:
 
     def _begin(self, channel: MemorizationChannel, choosing: bool) -> None:
         """Let a channel find out whom it compares, and ask the base; leave out what it cannot."""
-        absent = set[str]()  # of no kind of row that the data has: there is nothing to say
+        absent = dict[str, str]()  # of no kind of row that the data has
         for attack in channel.attacks:
             try:
                 channel.meet_data(attack)
+                if choosing and (why := channel.few(attack)):
+                    self.refused[attack.name] = why
             except ValueError as error:
                 if not choosing:
                     raise
-                if isinstance(error, NoRows):
-                    absent.add(attack.name)
-                else:
-                    self.refused[attack.name] = in_short(attack.name, str(error))
-        exclude(channel, self.refused.keys() | absent)
+                refused = absent if isinstance(error, NoRows) else self.refused
+                refused[attack.name] = in_short(attack.name, str(error))
+        exclude(channel, self.refused.keys() | absent.keys())
         if not channel.attacks:
+            self.refused |= absent  # said only where no attack is left
             return
         try:
             channel.ask_base()

@@ -334,7 +334,7 @@ def candidate_log_probs(
         for part, (rows, prefixes) in enumerate(
             _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size)
         ):
-            logits = _run_tree(model, context.shape[1], cache, prefixes) if is_tree else None
+            logits = _run_tree(model, context, cache, prefixes) if is_tree else None
             if logits and part == 0:
                 [whole] = _run_whole(anatomy, model, context, prefixes[-1:])
                 is_tree = _agree(logits[-1], whole)
@@ -361,12 +361,12 @@ def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list
     """
     rows, prefixes = list[int](), set[Prefix]()
     for row in sorted(range(len(words)), key=words.__getitem__):
-        own = {words[row][:n] for n in range(1, len(words[row]))}
-        if rows and len(prefixes | own) > min(MOST_NODES, most):
+        beginnings = {words[row][:n] for n in range(1, len(words[row]))}
+        if rows and len(prefixes | beginnings) > min(MOST_NODES, most):
             yield rows, sorted(prefixes)
             rows, prefixes = [], set()
         rows.append(row)
-        prefixes |= own
+        prefixes |= beginnings
     yield rows, sorted(prefixes)
 
 
@@ -380,7 +380,7 @@ def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[T
 
 
 def _run_tree(
-    model: nn.Module, context: int, cache: object, prefixes: Sequence[Prefix]
+    model: nn.Module, context: Tensor, cache: object, prefixes: Sequence[Prefix]
 ) -> list[Tensor] | None:
     """Return (V,) the logits behind each prefix; None where the model takes no such forward."""
     if not prefixes:
@@ -390,17 +390,16 @@ def _run_tree(
     for n, prefix in enumerate(prefixes):
         if len(prefix) > 1:
             sees[n] |= sees[place[prefix[:-1]]]
-    sees = torch.cat([sees.new_ones(len(prefixes), context), sees], 1)
+    length = context.shape[1]
+    sees = torch.cat([sees.new_ones(len(prefixes), length), sees], 1)
     example = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     mask = torch.zeros(sees.shape, dtype=example.dtype)
     mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
     try:
         output = model(
-            input_ids=torch.tensor([[p[-1] for p in prefixes]], device=example.device),
-            attention_mask=mask.to(example.device)[None, None],
-            position_ids=torch.tensor(
-                [[context - 1 + len(p) for p in prefixes]], device=example.device
-            ),
+            input_ids=context.new_tensor([[p[-1] for p in prefixes]]),
+            attention_mask=mask.to(context.device)[None, None],
+            position_ids=context.new_tensor([[length - 1 + len(p) for p in prefixes]]),
             past_key_values=copy.deepcopy(cache),
             use_cache=True,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ def short(data: list[dict[str, torch.Tensor]], n: int = 3) -> list[dict[str, tor
     return masked
 
 
-def watching(folder: Path, attacks: list[Any], **settings: Any) -> LeakageMonitor:
+def watching(folder: Path, attacks: Any, **settings: Any) -> LeakageMonitor:
     memorization = Memorization(max_overhead=10, looks=(), **settings)
     return LeakageMonitor(attacks, folder=folder, settings=WatchSettings(memorization=memorization))
 
@@ -165,6 +167,17 @@ def test_an_attack_without_rows_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         fit([watching(tmp_path, [attack])], data=leave_out(data, 140, seed=1)[0])
+
+
+def test_auto_says_that_too_few_short_rows_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = rows()
+    train = leave_out(data[:-8] + short(data[-8:]), 140, seed=1)[0]
+    with caplog.at_level(logging.INFO):
+        fit([watching(tmp_path, "auto")], data=train, max_steps=1)
+    assert re.search(r"loss_ratio_short \(\d rows of the kind were trained on and", caplog.text)
+    assert not re.search(r"not played on the trained weights: [^(]*combined", caplog.text)
 
 
 def test_a_gate_is_unknown_where_no_permutation_could_show_a_leak(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ class Pool:
             f"{n} rows of the training data, {controls}; {self.repeated} that other rows "
             f"repeat{part} and {self.short} short ones were excluded"
             f"{copied * (n_copied > 0)}"
-            f"{f'; {n_short} with 1 to 7 label tokens are compared apart' * (n_short > 0)}"
+            f"{f'; {n_short} with 1 to 7 label tokens are a pool of their own' * (n_short > 0)}"
         )
 
 

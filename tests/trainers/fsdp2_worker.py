@@ -28,7 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak import FCMembership
@@ -50,6 +50,12 @@ from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
 STEPS, CLIP = 3, 0.5
+VOCABULARY = torch.arange(300)
+STORY = (
+    "One morning a little girl found an old key under the big tree. She ran home to show her mom, "
+    "but the door was closed and nobody was there. Then a brown dog came down the road with a red "
+    "ball, and they played together until it was dark and the moon looked at them."
+)
 CASES = Cases()
 BF16 = torch.bfloat16
 POLICIES = {
@@ -107,7 +113,7 @@ def loop(
     optimizer: Any = None,
     accumulated: int = 1,
     every: int = 1,
-    first_token: int = 0,
+    vocabulary: Tensor = VOCABULARY,
     around: Callable[[int], Any] = lambda batch: nullcontext(),
     backward: Callable[[Tensor], object] = Tensor.backward,
     **settings: Any,
@@ -115,7 +121,7 @@ def loop(
     """Train on every second text; what is accumulated is reduced with its last batch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, 1e-3)
-    data = texts()[RANK::2] + first_token
+    data = vocabulary[texts()[RANK::2] % len(vocabulary)]
     watch = None
     if attacks is not None:
         watch = Watch(
@@ -138,11 +144,11 @@ def loop(
     return state(model, getattr(optimizer, "optimizer", optimizer)), watch
 
 
-def truth(accumulated: int = 1, first_token: int = 0) -> list[list[int]]:
+def truth(accumulated: int = 1, vocabulary: Tensor = VOCABULARY) -> list[list[int]]:
     """Return the words of both processes at each step."""
     n = 2 * accumulated
-    inputs = first_token + texts()[: n * STEPS, :-1]  # nothing is predicted at the last place
-    return [sorted(set(part.flatten().tolist())) for part in inputs.split(n)]
+    places = texts()[: n * STEPS, :-1] % len(vocabulary)  # nothing is predicted at the last place
+    return [sorted(set(vocabulary[part].flatten().tolist())) for part in places.split(n)]
 
 
 @CASES.named("own loop")
@@ -240,17 +246,23 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
 def real_model(folder: Path) -> dict[str, Any]:
     """The lowest F1 of a real model's words at a look, whole and LoRA; empty without it.
 
-    Its first tokens are bytes, which no text of its training held.
+    They are words of a story: most of the 32,000 tokens were in no text of its training, and their
+    embeddings are one vector still, within 2e-5, which a gradient in float32 hardly tells apart.
     """
     place = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
+    if not place.exists():
+        return {}
     out = {}
-    for kind in ("full", "lora") if place.exists() else ():
+    ids = AutoTokenizer.from_pretrained(place)(STORY, return_tensors="pt")["input_ids"]
+    vocabulary = ids.unique()
+    torch.manual_seed(1)  # of the adapter
+    for kind in ("full", "lora"):
         model = AutoModelForCausalLM.from_pretrained(place)
         if kind == "lora":
             model = with_lora(model, 16, ["q_proj", "k_proj", "v_proj"])
         attack = words()
-        loop(folder / kind, shard(model.train()), [attack], first_token=1000)
-        out[kind] = min(map(agreement, attack.named, truth(first_token=1000)))
+        loop(folder / kind, shard(model.train()), [attack], vocabulary=vocabulary)
+        out[kind] = min(map(agreement, attack.named, truth(vocabulary=vocabulary)))
     return out
 
 

@@ -6,11 +6,13 @@ the host, refuses what a GPU refuses, and counts what makes the host wait.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -21,6 +23,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import shared
+from benchmarks.cost import gpu
 from lightning_fedleak import LeakageMonitor, attacks
 from lightning_fedleak.attacks import (
     AlignedFlatChat,
@@ -59,6 +63,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
+from lightning_fedleak.engine import scheduler
 from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
@@ -375,6 +380,45 @@ def test_looks_of_a_fit_agree_across_devices() -> None:
     assert len(rates) > 50
     for name in rates:
         assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2e-3, nan_ok=True), name
+
+
+@pytest.mark.filterwarnings("ignore:attack 'aligned_sign'")
+def test_what_make_gpu_measures_runs_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps with looks of each kind, and DP-SGD beside its peers, as `make gpu` times them."""
+    monkeypatch.setattr(scheduler, "Look", scheduler.Look)  # which the first of them replaces
+    from benchmarks.cost import dpsgd, overhead
+
+    looks = overhead.parser().parse_args(gpu.SMALL["overhead"].split())
+    steps = dpsgd.parser().parse_args(gpu.SMALL["dpsgd"].split())
+    looks.device = steps.device = DEVICE.type
+    looks.out = tmp_path
+    with FakeDevice() as device:
+
+        def fit_there(module: L.LightningModule, loader: Any, **settings: Any) -> L.Trainer:
+            settings = {"strategy": single_device(), **settings, "accelerator": "auto"}
+            return shared.fit(device.model(module), loader, **settings)
+
+        def defended(_: str, defenses: list[Defense]) -> DefendedStrategy:
+            return DefendedStrategy(single_device(), defenses)
+
+        def built(options: argparse.Namespace) -> nn.Module:
+            here = argparse.Namespace(**vars(options) | {"device": "cpu"})
+            return device.model(build(here))
+
+        build = dpsgd.build
+        monkeypatch.setattr(overhead, "fit", fit_there)
+        monkeypatch.setattr(dpsgd, "fit", fit_there)
+        monkeypatch.setattr(dpsgd, "DefendedStrategy", defended)
+        monkeypatch.setattr(dpsgd, "build", built)
+        seconds = overhead.timed(looks)
+        private = dpsgd.timed(steps, dpsgd.batch(steps))
+    assert device.synchronisations.total() > 0
+    assert {arm: len(times) for arm, times in seconds.items()} == {
+        "off": 2, "idle": 1, "look": 1, "control": 1,
+    }  # fmt: skip
+    assert {arm: len(times) for arm, times in private.items()} == {"ours": 2, "plain": 2}
 
 
 # ---- a device without float64 ---------------------------------------------------------------

@@ -232,7 +232,7 @@ class Lineup:
                 with self._left_out(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
-            if self._choosing:
+            if self._choosing and not self._is_sharded:  # the trial gathers the whole model
                 costs |= self._costs()
         for channel in self._channels:
             exclude(channel, self._refused.keys())

@@ -36,6 +36,7 @@ from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import control
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.model import whole_models
 from lightning_fedleak.model.taps import draw_words
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.trainers import Threshold, Watch
@@ -488,6 +489,15 @@ def chosen(folder: Path) -> dict[str, Any]:
         )
         out[str(bf16)] = {n: v for n, v in callback.latest.items() if n.startswith("leakage/")}
     return out
+
+
+@CASES.named("attacks on a LoRA choose themselves")
+def chosen_for_lora(folder: Path) -> dict[str, Any]:
+    replaced = whole_models.parameters_replaced
+    with patch.object(whole_models, "parameters_replaced", wraps=replaced) as whole:
+        _, watch = loop(folder, shard(model_of(lora=True)), "auto")
+    assert watch is not None
+    return {"f1": watch.latest["leakage/subspace_words/f1"], "whole": whole.call_count}
 
 
 @CASES.named("trainer saves and resumes")

@@ -101,6 +101,11 @@ def test_attacks_choose_themselves_under_a_trainer(ranks) -> None:
             assert values["leakage/worst/words"] == 1.0
 
 
+def test_attacks_on_a_lora_choose_themselves_without_the_whole_model(ranks) -> None:
+    for found in of(ranks, "attacks on a LoRA choose themselves"):
+        assert found == {"f1": 1.0, "whole": 0}
+
+
 def test_a_resumed_trainer_goes_on_as_one_that_was_not_stopped(ranks) -> None:
     for found in of(ranks, "trainer saves and resumes"):
         assert found == {"same": True, "steps": [0, 1, 2, 3], "f1": 1.0}

@@ -85,9 +85,12 @@ def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
 ) -> None:
     """Where none leaks 5% are: more than three of twenty with a probability of .016."""
     flagged = 0
+    once = Memorization(looks=())  # at the end
     for seed in range(20):
-        data = planted(seed)
-        fit([watch(data, tmp_path / f"{seed}")], model(), data, max_epochs=4, lr=5e-3)
+        data, folder = planted(seed), tmp_path / f"{seed}"
+        _, module = fit([], model(), data, max_epochs=3, lr=5e-3)
+        fit([watch(data, folder, memorization=once)], module.model, data, max_epochs=1, lr=5e-3)
+        assert len(lines(folder, "entity/phone/prompt")) == 1
         last = lines(tmp_path / f"{seed}", "entity/phone/prompt")[-1]["metrics"]
         flagged += last["p_value"]["value"] <= 0.05 or last["first"]["low"] > 0
     assert flagged <= 3

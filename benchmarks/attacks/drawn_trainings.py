@@ -322,9 +322,7 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     fired: list[Any] = []
     gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
     settings = WatchSettings(
-        precision=training.precision,
-        tensorboard=False,
-        assume=HONEST_BUT_CURIOUS,
+        precision=training.precision, tensorboard=False, assume=HONEST_BUT_CURIOUS
     )
     looks = {"folder": folder, "every_n_steps": max(1, training.step)}
     truths: dict[int, Seen] = {}

@@ -40,12 +40,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from benchmarks.shared import mean_and_half, print_place, read_texts, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess

@@ -32,14 +32,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import (
-    mean_and_half,
-    print_place,
-    read_texts,
-    table,
-    tokens_of,
-    with_lora,
-)
+from benchmarks.shared import mean_and_half, print_place, read_texts, table, tokens_of, with_lora
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
@@ -80,13 +73,7 @@ def long_enough(text: PublicText, length: int, count: int) -> PublicText:
 
 
 def composed_batches(
-    anatomy,
-    text: PublicText,
-    shape,
-    count: int,
-    seed: int,
-    pool: int,
-    noise: float = 0.0,
+    anatomy, text: PublicText, shape, count: int, seed: int, pool: int, noise: float = 0.0
 ):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape

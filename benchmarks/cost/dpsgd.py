@@ -256,11 +256,7 @@ class InTurn(L.Callback):
 
 
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
-    defense = DPSGD(
-        CLIP,
-        noise_multiplier=SIGMA,
-        max_physical_batch_size=options.pieces,
-    )
+    defense = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
     fit(
         SampleMeans(build(options), partial(torch.optim.SGD, lr=LR)),
         DataLoader(TensorDataset(ids), batch_size=len(ids)),

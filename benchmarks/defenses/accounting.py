@@ -30,10 +30,7 @@ from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampl
 from benchmarks.defenses.planted import PlantedNeuron
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting.account import Accountant
-from lightning_fedleak.defenses.accounting.accounting import (
-    LARGEST_EPSILON,
-    epsilon_of,
-)
+from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
 from lightning_fedleak.defenses.accounting.renyi import ORDERS, rdp_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc

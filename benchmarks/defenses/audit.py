@@ -89,11 +89,7 @@ def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], Pl
         return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL)
 
     planted = PlantedGradients(
-        defense,
-        targets=games,
-        batch_size=round(row.rate * games),
-        steps=row.steps,
-        seed=seed,
+        defense, targets=games, batch_size=round(row.rate * games), steps=row.steps, seed=seed
     )
     return [planted.games(number, row.sigma, row.rate) for number in range(count)], planted
 

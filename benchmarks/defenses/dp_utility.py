@@ -328,10 +328,7 @@ def one_lora(
     if private:
         noise = {"noise_multiplier": 0.0} if epsilon == math.inf else {"target_epsilon": epsilon}
         defense = DPSGD(
-            recipe.clip,
-            target_delta=DELTA,
-            max_physical_batch_size=recipe.piece,
-            **noise,
+            recipe.clip, target_delta=DELTA, max_physical_batch_size=recipe.piece, **noise
         )
         strategy = DefendedStrategy("auto", [defense])
 

@@ -28,11 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from lightning_fedleak.evaluation.auditing import (
-    PrivacyClaim,
-    PrivacyVerdict,
-    PrivateTrainingCheck,
-)
+from lightning_fedleak.evaluation.auditing import PrivacyClaim, PrivacyVerdict, PrivateTrainingCheck
 
 SMOKE = ("--steps 60 --times 1 --only noise", "--steps 60 --sound 2", "--steps 60 --time")
 WORDS, WIDTH, LENGTH, TEXTS, RATE, CLIP, SIGMA, DELTA = 64, 16, 8, 512, 1 / 16, 0.5, 1.0, 1e-5
@@ -239,10 +235,7 @@ def own(
             optimizer.step()
 
     return watched(
-        *(step, private, optimizers, loader, steps),
-        look=look,
-        client=client,
-        divisor=BATCH / micro,
+        *(step, private, optimizers, loader, steps), look=look, client=client, divisor=BATCH / micro
     )
 
 

@@ -29,12 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 from transformers import BartForConditionalGeneration as Bart
 
-from benchmarks.attacks.word_recovery import (
-    REGRESSION_SHAPES,
-    composed_batches,
-    long_enough,
-    score,
-)
+from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.tables import (
     Grid,

@@ -26,11 +26,7 @@ def main() -> None:
 
     monitor.subscribe(show)
     trainer = L.Trainer(
-        max_steps=9,
-        callbacks=[monitor],
-        devices=1,
-        default_root_dir="fedleak_runs",
-        logger=False,
+        max_steps=9, callbacks=[monitor], devices=1, default_root_dir="fedleak_runs", logger=False
     )
     trainer.fit(CausalLMFineTuning(), datamodule=TextDataModule())
 

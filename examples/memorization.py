@@ -26,8 +26,7 @@ def main() -> None:
     pad = PadRight(tokenizer.pad_token_id or 0)
     # Nearly all texts are queried, to show much on few: the default is 2% of an epoch's time.
     monitor = LeakageMonitor(
-        [Combined(), Loss()],
-        settings=WatchSettings(memorization=Memorization(max_overhead=1.34)),
+        [Combined(), Loss()], settings=WatchSettings(memorization=Memorization(max_overhead=1.34))
     )
     trainer = L.Trainer(
         max_epochs=2,

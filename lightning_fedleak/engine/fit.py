@@ -43,12 +43,7 @@ from lightning_fedleak.model.batches import (
     read_batch,
 )
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Stage,
-    UnusableObservation,
-    shaped,
-)
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
     NOT_TESTED,
     EmbeddingNoise,

@@ -24,13 +24,7 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.snapshots import (
-    ON_THE_WAY,
-    GradientSnapshot,
-    NotYet,
-    Stage,
-    is_shard,
-)
+from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage, is_shard
 from lightning_fedleak.model.taps import (
     ChangedInPlace,
     LocalRound,

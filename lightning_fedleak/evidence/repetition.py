@@ -13,13 +13,7 @@ from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, ReportError, read
-from lightning_fedleak.report.records import (
-    RECORD,
-    BeginLine,
-    JsonObject,
-    LookLine,
-    MetricsLine,
-)
+from lightning_fedleak.report.records import RECORD, BeginLine, JsonObject, LookLine, MetricsLine
 
 Value = tuple[int, tuple[str, ...]]
 """A value of a run: the step, and what it is."""

@@ -59,7 +59,7 @@ def sign_run(run: Path, key: Path) -> Path:
         ],
         "predicateType": PREDICATE_TYPE,
         "predicate": {
-            "logs": {log.name: {"lines": len(log.hashes), "head": log.head} for log in logs},
+            "logs": {log.name: {"lines": len(log.hashes), "head": log.head} for log in logs}
         },
     }
     payload = json.dumps(statement, sort_keys=True).encode()

@@ -259,9 +259,7 @@ def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.Monitor
     adversary = [capability for one in monitors for capability in one.adversary or ()]
     stages = [stage for one in monitors for stage in one.stages or ()]
     return replace(
-        monitors[0],
-        adversary=tuple(dict.fromkeys(adversary)),
-        stages=tuple(dict.fromkeys(stages)),
+        monitors[0], adversary=tuple(dict.fromkeys(adversary)), stages=tuple(dict.fromkeys(stages))
     )
 
 

@@ -338,10 +338,7 @@ def _without_sampling(account: Account) -> float | str | None:
 
 
 def composed_epsilon(
-    history: Sequence[records.Releases],
-    delta: float | None,
-    accountant: str,
-    sampling: str | None,
+    history: Sequence[records.Releases], delta: float | None, accountant: str, sampling: str | None
 ) -> float | str | None:
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
     if not history or not delta or any(not one.noise_multiplier for one in history):

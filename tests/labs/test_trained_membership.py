@@ -13,10 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.labs.trained_membership import (
-    TrainedMembership,
-    train_neuron,
-)
+from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers import models

@@ -223,12 +223,7 @@ class SplitClient:
         return text
 
     def _read(
-        self,
-        reply: dict[str, Tensor],
-        context: dict[str, Tensor],
-        cache: Any,
-        *,
-        last_only: bool,
+        self, reply: dict[str, Tensor], context: dict[str, Tensor], cache: Any, *, last_only: bool
     ) -> Tensor:
         """Return the logits of a reply: the server's, or those of the client's head."""
         if self._tail is None:

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.base import (
-    Granularity,
-    MembershipAttack,
-    sentence_rows,
-)
+from lightning_fedleak.attacks.membership.base import Granularity, MembershipAttack, sentence_rows
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_number, explain_arguments
 

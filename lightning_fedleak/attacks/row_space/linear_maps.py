@@ -331,9 +331,7 @@ def _dropouts_before(anatomy: Anatomy, reader: nn.Module, ids: Tensor) -> tuple[
 
 @contextmanager
 def _untraced(
-    anatomy: Anatomy,
-    modules: Iterable[nn.Module] = (),
-    hook: Callable[..., None] = lambda *_: None,
+    anatomy: Anatomy, modules: Iterable[nn.Module] = (), hook: Callable[..., None] = lambda *_: None
 ) -> Iterator[nn.Module]:
     """Yield the model for runs without a trace; a hook is called before each of some modules."""
     with (

@@ -62,12 +62,7 @@ class SharedRows:
 
     @classmethod
     def stack(
-        cls,
-        gradients: Sequence[Tensor],
-        beside: Tensor,
-        *,
-        rounding: float,
-        noise: Sequence[float],
+        cls, gradients: Sequence[Tensor], beside: Tensor, *, rounding: float, noise: Sequence[float]
     ) -> SharedRows:
         """Return the stacked gradients of maps that read the same input.
 

@@ -517,11 +517,7 @@ def plausible(summary: RowSummary, units: Units) -> Tensor:
 
 
 def row_features(
-    rows: Tensor,
-    summary: RowSummary,
-    units: Units,
-    directions: Directions,
-    expected: ExpectedRows,
+    rows: Tensor, summary: RowSummary, units: Units, directions: Directions, expected: ExpectedRows
 ) -> Tensor:
     """Return the features of k rows, (k, F).
 

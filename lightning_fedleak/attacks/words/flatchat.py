@@ -203,9 +203,7 @@ class TypeCountRegressor:
 
 
 def flatchat(
-    gradient: Tensor,
-    n_types: float | Callable[[Mixture], float],
-    scorer: Scorer = "gmm",
+    gradient: Tensor, n_types: float | Callable[[Mixture], float], scorer: Scorer = "gmm"
 ) -> FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 

@@ -47,10 +47,7 @@ class RevealLabelsGuess(WordGuess):
 
 
 def reveal_labels(
-    gradient: Tensor,
-    *,
-    max_seconds: float = 60.0,
-    allow_full_rank: bool = False,
+    gradient: Tensor, *, max_seconds: float = 60.0, allow_full_rank: bool = False
 ) -> RevealLabelsGuess:
     """Return the types whose row one linear functional makes negative, and no other row.
 
@@ -158,11 +155,7 @@ class RevealLabels(Attack):
     config_names = ("max_seconds", "allow_full_rank")
 
     def __init__(
-        self,
-        *,
-        max_seconds: float = 60.0,
-        allow_full_rank: bool = False,
-        name: str | None = None,
+        self, *, max_seconds: float = 60.0, allow_full_rank: bool = False, name: str | None = None
     ) -> None:
         super().__init__(name)
         self.max_seconds = check_number("max_seconds", max_seconds, above=0)

@@ -140,10 +140,7 @@ def _fit(
     title = f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched"
     table = _LooksTable(console, monitor, title)
     gate = RiskGate(
-        f"leakage/{attacks[-1].name}/f1",
-        at_most=options.at_most,
-        action="stop",
-        patience=_PATIENCE,
+        f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
     )
     trainer = L.Trainer(
         max_steps=options.steps,

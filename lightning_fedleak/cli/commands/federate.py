@@ -27,12 +27,7 @@ from lightning_fedleak.cli.printing import (
     text_name,
     three_digits,
 )
-from lightning_fedleak.cli.studies.federation import (
-    Federation,
-    Round,
-    Values,
-    train_in_process,
-)
+from lightning_fedleak.cli.studies.federation import Federation, Round, Values, train_in_process
 from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
 from lightning_fedleak.federation import SUM
@@ -103,11 +98,7 @@ def _check_options(options: Namespace) -> None:
     rules = (
         (options.peft, ("lora_r", "targets"), "--peft lora"),
         (options.gate, ("watch", "action"), "--gate, such as 0.5"),
-        (
-            options.epsilon,
-            ("clip", "delta", "trust", "sampling", "per_round"),
-            "--epsilon",
-        ),
+        (options.epsilon, ("clip", "delta", "trust", "sampling", "per_round"), "--epsilon"),
     )
     for setting, names, needed in rules:
         for name in names:

@@ -62,10 +62,6 @@ def fit(arguments: Sequence[str] | None = None) -> None:
         TextDataModule,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={
-            "prog": "fedleak",
-            "exit_on_error": False,
-            "fit": {"exit_on_error": False},
-        },
+        parser_kwargs={"prog": "fedleak", "exit_on_error": False, "fit": {"exit_on_error": False}},
         args=None if arguments is None else list(arguments),
     )

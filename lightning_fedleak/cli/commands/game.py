@@ -26,12 +26,7 @@ from lightning_fedleak.cli.finetuning import (
     load_tokenizer,
     read_texts,
 )
-from lightning_fedleak.cli.printing import (
-    model_name,
-    print_table,
-    short,
-    text_name,
-)
+from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP

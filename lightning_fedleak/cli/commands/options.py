@@ -10,11 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.cli.studies.names import (
-    GAME_ATTACKS,
-    INVERT_ATTACKS,
-    SWEEP_ATTACKS,
-)
+from lightning_fedleak.cli.studies.names import GAME_ATTACKS, INVERT_ATTACKS, SWEEP_ATTACKS
 
 DEFENSES = ["none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2"]
 PHRASES = {

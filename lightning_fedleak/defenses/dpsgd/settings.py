@@ -132,9 +132,7 @@ def check_budget(
 
 
 def check_combination(
-    max_grad_norm: MaxGradNorm,
-    unit: Unit,
-    max_physical_batch_size: int | None,
+    max_grad_norm: MaxGradNorm, unit: Unit, max_physical_batch_size: int | None
 ) -> None:
     """Raise an error for a clip norm or a number of rows out of range, and what contradicts.
 
@@ -154,7 +152,7 @@ def check_combination(
         f"max_physical_batch_size={most} runs whole users: pass "
         f"Users(..., rows_per_user={most}) or fewer": (
             by_user and most is not None and (rows is None or rows > most)
-        ),
+        )
     }
     refuse("DPSGD: ", refusals)
 

@@ -181,13 +181,7 @@ class WatchedStep:
     sampling: Sampling
 
     def __init__(
-        self,
-        root: nn.Module,
-        team: Team,
-        *,
-        clip: Clip,
-        trusted: bool,
-        max_rows: int | None = None,
+        self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool, max_rows: int | None = None
     ) -> None:
         self.check, self.canaries = LossCheck(trusted), 0
         self.weights = Weights()

@@ -8,9 +8,7 @@ from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, refutes
-from lightning_fedleak.evaluation.metrics.released import (
-    others_needed,
-)
+from lightning_fedleak.evaluation.metrics.released import others_needed
 from lightning_fedleak.messages import rank_zero_warn
 
 BOUND = "bound/"

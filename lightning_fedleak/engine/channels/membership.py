@@ -365,12 +365,7 @@ class MembershipChannel(Channel):
         assert states is not None
         return states
 
-    def _games(
-        self,
-        attack: MembershipAttack,
-        layer: _Layer,
-        targets: Targets,
-    ) -> _Games:
+    def _games(self, attack: MembershipAttack, layer: _Layer, targets: Targets) -> _Games:
         micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
         upstream = [
             upstream_of(

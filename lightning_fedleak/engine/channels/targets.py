@@ -184,12 +184,7 @@ class Deal:
     causal: bool
     special: frozenset[int] = frozenset()
 
-    def targets(
-        self,
-        inside: Rows,
-        outside: Rows,
-        generator: torch.Generator,
-    ) -> Targets | None:
+    def targets(self, inside: Rows, outside: Rows, generator: torch.Generator) -> Targets | None:
         """Draw sentences of the batch, and as many that are not in it, each distinct one once.
 
         Args:

@@ -142,14 +142,7 @@ class TextsChannel(Channel):
     guesses = TextGuess
     reads = TextAttack
     leak = TEXTS
-    metrics = (
-        "token_accuracy",
-        "exact_sentences",
-        "texts_found",
-        "rouge_1",
-        "rouge_2",
-        "rouge_l",
-    )
+    metrics = ("token_accuracy", "exact_sentences", "texts_found", "rouge_1", "rouge_2", "rouge_l")
     extras = ("age", "finished", "certified")
     ranges = dict.fromkeys((*metrics, "certified"), (0.0, 1.0, 0.0))
     parted = True

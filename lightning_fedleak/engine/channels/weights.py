@@ -38,11 +38,7 @@ class WeightLooks:
     """
 
     def __init__(
-        self,
-        run: Run,
-        channels: Sequence[Channel],
-        series: Mapping[Series, Channel],
-        folder: Path,
+        self, run: Run, channels: Sequence[Channel], series: Mapping[Series, Channel], folder: Path
     ) -> None:
         self._run = run
         self._channels = tuple(c for c in channels if isinstance(c, MemorizationChannel))

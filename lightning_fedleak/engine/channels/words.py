@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, WordGuess
-from lightning_fedleak.engine.channels.base import (
-    Channel,
-    entity_series,
-    guess,
-    kind_of,
-    worst_of,
-)
+from lightning_fedleak.engine.channels.base import Channel, entity_series, guess, kind_of, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
@@ -28,11 +22,7 @@ from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p
 from lightning_fedleak.model.anatomy import matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
-from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
-    Stage,
-    UnusableObservation,
-)
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.report.records import WORDS
 

@@ -334,9 +334,5 @@ def audit_games(
             "games that share a batch are not independent: play GameConfig(targets_per_batch=1)"
         )
     return audit_scores(
-        result.scores,
-        result.bits,
-        delta=delta,
-        confidence=confidence,
-        relation=result.relation,
+        result.scores, result.bits, delta=delta, confidence=confidence, relation=result.relation
     )

@@ -387,11 +387,7 @@ REFUSAL_RATE = 1e-5  # chance that one of the three tests refuses Gaussian score
 
 
 def audit_gaussian_scores(
-    scores: Tensor,
-    members: Tensor,
-    *,
-    delta: float,
-    confidence: float = 0.95,
+    scores: Tensor, members: Tensor, *, delta: float, confidence: float = 0.95
 ) -> lower_bounds.EpsilonBound:
     """Return a lower bound on epsilon from Gaussian scores; the module states the model.
 

@@ -185,11 +185,7 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
     if obstacle := observations.obstacle or ("" if silent else loud):
         probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
-    checks = (
-        *probes,
-        *_check_draws(claim, observations),
-        _account(claim, len(observations.sizes)),
-    )
+    checks = (*probes, *_check_draws(claim, observations), _account(claim, len(observations.sizes)))
     return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 

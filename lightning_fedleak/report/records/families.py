@@ -185,7 +185,7 @@ ENTITIES = Family(
     sentences=("ranks {first%} of the planted values of a kind and place first",),
     terms={
         "First": "The share of planted values that rank first among drawn ones of their set, in "
-        "the same words, minus that of values that were left out.",
+        "the same words, minus that of values that were left out."
     },
 )
 

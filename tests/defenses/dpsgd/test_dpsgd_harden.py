@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.defenses import (
-    DPSGD,
-    BudgetSpent,
-    CanaryGradient,
-    DefenseError,
-    RenyiFilter,
-)
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, CanaryGradient, DefenseError, RenyiFilter
 from lightning_fedleak.defenses.dpsgd import dpsgd
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe

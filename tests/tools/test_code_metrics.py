@@ -16,7 +16,7 @@ from tests.tools import code_metrics
 # 440.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 47_351,
+    "code": 47_390,
     "longest": 628,
     "long": 7,
     "imports": 50,

@@ -89,58 +89,20 @@ def run(options: Namespace, console: Console | None = None) -> int:
         seconds = time.perf_counter() - start
         beyond = _beyond(console, pools, answers, options, recipe, seconds)
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
-    results = []
-    for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
-        try:
-            result = pool.compare(*answer, alpha=alpha)
-        except UnusableObservation as error:
-            raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
-        if (scores := beyond.get(number)) is not None:
-            once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
-            sides = scores[once], pool.members[once]
-            beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
-            result = replace(result, values={**result.values, name: beyond_references})
-        results.append(result)
-        _print(console, pool, results[-1], is_drawn=options.drawn)
+    results = _compare(console, pools, answers, beyond, alpha, options)
     pool, result = pools[0], results[0]
-    differences = [None if options.drawn else one.other_law for one in results]
-    laws = dict(zip([one.part for one in pools], differences, strict=True))
-    if used_up_mark(options.members).exists():
-        laws = dict.fromkeys(laws, _USED_UP)
-        console.print(_USED_UP)
+    laws = _laws(console, pools, results, options)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
-    trained = torch.tensor([trains for _, trains in rows])
-    base, now = answers[-1]
-    by_kind = entities.compare(now, base, torch.arange(len(rows)), trained)
-    if law := laws.get("prompts"):
-        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
+    by_kind = _values_found(console, entities, answers[-1], [trains for _, trains in rows], laws)
     of_kinds = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
-    tables = [*(_table(one.values) for one in results), *([_table(of_kinds)] if of_kinds else [])]
-    if of_kinds:
-        print_table(console, tables[-1])
-    reasons: dict[str, list[str]] = {}
-    for name, one in by_kind.items():
-        if isinstance(one, str):
-            reasons.setdefault(one, []).append(name)
-    unknown = [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
+    unknown = _unknown_kinds(by_kind)
     for sentence in unknown:
         console.print(sentence)
+    tables = [*(_table(one.values) for one in results), *([_table(of_kinds)] if of_kinds else [])]
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
-        records = pool.list_records(
-            *answers[0],
-            options.false_discoveries,
-            alpha,
-            scores=beyond.get(0),
-            references=options.references,
-        )
-        records.save(options.records)
-        counts = records.counts
-        if beyond:
-            without = pool.list_records(*answers[0], options.false_discoveries, alpha).counts
-            counts = max(counts, without, key=lambda one: one["at_least"])
-        console.print(_counted(records, options.records))
+        counts = _list_rows(console, pool, answers[0], beyond.get(0), alpha, options)
         if uncounted := _sizes(members)[not pool.is_short]:
             console.print(
                 f"The list is of rows with {_WORDS[pool.is_short]} alone. {uncounted} members with "
@@ -149,9 +111,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
-        content |= {"records": counts} if counts else {}
-        content |= {"not_compared": absent} if absent else {}
-        content |= {"entities": by_kind} if by_kind else {}
+        parts = {"records": counts, "not_compared": absent, "entities": by_kind}
+        content |= {name: part for name, part in parts.items() if part}
         for other, each in zip(pools[1:], results[1:], strict=True):
             name = {"short": "short_answers"}.get(other.part, other.part)
             content[name] = _content(each, other) | {"known": laws[other.part] is None}
@@ -174,6 +135,97 @@ def run(options: Namespace, console: Console | None = None) -> int:
     outcome = _FAILED if status else rest
     _summarize(options.summary, outcome, sentences, tables)
     return status
+
+
+def _compare(
+    console: Console,
+    pools: Sequence[ReleasedPool],
+    answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
+    beyond: Mapping[int, Tensor],
+    alpha: float,
+    options: Namespace,
+) -> list[Comparison]:
+    """Return what each pool shows, and print it; some have scores beyond references, by number.
+
+    Raises:
+        SourceError: the model gives no answers that can be compared.
+    """
+    results = []
+    for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
+        try:
+            result = pool.compare(*answer, alpha=alpha)
+        except UnusableObservation as error:
+            raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
+        if (scores := beyond.get(number)) is not None:
+            once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
+            sides = scores[once], pool.members[once]
+            beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
+            result = replace(result, values={**result.values, name: beyond_references})
+        results.append(result)
+        _print(console, pool, result, is_drawn=options.drawn)
+    return results
+
+
+def _laws(
+    console: Console,
+    pools: Sequence[ReleasedPool],
+    results: Sequence[Comparison],
+    options: Namespace,
+) -> dict[Part, str | None]:
+    """Return why the sides of each pool are not exchangeable; None where nothing says so."""
+    differences = [None if options.drawn else one.other_law for one in results]
+    laws = dict(zip([one.part for one in pools], differences, strict=True))
+    if used_up_mark(options.members).exists():
+        laws = dict.fromkeys(laws, _USED_UP)
+        console.print(_USED_UP)
+    return laws
+
+
+def _values_found(
+    console: Console,
+    entities: FoundEntities,
+    answer: tuple[TokenSnapshot, TokenSnapshot],
+    trained: Sequence[bool],
+    laws: Mapping[Part, str | None],
+) -> dict[str, Mapping[str, float] | str]:
+    """Return the values of each kind and place, or why they are unknown, and print a table."""
+    base, now = answer
+    found: dict[str, Mapping[str, float] | str] = dict(
+        entities.compare(now, base, torch.arange(len(trained)), torch.tensor(trained))
+    )
+    if law := laws.get("prompts"):
+        found |= {name: f"prompts are {law}" for name in found if "/prompt" in name}
+    if known := {name: one for name, one in found.items() if not isinstance(one, str)}:
+        print_table(console, _table(known))
+    return found
+
+
+def _unknown_kinds(found: Mapping[str, Mapping[str, float] | str]) -> list[str]:
+    """Return a sentence for each reason why values are unknown."""
+    reasons: dict[str, list[str]] = {}
+    for name, one in found.items():
+        if isinstance(one, str):
+            reasons.setdefault(one, []).append(name)
+    return [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
+
+
+def _list_rows(
+    console: Console,
+    pool: ReleasedPool,
+    answer: tuple[TokenSnapshot, TokenSnapshot],
+    beyond: Tensor | None,
+    alpha: float,
+    options: Namespace,
+) -> Mapping[str, float]:
+    """Save the list of rows of a pool, print what it says, and return its counts."""
+    found = options.false_discoveries
+    records = pool.list_records(*answer, found, alpha, scores=beyond, references=options.references)
+    records.save(options.records)
+    console.print(_counted(records, options.records))
+    if beyond is None:
+        return records.counts
+    without = pool.list_records(*answer, found, alpha).counts
+    return max(records.counts, without, key=lambda one: one["at_least"])
 
 
 def _summarize(

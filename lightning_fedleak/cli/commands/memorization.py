@@ -190,20 +190,20 @@ def _values_found(
 ) -> dict[str, Mapping[str, float] | str]:
     """Return the values of each kind and place, or why they are unknown, and print a table."""
     base, now = answer
-    found: dict[str, Mapping[str, float] | str] = dict(
+    by_kind: dict[str, Mapping[str, float] | str] = dict(
         entities.compare(now, base, torch.arange(len(trained)), torch.tensor(trained))
     )
     if law := laws.get("prompts"):
-        found |= {name: f"prompts are {law}" for name in found if "/prompt" in name}
-    if known := {name: one for name, one in found.items() if not isinstance(one, str)}:
+        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
+    if known := {name: one for name, one in by_kind.items() if not isinstance(one, str)}:
         print_table(console, _table(known))
-    return found
+    return by_kind
 
 
-def _unknown_kinds(found: Mapping[str, Mapping[str, float] | str]) -> list[str]:
+def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str]:
     """Return a sentence for each reason why values are unknown."""
     reasons: dict[str, list[str]] = {}
-    for name, one in found.items():
+    for name, one in by_kind.items():
         if isinstance(one, str):
             reasons.setdefault(one, []).append(name)
     return [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
@@ -218,13 +218,13 @@ def _list_rows(
     options: Namespace,
 ) -> Mapping[str, float]:
     """Save the list of rows of a pool, print what it says, and return its counts."""
-    found = options.false_discoveries
-    records = pool.list_records(*answer, found, alpha, scores=beyond, references=options.references)
+    rate = options.false_discoveries
+    records = pool.list_records(*answer, rate, alpha, scores=beyond, references=options.references)
     records.save(options.records)
     console.print(_counted(records, options.records))
     if beyond is None:
         return records.counts
-    without = pool.list_records(*answer, found, alpha).counts
+    without = pool.list_records(*answer, rate, alpha).counts
     return max(records.counts, without, key=lambda one: one["at_least"])
 
 

@@ -87,7 +87,7 @@ class StepEngine:
         self.report: Report | None = None
         self.jsonl: JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics = UserMetrics()
+        self._metrics, self._metric_names = UserMetrics(), options.metric_names
         self._has_news = False
 
     @property
@@ -134,7 +134,8 @@ class StepEngine:
         if self.weights is not None:
             self.weights.batch_begins(batch)
         fit, step = self._fit, self._fit.run.step
-        fit.truth.check_first(batch)
+        if fit.truth.is_first:
+            fit.truth.check_first(batch)
         if self.keeper is not None:
             self.keeper.batch_begins(batch, fit.scheduler, fit.controls)
             step = fit.run.step
@@ -226,10 +227,11 @@ class StepEngine:
         with look.clock(fit.run.device), share_work(look.work):
             if moment.optimizer is not None and fit.trained != fit.lineup.trained:
                 look.followed &= not fit.follow()
-            if fit.scheduler.still_waits(moment):
+            if look.scope is not None and fit.scheduler.still_waits(moment):
                 return
             fit.refresh(look)
-            fit.admit_held(look)
+            if fit.lineup.held:
+                fit.admit_held(look)
             for channel in fit.channels_in(look):
                 try:
                     channel.at_moment(moment)
@@ -254,7 +256,8 @@ class StepEngine:
         self._take_batch(look, trained)
         if not stepped:
             return True
-        fit.truth.check_unread(look)
+        if fit.truth.is_unchecked:
+            fit.truth.check_unread(look)
         try:
             outcomes = self._score(look)
         finally:
@@ -322,9 +325,10 @@ class StepEngine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         run = self._fit.run
-        utility = self._metrics.add(run.metrics(self.options.metric_names), run.step)
-        defenses = record.accounting(run.defenses)
-        outcomes = self.add(look, outcomes, utility, record.privacy_values(defenses))
+        utility = self._metrics.add(run.metrics(self._metric_names), run.step)
+        defenses = self._fit.accounting
+        spent = record.privacy_values(defenses) if defenses else {}
+        outcomes = self.add(look, outcomes, utility, spent)
         run.publish(self.results.latest)
         self._has_news = True
         assert self.report is not None

@@ -86,7 +86,7 @@ class StepTruth:
             self._why_not = f"the defence '{replacing}' replaces tokens on their way to the model"
         self._embeddings = EmbeddingNoise(run.anatomy)
         self._rows: PackedRows | None = None
-        self._is_first = True
+        self.is_first = self.is_unchecked = True
         self._said: set[str] = set()
         self._unreadable: Exception | None = None
 
@@ -104,9 +104,7 @@ class StepTruth:
         Raises:
             BatchError: shows an adapter to copy.
         """
-        if not self._is_first:
-            return
-        self._is_first = False
+        self.is_first = False
         error: Exception | None = None
         try:
             self.read(batch)
@@ -233,7 +231,8 @@ class StepTruth:
         Raises:
             BatchError: shows an adapter to copy.
         """
-        error, self._unreadable = self._unreadable, None
+        self.is_unchecked = False
+        error = self._unreadable
         if self._run.on_any_process(error is not None and look.truth_error is not None):
             raise Refusal(error or BatchError("another process could not read its first batch"))
 
@@ -264,6 +263,7 @@ class Fit:
         controls: gives attacks the control of a look.
         truth: reads what steps were computed on.
         exchange: pools the results of all processes.
+        accounting: the defences that account for what they release.
         look: the one at work; None between looks.
         trained: names of the parameters that were trained when the plans were made.
         failure: why the look at work, or the next one, has no result; None where nothing failed.
@@ -285,6 +285,7 @@ class Fit:
         self.controls = Controls(run, series)
         self.truth = StepTruth(run, options.batch_adapter)
         self.exchange = Exchange(run, series)
+        self.accounting = accounting(run.defenses)
         self.look: Look | None = None
         self.failure: str | None = None
         self._stages = options.stages
@@ -377,7 +378,8 @@ class Fit:
         self.run.spent.clear()  # of a look that was not written
         with look.clock(self.run.device):
             if look.scope is None:
-                reshard(self.run.anatomy.root)  # an evaluation leaves layers of FSDP2 whole
+                if self.lineup.is_sharded:  # an evaluation leaves layers of FSDP2 whole
+                    reshard(self.run.anatomy.root)
                 with shaped(self.run.anatomy.root.parameters()):
                     self.follow()
                     self.refresh(look)
@@ -426,7 +428,7 @@ class Fit:
         Under DP none does, since the moment would depend on the data.
         """
         waiting = self.lineup.held
-        if not waiting or look.scope is not None or accounting(self.run.defenses):
+        if look.scope is not None or self.accounting:
             return
         reads = [read for read in (*look.calls, *look.current) if read.placed is not None]
         if self.run.on_any_process(bool(reads) and is_uneven(reads)):

@@ -441,10 +441,8 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self.options.metric_names), run.step)
-            self._write_between_looks(
-                utility, record.accounting(run.defenses) if epoch_ended else ()
-            )
+            utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+            self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
         except Exception as error:
@@ -472,8 +470,9 @@ class Engine(StepEngine):
         self._conclude(earlier)
         if self.keeper is not None and self.keeper.batch_ends() and self.is_replay:
             raise StepRepeated
-        self._look_at_weights()
-        self._conclude(None)
+        if self.weights is not None:
+            self._look_at_weights()
+            self._conclude(earlier)
 
     def _conclude(self, earlier: str | None) -> None:
         """Publish what failed, unless it is ``earlier`` than the look that ends; ask the gates."""
@@ -533,14 +532,14 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self.options.metric_names), step)
+        self._metrics.add(self.run.metrics(self._metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:
         """Log the last and the best of the user's metrics, and what was spent in all, once."""
         if not self._is_over:
             self._is_over = True
-            self._write_between_looks(self._metrics.at_end(), record.accounting(self.run.defenses))
+            self._write_between_looks(self._metrics.at_end(), self._fit.accounting)
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:
@@ -580,8 +579,7 @@ class Engine(StepEngine):
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
         if self.record is None:
             return self._last
-        defenses = record.accounting(self._fit.run.defenses)
-        return {"run": self.record.run, "privacy": record.releases_by(defenses)}
+        return {"run": self.record.run, "privacy": record.releases_by(self._fit.accounting)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""

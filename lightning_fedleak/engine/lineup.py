@@ -82,7 +82,7 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
-        self._is_sharded = run.is_sharded
+        self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}
         for channel in self._channels:
             exclude(channel, self._refused.keys())
@@ -232,7 +232,7 @@ class Lineup:
                 with self._left_out(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
-            if self._choosing and not self._is_sharded:  # the trial gathers the whole model
+            if self._choosing and not self.is_sharded:  # the trial gathers the whole model
                 costs |= self._costs()
         for channel in self._channels:
             exclude(channel, self._refused.keys())
@@ -351,7 +351,7 @@ class Lineup:
         """
         failed: dict[str, str] = {}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]
-        with self._gathered(plans) if self._is_sharded else nullcontext(), share_work():
+        with self._gathered(plans) if self.is_sharded else nullcontext(), share_work():
             for plan in plans:
                 try:
                     self.prepare(plan.attack)

@@ -25,11 +25,11 @@ from lightning_fedleak.evaluation.metrics.released import (
     permutation_test,
     rank_test,
     shown_tpr,
-    spent_at,
     tiers_of,
     visible_excess,
     visible_tpr,
 )
+from lightning_fedleak.evaluation.metrics.within import spent_at
 
 
 def test_shares_of_all_looks_add_up_to_alpha() -> None:

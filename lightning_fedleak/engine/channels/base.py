@@ -197,7 +197,8 @@ class Channel(ABC):
         """Return the names of the rates of a series."""
         if kind_of(series) is not None:
             return ("recall",)
-        return ("auc",) if series.name in entity_names(self.entity_kinds) else self.metrics
+        kinds = self.entity_kinds
+        return ("auc",) if kinds and series.name in entity_names(kinds) else self.metrics
 
     def headline_of(self, series: Series) -> str:
         """Return the main metric of a series."""

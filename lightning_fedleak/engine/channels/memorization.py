@@ -49,8 +49,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     highest_auc,
     membership_values,
     other_law,
-    spent_at,
 )
+from lightning_fedleak.evaluation.metrics.within import spent_at
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (

@@ -26,8 +26,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     PERMUTATIONS,
     RESAMPLES,
     permutation_test,
-    spent_at,
 )
+from lightning_fedleak.evaluation.metrics.within import spent_at
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
+from lightning_fedleak.evaluation.metrics.within import spent_at
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
@@ -31,16 +32,6 @@ TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
 PERMUTATIONS = 9900  # of the exact test; more: slower, and smaller p-values
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
-
-
-def spent_at(look: int, alpha: float = 0.05) -> float:
-    """Return the share of ``alpha`` that look k spends, ``alpha / (k (k + 1))``.
-
-    Args:
-        look: k, counted from 1.
-        alpha: probability of error over all looks together.
-    """
-    return alpha / (look * (look + 1))
 
 
 def others_needed(look: int, alpha: float = 0.05) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 from scipy.stats import hypergeom
 
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
-from lightning_fedleak.evaluation.metrics.released import spent_at
 
 MAX_PAIRS = 48 * 48
 """Pairs of a member and a non-member up to which all choices are counted: 0.1 s at this number.
@@ -22,11 +21,21 @@ Beyond it Hoeffding's bound is returned, which is larger.
 """
 
 
+def spent_at(look: int, alpha: float = 0.05) -> float:
+    """Return the share of ``alpha`` that look k spends, ``alpha / (k (k + 1))``.
+
+    Args:
+        look: k, counted from 1.
+        alpha: probability of error over all looks together.
+    """
+    return alpha / (look * (look + 1))
+
+
 def over_looks(p_value: float, look: int) -> float:
     """Return a p-value of look 1, 2, ... corrected for all looks of a run, however many follow.
 
     Look j may spend the share ``1 / (j (j + 1))`` of the probability of error
-    (:func:`~lightning_fedleak.evaluation.metrics.released.spent_at`). The shares of infinitely many
+    (:func:`~lightning_fedleak.evaluation.metrics.within.spent_at`). The shares of infinitely many
     looks sum to 1. So nobody needs to say how many there will be, and a late look pays only the
     square of its number. The lowest of these values is at most alpha by guessing with probability
     at most alpha.

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks.memorization import Canaries
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch
-from lightning_fedleak.evaluation.metrics.released import spent_at
+from lightning_fedleak.evaluation.metrics.within import spent_at
 from tests.engine.channels.test_memorization import fit, rows, tiny
 
 SUFFIX = 4

@@ -1,4 +1,4 @@
-"""Files that only their user may read: checks of the mode, secrets, and hashes of contents."""
+"""Files that only their user may read: modes, secrets, hashes, and what attacks reveal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,47 @@ def read_secret(path: Path, name: str) -> Any:
                 f"{name} {path} has mode {mode:04o}, so that others may read it: chmod 600 {path}"
             )
         return json.load(file)
+
+
+GAP = "[?]"
+"""Stands for tokens that were not guessed."""
+
+
+class RevealFiles:
+    """What was recovered, in words: local files of mode 0600, never in a logger, never uploaded.
+
+    Args:
+        folder: where they are.
+        rank: of this process, a part of their names.
+        tokenizer: decodes token ids; None writes the ids.
+    """
+
+    def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._tokenizer = tokenizer
+
+    def append(self, kind: str, lines: Iterable[str]) -> None:
+        """Adds lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
+        path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)  # whatever its mode was
+            file.writelines(f"{line}\n" for line in lines)
+
+    def each(self, ids: Sequence[int]) -> str:
+        """Tokens one by one."""
+        if self._tokenizer is None:
+            return " ".join(str(i) for i in ids)
+        return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as one text; below 0 where nothing was guessed."""
+        if self._tokenizer is None:
+            return " ".join(GAP if i < 0 else str(i) for i in ids)
+        parts = (
+            GAP * len(run) if gap else self._tokenizer.decode(run)
+            for gap, run in ((gap, list(run)) for gap, run in groupby(ids, lambda i: i < 0))
+        )
+        return repr("".join(parts))

@@ -45,12 +45,10 @@ from lightning_fedleak.model.batches import (
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
-    NOT_TESTED,
     EmbeddingNoise,
     GradientTap,
     GraphCall,
     GraphTap,
-    LocalRound,
     PackedRows,
     ReadCall,
     is_uneven,
@@ -289,7 +287,6 @@ class Fit:
         self.look: Look | None = None
         self.failure: str | None = None
         self._stages = options.stages
-        self._local_steps = options.local_steps
         self._watches_steps = False
         self._removers: list[Callable[[], None]] = []
         self._tapped: set[int] = set()
@@ -507,45 +504,3 @@ class Fit:
         """Return roles of the parameters that a loss of the look's steps has a term of."""
         roles = {role for plan in self.lineup.exposed for role in plan.roles}
         return frozenset(r for r in roles if id(self.run.anatomy.parameter(r)) in look.loss_terms)
-
-    # ---- a round ----------------------------------------------------------------------------
-
-    def read_batches(self, look: Look, batches: Sequence[Any]) -> None:
-        """Read what the update of a round was made of."""
-        try:
-            if not batches:
-                raise BatchError("no batch of the round was handed over")
-            for batch in [b if isinstance(b, TokenBatch) else self.truth.read(b) for b in batches]:
-                if batch.crossing is None and batch.is_packed:
-                    raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
-                self.truth.check(batch, look)
-        except Exception as error:
-            look.truth_error = reason(error)
-        if any(map(self.controls.may_play, self.lineup.exposed)):
-            try:
-                self._keep_round(look, batches)
-            except Exception as error:  # the numbers are known, and their control is not
-                look.local = LocalRound({}, why_not=reason(error))
-
-    def _keep_round(self, look: Look, batches: Sequence[Any]) -> None:
-        """Keep what a client's round is made again from; the model is the one that it got.
-
-        Args:
-            look: with the batches as they were read.
-            batches: of one client, with the rate of each step where that is known; or one of each
-                step of each client, whose updates were summed.
-        """
-        run, summed = self.run, Stage.AGGREGATE in self._stages
-        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
-        steps = self._local_steps or 1
-        local.clients = max(1, len(batches) // steps) if summed else 1
-        in_step, rest = divmod(len(batches), local.clients * steps)
-        if rest or not in_step:
-            local.why_not = "which of its batches each step was computed on is not known"
-        rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
-        dtype = AUTOCAST.get(run.precision)
-        for number, rate in enumerate(rates, 1):
-            local.add_step(run.optimizers[0], number * in_step, rate)
-        look.calls = [
-            plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
-        ]

@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
-from lightning_fedleak.engine.channels.base import Channel, exclude, find_entities, results_of
+from lightning_fedleak.engine.channels.base import find_entities
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.evidence import Keeper, StepRepeated
@@ -20,18 +19,11 @@ from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
-from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.results import WORST
-from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
+from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.model.snapshots import GradientSnapshot
+from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
-
-_NOT_SCORED = (
-    "whoever looks here does not hold the client's texts, so that what was read off the update "
-    "cannot be scored"
-)
-_NO_LOSS = "the client's batches hold nothing that a loss was computed on"
 
 
 class Engine(StepEngine):
@@ -54,20 +46,16 @@ class Engine(StepEngine):
     Args:
         selection: the attacks.
         options: how a run is watched.
-        origin: the engine that calibrates the attacks, if this one is of a client in its rounds.
+        in_rounds: it looks at the rounds of one client, and at no steps.
 
     Attributes:
         assume: what the adversary has besides what it sees.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
-        spent: the client of the newest round, and the defences that account there.
     """
 
-    def __init__(
-        self, selection: Selection, options: Options, origin: Engine | None = None
-    ) -> None:
-        super().__init__(selection, options, in_rounds=origin is not None)
-        self._origin = origin
+    def __init__(self, selection: Selection, options: Options, *, in_rounds: bool = False) -> None:
+        super().__init__(selection, options, in_rounds=in_rounds)
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -75,7 +63,6 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
-        self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._names: list[str] = []
@@ -180,9 +167,15 @@ class Engine(StepEngine):
             options.evidence.check(run, folder)
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
-        reveal = log.RevealFiles(folder, run.rank, options.tokenizer)
-        self.report = report = self._new_report(
-            run, destination, reveal if options.reveal else None
+        reveal = RevealFiles(folder, run.rank, options.tokenizer)
+        self.report = report = log.Report(
+            run,
+            destination,
+            self.series,
+            self.selection.attacks,
+            None if run.rank else self.jsonl,
+            None,
+            reveal if options.reveal else None,
         )
         lineup = self._line_up(run, destination)
         self._prepared = lineup.prepared
@@ -251,62 +244,18 @@ class Engine(StepEngine):
             assert self.report is not None
             self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
 
-    def _new_report(
-        self, run: Run, destination: log.Destination, reveal: log.RevealFiles | None
-    ) -> log.Report:
-        return log.Report(
-            run,
-            destination,
-            self.series,
-            self.selection.attacks,
-            None if run.rank and self._origin is None else self.jsonl,
-            self.record,
-            reveal,
-        )
-
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
         """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
-        in_steps, series = self._split(run, destination.folder)
+        weights = WeightLooks(run, self.channels, self.series, destination.folder)
+        self.weights = weights if weights.attacks and not self.is_replay else None
+        in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
         names = {attack.name for channel in in_steps for attack in channel.attacks}
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
+        series = {s: c for s, c in self.series.items() if not c.at_weights}
         self.fit = Fit(run, lineup, self.options, series, in_steps)
         return lineup
-
-    def _split(self, run: Run, folder: Path) -> tuple[list[Channel], dict[Series, Channel]]:
-        """Prepare looks at the weights, and return the other channels with their series."""
-        weights = WeightLooks(run, self.channels, self.series, folder)
-        self.weights = weights if weights.attacks and not self.is_replay else None
-        series = {s: c for s, c in self.series.items() if not c.at_weights}
-        return [c for c in self.channels if c.attacks and not c.at_weights], series
-
-    def join(self, run: Run, destination: log.Destination) -> None:
-        """Begin the run of one client, whose attacks the origin has calibrated.
-
-        Args:
-            run: the origin's run, as this client.
-            destination: where this client's results go.
-        """
-        assert self._origin is not None
-        lineup = self._origin._fit.lineup
-        self.jsonl, self.record = self._origin.jsonl, self._origin.record
-        self.report = self._new_report(run, destination, None)
-        plans = {plan.attack.name: plan for plan in lineup.plans}
-        for channel in (channel for channel in self.channels if channel.attacks):
-            channel.open(run)
-            exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
-            channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
-        in_steps, series = self._split(run, destination.folder)
-        self.fit = Fit(run, lineup, self.options, series, in_steps)
-        self.fit.controls.needs = self._origin._needs
-        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
-        self.results.untested = lineup.untested
-        self.results.begin()
-        try:
-            self._show(self.report, run)
-        except Exception as error:  # a disk that is full must not end a round
-            self.report.leave_boards(error)
 
     def _show(self, report: log.Report, run: Run) -> None:
         """Lay out what TensorBoard shows, as far as it is known."""
@@ -314,8 +263,7 @@ class Engine(StepEngine):
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
-        gates = (self._origin or self)._gates
-        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in gates}
+        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in self._gates}
         report.cards = Cards(series, privacy, worst, self.options.utility, limits)
         report.cards.add_page(report.boards)
 
@@ -354,77 +302,6 @@ class Engine(StepEngine):
             self.report.write_not_played(weights.rows(), self._fit.run.step)
         for begins in self._before_first:
             begins()
-
-    # ---- a round ----------------------------------------------------------------------------
-
-    def read_update(
-        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
-    ) -> dict[Series, Outcome]:
-        """Let the attacks read the update of a client's round, and score what they guess.
-
-        Args:
-            look: the look.
-            batches: what the update was made of; None where whoever looks does not hold it.
-            take: returns the update.
-
-        Returns:
-            The outcomes; unknown but for certificates where the truth is not known.
-        """
-        fit = self._fit
-        played = [series for series in fit.series if series.attack in fit.lineup.playing]
-        look.followed = True
-        if batches is None:  # of which texts should a game ask?
-            look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
-        else:
-            fit.read_batches(look, batches)
-        self._arm(look)
-        stages = self.options.stages
-        self._attack(Moment(look, stages, stages, None, 1.0, take))
-        look.stepped.add(0)
-        outcomes = self._round_outcomes(look, played, scored=batches is not None)
-        fit.disarm(look)
-        failure, fit.failure = fit.failure, None
-        if failure is not None or outcomes is None:
-            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
-        return outcomes
-
-    @contained
-    def _arm(self, look: Look) -> None:
-        for channel in self._fit.channels_in(look):
-            channel.arm()
-
-    @contained
-    def _round_outcomes(
-        self, look: Look, played: Sequence[Series], *, scored: bool
-    ) -> dict[Series, Outcome]:
-        fit, results = self._fit, dict[Series, Result]()
-        if not scored:
-            return {series: self._without_truth(look, series) for series in played}
-        with look.clock(fit.run.device):
-            for channel in fit.channels:
-                results |= results_of(channel, look)
-        return self._pool(results, look.step)[0] or {
-            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
-        }
-
-    def _without_truth(self, look: Look, series: Series) -> Outcome:
-        """Return why a guess has no rate without the truth, and the certificates that it has."""
-        channel, answer = self._fit.series[series], look.answers.get(series)
-        metrics = channel.metrics_of(series)
-        if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
-            outcome = unknown(metrics, "what it reads is not shared")
-            return replace(outcome, exposed=False)
-        if isinstance(answer, Unknown):
-            return unknown(metrics, answer.why, applies=answer.applies)
-        claims = {name: getattr(answer, name, None) for name in channel.extras}
-        certificates = {name: float(value) for name, value in claims.items() if value is not None}
-        return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
-
-    @contained
-    def rounds_end(self) -> None:
-        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
-        client, defenses = self.spent
-        self._write_between_looks({}, defenses, client)
 
     # ---- between looks, ends and checkpoints ------------------------------------------------
 

@@ -1,8 +1,4 @@
-"""Where results are written: the loggers, ``leakage.jsonl``, ``run.jsonl``, the local reveal files.
-
-Numbers only, with one exception: the reveal files, which hold recovered words and texts, are local
-and have mode 0600.
-"""
+"""Where results are written: the loggers, ``leakage.jsonl`` and ``run.jsonl``. Numbers only."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +23,7 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
+from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.utility import best_of, is_training
 
@@ -41,8 +38,6 @@ COLUMNS = (
     "unknown",
 )
 """Of a row of :meth:`JsonLines.rows`."""
-GAP = "[?]"
-"""Stands for tokens that were not guessed."""
 TRAINING_STEPS = 50
 """Steps between two values of a training metric, which changes at each; Lightning's own default.
 
@@ -267,46 +262,6 @@ class UserMetrics:
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self.last, self.best = dict(state.get("last", {})), dict(state.get("best", {}))
-
-
-class RevealFiles:
-    """What was recovered, in words: local files of mode 0600, never in a logger, never uploaded.
-
-    Args:
-        folder: where they are.
-        rank: of this process, a part of their names.
-        tokenizer: decodes token ids; None writes the ids.
-    """
-
-    def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._tokenizer = tokenizer
-
-    def append(self, kind: str, lines: Iterable[str]) -> None:
-        """Adds lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
-        path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)  # whatever its mode was
-            file.writelines(f"{line}\n" for line in lines)
-
-    def each(self, ids: Sequence[int]) -> str:
-        """Tokens one by one."""
-        if self._tokenizer is None:
-            return " ".join(str(i) for i in ids)
-        return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Tokens as one text; below 0 where nothing was guessed."""
-        if self._tokenizer is None:
-            return " ".join(GAP if i < 0 else str(i) for i in ids)
-        parts = (
-            GAP * len(run) if gap else self._tokenizer.decode(run)
-            for gap, run in ((gap, list(run)) for gap, run in groupby(ids, lambda i: i < 0))
-        )
-        return repr("".join(parts))
 
 
 class Report:

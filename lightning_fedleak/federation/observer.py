@@ -35,13 +35,13 @@ from lightning_fedleak.engine import (
     WatchSettings,
     announce,
     cadence_of,
-    family_of,
     optimizers_of,
     parts_of,
     reason,
     why_never_judged,
 )
 from lightning_fedleak.federation import updates
+from lightning_fedleak.federation.client_engine import ClientEngine
 from lightning_fedleak.federation.hand_over import Recorded
 from lightning_fedleak.federation.round_look import RoundLook, failed_look, read_look
 from lightning_fedleak.federation.updates import State, UpdateError
@@ -217,7 +217,7 @@ class RoundObserver:
         self._keys_sent: dict[str, str] = {}
         self._is_stale = False
         self._failures: dict[str, str] = {}
-        self._clients: dict[tuple[str | int, Stage], Engine] = {}
+        self._clients: dict[tuple[str | int, Stage], ClientEngine] = {}
         self._returned: dict[tuple[str | int, Stage], tuple[int, str]] = {}
         self.round_ = -1
 
@@ -468,24 +468,14 @@ class RoundObserver:
         roles = dict.fromkeys(r for plan in lineup.exposed for r in plan.roles)
         return {role: self._keys_sent[first[id(anatomy.parameter(role))]] for role in roles}
 
-    def _engine_of(self, client: str | int, stage: Stage) -> Engine:
+    def _engine_of(self, client: str | int, stage: Stage) -> ClientEngine:
         """Return the engine of a client, and create it at the first look."""
-        if (client, stage) in self._clients:
-            return self._clients[client, stage]
-        # Results are in the order of the channels.
-        order = [type(channel) for channel in self.engine.channels]
-        attacks = sorted(self.engine.selection.attacks, key=lambda a: order.index(family_of(a)))
-        engine = Engine(
-            replace(self.engine.selection, attacks=tuple(attacks)),
-            replace(self.engine.options, stages=(stage,)),
-            self.engine,
-        )
-        destination = Destination(self.folder, (), self._boards(client), client=client)
-        # Games are drawn by it: the same whoever was looked at before, and in which process.
-        run = replace(self.run, rank=zlib.crc32(str(client).encode()))
-        engine.join(run, destination)
-        self._clients[client, stage] = engine
-        return engine
+        if (client, stage) not in self._clients:
+            destination = Destination(self.folder, (), self._boards(client), client=client)
+            # Games are drawn by it: the same whoever was looked at before, and in which process.
+            run = replace(self.run, rank=zlib.crc32(str(client).encode()))
+            self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
+        return self._clients[client, stage]
 
     def _boards(self, client: str | int) -> list[SummaryWriter]:
         """Return the writer of a client's TensorBoard run: each client has a line of its own."""

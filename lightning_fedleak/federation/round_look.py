@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_fedleak.engine import WORST, Channel, Engine, Look, Outcome, Series
+from lightning_fedleak.engine import WORST, Channel, Look, Outcome, Series
+from lightning_fedleak.federation.client_engine import ClientEngine
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RoundLook:
     too_few: Mapping[str, str]
     seconds: float
     look: Look = field(repr=False, compare=False)
-    engine: Engine = field(repr=False, compare=False)
+    engine: ClientEngine = field(repr=False, compare=False)
     outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
     before: Mapping[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
@@ -47,7 +48,7 @@ class RoundLook:
 
 def read_look(
     look: Look,
-    engine: Engine,
+    engine: ClientEngine,
     outcomes: Mapping[Series, Outcome],
     client: str | int,
     before: Mapping[str, Any],
@@ -91,7 +92,7 @@ def read_look(
 
 def failed_look(
     look: Look,
-    engine: Engine,
+    engine: ClientEngine,
     client: str | int,
     before: Mapping[str, Any],
     why: str,

@@ -11,7 +11,6 @@ import torch
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.callbacks import LeakageLimitExceeded
 from lightning_fedleak.defenses import BudgetSpent, DefenseError
-from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.federation import (
     ClientDP,
     ClientReleaseSettings,
@@ -21,6 +20,7 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
+from lightning_fedleak.federation.client_engine import ClientEngine
 from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.federation.rounds import batches, lora, model, train
@@ -180,7 +180,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
         raise RuntimeError("the word mangrove")
 
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated, dp=local)
-    monkeypatch.setattr(Engine, "read_update", crashes)
+    monkeypatch.setattr(ClientEngine, "read_update", crashes)
     with pytest.warns(UserWarning, match="gave no result in round 0: RuntimeError at") as report:
         [(_, returned, result)] = rounds(out)
     assert not any("mangrove" in str(warning.message) for warning in report)

@@ -33,7 +33,6 @@ from lightning_fedleak.engine.channels.base import (
     worst_of,
 )
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
@@ -52,6 +51,7 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps import Crossed, Draw, SplitTap, control_crossing
 from lightning_fedleak.model.whole_models import whole_model
+from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 

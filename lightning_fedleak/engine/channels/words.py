@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.engine.channels.base import Channel, entity_series, guess, kind_of, worst_of
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.engine.log import RevealFiles
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -24,6 +23,7 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import Draw
+from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import WORDS
 
 SOFT_LABELS = (

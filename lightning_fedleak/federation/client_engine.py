@@ -1,0 +1,181 @@
+"""The engine of one client in the rounds of a federation: it reads updates, and no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
+from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.engine.lifecycle import Engine
+from lightning_fedleak.engine.log import Destination, Report
+from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
+from lightning_fedleak.engine.run import AUTOCAST, Look, Moment, Run, contained, reason
+from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, plain_call
+
+_NOT_SCORED = (
+    "whoever looks here does not hold the client's texts, so that what was read off the update "
+    "cannot be scored"
+)
+_NO_LOSS = "the client's batches hold nothing that a loss was computed on"
+
+
+class ClientEngine(Engine):
+    """Look at the updates of one client, with the attacks that another engine has calibrated.
+
+    Args:
+        origin: the engine of the federation, which has begun.
+        run: the origin's run, as this client.
+        stage: of the updates.
+        destination: where this client's results go.
+
+    Attributes:
+        spent: the client of the newest round, and the defences that account there.
+    """
+
+    def __init__(self, origin: Engine, run: Run, stage: Stage, destination: Destination) -> None:
+        # Results are in the order of the channels.
+        order = [type(channel) for channel in origin.channels]
+        attacks = sorted(origin.selection.attacks, key=lambda a: order.index(family_of(a)))
+        super().__init__(
+            replace(origin.selection, attacks=tuple(attacks)),
+            replace(origin.options, stages=(stage,)),
+            in_rounds=True,
+        )
+        self.spent: tuple[str | int | None, Sequence[Defense]] = None, ()
+        self.jsonl, self.record, self._gates = origin.jsonl, origin.record, origin._gates
+        self.report = Report(
+            *(run, destination, self.series, self.selection.attacks),
+            *(self.jsonl, self.record, None),
+        )
+        lineup = origin._fit.lineup
+        plans = {plan.attack.name: plan for plan in lineup.plans}
+        channels = [channel for channel in self.channels if channel.attacks]
+        for channel in channels:
+            channel.open(run)
+            exclude(channel, {attack.name for attack in channel.attacks} - plans.keys())
+            channel.plans = tuple(plans[attack.name] for attack in channel.attacks)
+        channels = [channel for channel in channels if channel.attacks]
+        self.fit = Fit(run, lineup, self.options, self.series, channels)
+        self.fit.controls.needs = origin._needs
+        self.results.playing = {s for s in self.series if s.attack in lineup.playing}
+        self.results.untested = lineup.untested
+        self.results.begin()
+        try:
+            self._show(self.report, run)
+        except Exception as error:  # a disk that is full must not end a round
+            self.report.leave_boards(error)
+
+    def read_update(
+        self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
+    ) -> dict[Series, Outcome]:
+        """Let the attacks read the update of a client's round, and score what they guess.
+
+        Args:
+            look: the look.
+            batches: what the update was made of; None where whoever looks does not hold it.
+            take: returns the update.
+
+        Returns:
+            The outcomes; unknown but for certificates where the truth is not known.
+        """
+        fit = self._fit
+        played = [series for series in fit.series if series.attack in fit.lineup.playing]
+        look.followed = True
+        if batches is None:  # of which texts should a game ask?
+            look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
+        else:
+            self._read_batches(look, batches)
+        self._arm(look)
+        stages = self.options.stages
+        self._attack(Moment(look, stages, stages, None, 1.0, take))
+        look.stepped.add(0)
+        outcomes = self._round_outcomes(look, played, scored=batches is not None)
+        fit.disarm(look)
+        failure, fit.failure = fit.failure, None
+        if failure is not None or outcomes is None:
+            return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
+        return outcomes
+
+    def _read_batches(self, look: Look, batches: Sequence[Any]) -> None:
+        """Read what the update of a round was made of."""
+        fit = self._fit
+        try:
+            if not batches:
+                raise BatchError("no batch of the round was handed over")
+            for batch in [b if isinstance(b, TokenBatch) else fit.truth.read(b) for b in batches]:
+                if batch.crossing is None and batch.is_packed:
+                    raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
+                fit.truth.check(batch, look)
+        except Exception as error:
+            look.truth_error = reason(error)
+        if any(map(fit.controls.may_play, fit.lineup.exposed)):
+            try:
+                self._keep_round(look, batches)
+            except Exception as error:  # the numbers are known, and their control is not
+                look.local = LocalRound({}, why_not=reason(error))
+
+    def _keep_round(self, look: Look, batches: Sequence[Any]) -> None:
+        """Keep what a client's round is made again from; the model is the one that it got.
+
+        Args:
+            look: with the batches as they were read.
+            batches: of one client, with the rate of each step where that is known; or one of each
+                step of each client, whose updates were summed.
+        """
+        run, summed = self.run, Stage.AGGREGATE in self.options.stages
+        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
+        steps = self.options.local_steps or 1
+        local.clients = max(1, len(batches) // steps) if summed else 1
+        in_step, rest = divmod(len(batches), local.clients * steps)
+        if rest or not in_step:
+            local.why_not = "which of its batches each step was computed on is not known"
+        rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
+        dtype = AUTOCAST.get(run.precision)
+        for number, rate in enumerate(rates, 1):
+            local.add_step(run.optimizers[0], number * in_step, rate)
+        look.calls = [
+            plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
+        ]
+
+    @contained
+    def _arm(self, look: Look) -> None:
+        for channel in self._fit.channels_in(look):
+            channel.arm()
+
+    @contained
+    def _round_outcomes(
+        self, look: Look, played: Sequence[Series], *, scored: bool
+    ) -> dict[Series, Outcome]:
+        fit, results = self._fit, dict[Series, Result]()
+        if not scored:
+            return {series: self._without_truth(look, series) for series in played}
+        with look.clock(fit.run.device):
+            for channel in fit.channels:
+                results |= results_of(channel, look)
+        return self._pool(results, look.step)[0] or {
+            series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
+        }
+
+    def _without_truth(self, look: Look, series: Series) -> Outcome:
+        """Return why a guess has no rate without the truth, and the certificates that it has."""
+        channel, answer = self._fit.series[series], look.answers.get(series)
+        metrics = channel.metrics_of(series)
+        if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
+            outcome = unknown(metrics, "what it reads is not shared")
+            return replace(outcome, exposed=False)
+        if isinstance(answer, Unknown):
+            return unknown(metrics, answer.why, applies=answer.applies)
+        claims = {name: getattr(answer, name, None) for name in channel.extras}
+        certificates = {name: float(value) for name, value in claims.items() if value is not None}
+        return replace(unknown(metrics, _NOT_SCORED), extra=certificates)
+
+    @contained
+    def rounds_end(self) -> None:
+        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
+        client, defenses = self.spent
+        self._write_between_looks({}, defenses, client)

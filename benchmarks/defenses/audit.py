@@ -3,17 +3,20 @@
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.audit
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.audit --broken --audits 100
 
-Each audit is a seeded repetition: a whole run of ``DPSGD`` with entropy of its own, in which every
-example is a planted gradient on an axis of its own, there or not by a coin: as many games as
-examples (see ``planted_gradients.py``). The score is the best there is, the threshold
-settled beforehand, and the result a 95% lower bound on epsilon. PRV says what epsilon is of what
-the defence has accounted. A right claim is exceeded in 5% of audits at most; ``p`` is the binomial
-chance of so many or more. ``median`` is the median bound over epsilon, ``pooled`` the one bound of
-the games of all audits together over epsilon: how near an audit of this kind comes.
+Each audit is a seeded run of ``DPSGD`` with entropy of its own. Every example is a planted gradient
+on an axis of its own, included with probability 1/2, so that there are as many games as examples
+(see ``planted_gradients.py``). The score is the best there is and the threshold is fixed
+beforehand; the result is a 95% lower bound on epsilon.
+
+- ``epsilon``: PRV's value of what the defence has accounted.
+- ``median``: the median bound over epsilon; ``pooled``: the bound of the games of all audits
+  together over epsilon, which says how near an audit of this kind comes.
+- ``exceeded``: audits whose bound exceeds epsilon, at most 5% where the claim is right; ``p``: the
+  binomial probability of so many or more.
 
 Two claims are audited. ``dp`` is (epsilon, delta)-DP and nothing else, at a small delta and at one
-at which a few hundred games show most. ``gaussian``, where inclusion is given, says that nothing
-does better than against a Gaussian mechanism, as is exactly so.
+at which a few hundred games show most. ``gaussian``, for rate 1, says that no test does better than
+the one against a Gaussian mechanism, which is exact there.
 
 ``--broken`` breaks the defence, one way a row, and leaves the account as it is: the audit must see
 it, at the delta of 0.1 or by the claim of a Gaussian mechanism, in far more than 5% of audits.
@@ -49,9 +52,9 @@ from lightning_fedleak.evaluation.auditing.lower_bounds import Claim
 
 SMOKE = ("--audits 2 --games 40 --rows 0",)
 
-SMALL, LARGE = 1e-3, 0.1
-MOST_GAMES = 20_000
-"""For which a threshold is looked for; it hardly moves beyond."""
+SMALL_DELTA, LARGE_DELTA = 1e-3, 0.1
+MAX_GAMES = 20_000
+"""Games up to which the best threshold is computed; beyond, it hardly changes."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,12 @@ ROWS = (
     Row(1.0, 0.5, 4),
     Row(2.0, 0.5, 10),
 )
-BROKEN = (ROWS[1], ROWS[5])
+ROWS_TO_BREAK = (ROWS[1], ROWS[5])
 
 
 def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], PlantedGradients]:
     def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL)
+        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL_DELTA)
 
     planted = PlantedGradients(
         defense, targets=games, batch_size=round(row.rate * games), steps=row.steps, seed=seed
@@ -95,20 +98,20 @@ def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], Pl
 
 
 def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
-    audits(row, 1, games, seed)
+    audits(row, 1, games, seed)  # a warm-up, which is not timed
     start = time.process_time()
     played, planted = audits(row, count, games, seed)
-    each = 1e3 * (time.process_time() - start) / count
+    ms_per_audit = 1e3 * (time.process_time() - start) / count
     scores = torch.cat([local.scores for local in played])
     members = torch.cat([local.members for local in played])
-    claims: list[tuple[Claim, float]] = [("dp", SMALL), ("dp", LARGE)]
+    claims: list[tuple[Claim, float]] = [("dp", SMALL_DELTA), ("dp", LARGE_DELTA)]
     if row.rate == 1:
-        claims.append(("gaussian", SMALL))
+        claims.append(("gaussian", SMALL_DELTA))
     for claim, delta in claims:
         epsilon = epsilon_of(planted.history, delta, "prv")
 
         def bound(scores: Tensor, members: Tensor, claim: Claim = claim, d: float = delta) -> float:
-            n = min(len(scores), MOST_GAMES)
+            n = min(len(scores), MAX_GAMES)
             cut = 0.0 if claim == "gaussian" else threshold(row, n, d)
             return audit_scores(scores, members, delta=d, claim=claim, threshold=cut).epsilon
 
@@ -117,7 +120,7 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
         print(
             f"{row} {label:14} {claim:>8} {delta:6g} {epsilon:7.3f} "
             f"{statistics.median(bounds) / epsilon:7.2f} {results.refuted:4}/{results.audits:<4} "
-            f"{results.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {each:6.1f}",
+            f"{results.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {ms_per_audit:6.1f}",
             flush=True,
         )
 
@@ -205,7 +208,7 @@ def main() -> None:
         f"{'sigma':>5} {'q':>5} {'steps':>5} {'':14} {'claim':>8} {'delta':>6} {'epsilon':>7} "
         f"{'median':>7} {'exceeded':>9} {'p':>8} {'pooled':>7} {'ms':>6}"
     )
-    chosen = BROKEN if args.broken else ROWS
+    chosen = ROWS_TO_BREAK if args.broken else ROWS
     for number in args.rows if args.rows is not None else range(len(chosen)):
         row = chosen[number]
         if not args.broken:

@@ -1,12 +1,12 @@
 """What a step of DP-SGD must leak, exactly, and a count of how often a claim was refuted.
 
 The sharpest test of an implementation of DP-SGD is a game that its own mathematics solves. One
-sample's gradient takes the whole clip norm C along a known direction and no other sample has any
-there. Then the release along it, over C, is N(0, sigma^2) without the sample and N(1, sigma^2) with
-it: each step is the Gaussian mechanism, and the best score is the release itself, *signed*. With
-Poisson sampling the sample is in the batch with chance q only: a mixture of both. Too small a
-noise, a clip that lets more through, or a sample that is drawn too often shows as too large an AUC;
-too much noise or too small a share of the clip norm as one that is too small.
+sample's gradient takes the whole clip norm C along a known direction, and every other gradient is
+orthogonal to it. Then the release along it, over C, is N(0, sigma^2) without the sample and
+N(1, sigma^2) with it: each step is the Gaussian mechanism, and the best score is the release
+itself, *signed*. With Poisson sampling the sample is in the batch with chance q only: a mixture of
+both. Too little noise, a clip that lets more through, or sampling that is too frequent raises the
+AUC; too much noise or too small a gradient lowers it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_fedleak.evaluation.auditing import audit_scores
 from lightning_fedleak.evaluation.auditing.lower_bounds import gaussian_auc
 
-SIMULATED, CUTS = 20_000, 200
+N_RUNS, N_CUTS = 20_000, 200
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def log_likelihood_ratios(releases: Tensor, sigma: float, sample_rate: float = 1
     exponent = (2 * releases.double() - 1) / (2 * sigma**2)
     if sample_rate == 1:
         return exponent
-    output = torch.full_like(exponent, math.log1p(-sample_rate))
-    return torch.logaddexp(output, exponent + math.log(sample_rate))
+    not_sampled = torch.full_like(exponent, math.log1p(-sample_rate))
+    return torch.logaddexp(not_sampled, exponent + math.log(sample_rate))
 
 
 def best_threshold(
@@ -98,11 +98,9 @@ def best_threshold(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> float:
-    """The score above which an audit of so many games should call a run a member's.
+    """Return the threshold on the score that shows the largest epsilon in simulated runs.
 
-    The one that shows the largest epsilon if rates come out as they do in other runs, which are
-    simulated here: so it is settled before the games it judges, as
-    ``audit_scores(threshold=<number>)`` asks for.
+    So it is fixed before the games that it judges, as ``audit_scores(threshold=<number>)`` asks.
 
     Args:
         sigma: noise multiplier.
@@ -114,23 +112,23 @@ def best_threshold(
         seed: of the simulation.
     """
     rng, half = np.random.default_rng(seed), games // 2
-    noise = sigma * rng.standard_normal((2, SIMULATED, steps))
-    noise[1] += rng.random((SIMULATED, steps)) < sample_rate
+    noise = sigma * rng.standard_normal((2, N_RUNS, steps))
+    noise[1] += rng.random((N_RUNS, steps)) < sample_rate
     ratios = log_likelihood_ratios(torch.from_numpy(noise), sigma, sample_rate).sum(2)
     non_members, members = (np.sort(side) for side in ratios.numpy())
-    cuts = np.quantile(np.concatenate((non_members, members)), np.linspace(0.005, 0.995, CUTS))
-    best, chosen = -1.0, float(cuts[CUTS // 2])
+    cuts = np.quantile(np.concatenate((non_members, members)), np.linspace(0.005, 0.995, N_CUTS))
+    best, best_cut = -1.0, float(cuts[N_CUTS // 2])
     for cut in cuts.tolist():
         fp, tp = (
-            round(half * (1 - np.searchsorted(side, cut, "right") / SIMULATED))
+            round(half * (1 - np.searchsorted(side, cut, "right") / N_RUNS))
             for side in (non_members, members)
         )
         guesses = torch.cat([torch.arange(half) < tp, torch.arange(half) < fp]).double()
         settings = {"delta": delta, "confidence": confidence, "threshold": 0.5}
         epsilon = audit_scores(guesses, torch.arange(2 * half) < half, **settings).epsilon
         if epsilon > best:
-            best, chosen = epsilon, cut
-    return chosen
+            best, best_cut = epsilon, cut
+    return best_cut
 
 
 def play_add_remove(release: Callable[[bool], float], games: int, seed: int = 0) -> Games:

@@ -151,7 +151,7 @@ class StepEngine:
         if fit.look is not None:
             writer = None if self.report is None else self.report.record
             if writer is not None and fit.look is not at_work:
-                writer.look_begins(step, max(step, fit.scheduler.cadence.next_step))
+                writer.write_new_plan(step, max(step, fit.scheduler.cadence.next_step))
             fit.truth.batch_begins(fit.look, batch)
 
     @contained

@@ -214,7 +214,7 @@ class Engine(StepEngine):
             },
             resumed=earlier,
         )
-        self.record.begins(
+        self.record.write_begin(
             replace(
                 facts,
                 fit=destination.fit or uuid.uuid4().hex,
@@ -430,7 +430,9 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        self.record.ends(self._fit.run, how, None if self.keeper is None else self.keeper.end())
+        self.record.write_end(
+            self._fit.run, how, None if self.keeper is None else self.keeper.end()
+        )
         if self.report is not None:
             self.report.ends(self.first_step)
         return self.record

@@ -362,7 +362,7 @@ class Report:
         self._seconds += look.seconds
         self._seconds_of.update(seconds_of)
         if self.record is not None:
-            self.record.describe(defenses)
+            self.record.write_new_defenses(defenses)
             self.record.append(
                 records.LookLine(
                     run="",

@@ -44,10 +44,10 @@ _OF_THIS_FIT = (
     *("next_look", "weights", "evidence"),
 )
 """Fields of the first line that differ between fits of the same settings."""
-MOST_HASHED = 2**30
-"""Bytes of weights that are hashed before the first step and at checkpoints: 1 to 3 seconds.
+MAX_HASHED_BYTES = 2**30
+"""Largest size of the trained, or frozen, weights that are hashed, in bytes: 1 to 3 seconds.
 
-Of more there is no such hash; smaller values spare small models that time.
+They are hashed before the first step and at checkpoints. Larger models get no such hash.
 """
 ROW_KEY = "row_order.key"
 """File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
@@ -58,20 +58,20 @@ PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 LOGGED = ("epsilon", "delta", "noise_multiplier")
 
 
-_next_rows = getattr(_BaseDataLoaderIter, "_next_index", None)
-_watching: list[RowOrder] = []
+_original_next_index = getattr(_BaseDataLoaderIter, "_next_index", None)
+_active_orders: list[RowOrder] = []
 
 
-def _noted_rows(loader: Any) -> Any:
+def _note_next_index(loader: Any) -> Any:
     """Return the rows that a loader takes next, once they are noted."""
-    rows = _next_rows(loader)  # type: ignore[misc]
-    for order in _watching:
+    rows = _original_next_index(loader)  # type: ignore[misc]
+    for order in _active_orders:
         order.add(loader._dataset, rows)
     return rows
 
 
 def _refer_to(dataset: object) -> Callable[[], object]:
-    """Return what gives the data set, and keeps it in memory only where that is a plain list."""
+    """Return a function that returns the data set: by a weak reference, but of a plain list."""
     try:
         return weakref.ref(dataset)
     except TypeError:
@@ -83,7 +83,7 @@ class RowOrder:
 
     What is kept is an HMAC with SHA-256 (RFC 2104) of the numbers as a whole, for each data set.
     Without the key nobody can test a guess of the order against it. Loaders work as without this:
-    of batches that can be read once, nothing is read, and there is no code.
+    batches that can be iterated over only once are not read, and their data set has no code.
 
     Args:
         key: 32 secret bytes.
@@ -95,9 +95,9 @@ class RowOrder:
     def __init__(self, key: bytes) -> None:
         self.key = key
         self._codes: dict[int, tuple[Callable[[], object], hmac.HMAC | None]] = {}
-        if _next_rows is not None:
-            _watching.append(self)
-            _BaseDataLoaderIter._next_index = _noted_rows  # type: ignore[method-assign]
+        if _original_next_index is not None:
+            _active_orders.append(self)
+            _BaseDataLoaderIter._next_index = _note_next_index  # type: ignore[method-assign]
 
     def add(self, dataset: object, rows: Any) -> None:
         """Add the number of a row, or those of a batch."""
@@ -122,10 +122,10 @@ class RowOrder:
 
     def close(self) -> None:
         """Note no more; may be called twice."""
-        if self in _watching:
-            _watching.remove(self)
-        if not _watching:
-            _BaseDataLoaderIter._next_index = _next_rows  # type: ignore[assignment, method-assign]
+        if self in _active_orders:
+            _active_orders.remove(self)
+        if not _active_orders:
+            _BaseDataLoaderIter._next_index = _original_next_index  # type: ignore[assignment, method-assign]
 
 
 class RunRecord:
@@ -141,8 +141,7 @@ class RunRecord:
         path: the file; its folder is made when the first line is written.
         run: the id that the fit's lines in ``leakage.jsonl`` have.
         warn: is told why a line could not be written; the fit goes on.
-
-        defenses: of which the first line says what they are.
+        defenses: those that the first line describes.
 
     Attributes:
         ended: the fit's end is written.
@@ -160,7 +159,7 @@ class RunRecord:
         self.planned: int | None = None
         self._order: RowOrder | None = None
 
-    def begins(self, line: records.BeginLine) -> None:
+    def write_begin(self, line: records.BeginLine) -> None:
         """Write that a fit begins, with a hash of its settings without where and when it is."""
         settings = {
             name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
@@ -169,7 +168,7 @@ class RunRecord:
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
     def note_rows(self, run: Run) -> None:
-        """Note the order of rows from now on; none with an account of DP, which it could harm."""
+        """Note the order of rows, unless a defence accounts for DP: sampling must stay secret."""
         if run.unit != "step" or accounting(run.defenses):
             return
         path = self.path.parent / ROW_KEY
@@ -199,7 +198,7 @@ class RunRecord:
         if self._order is not None:
             self._order.close()
 
-    def ends(self, run: Run, outcome: str, seed: str | None = None) -> None:
+    def write_end(self, run: Run, outcome: str, seed: str | None = None) -> None:
         """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
 
         Args:
@@ -217,7 +216,7 @@ class RunRecord:
                 weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
             except Exception as error:  # of weights on no device, or out of memory
                 self._warn(f"the trained weights were not hashed ({type(error).__name__})")
-        number, head = self.closing()
+        number, head = self.results_end()
         self.append(
             records.EndLine(
                 run="",
@@ -232,7 +231,7 @@ class RunRecord:
             )
         )
 
-    def closing(self) -> tuple[int | None, str | None]:
+    def results_end(self) -> tuple[int | None, str | None]:
         """Return how many lines ``leakage.jsonl`` has, and the hash of the last; None: unknown."""
         results = self.path.parent / records.RESULTS
         try:
@@ -241,14 +240,17 @@ class RunRecord:
             self._warn(f"{results} cannot be read: {error.strerror}")
             return None, None
 
-    def look_begins(self, step: int, next_look: int) -> None:
+    def write_new_plan(self, step: int, next_look: int) -> None:
         """Write that a look is at another step than was planned, where it is.
 
         Args:
-            step: of the look.
-            next_look: the same; at a retry, the step of the look that is planned now.
+            step: of this look.
+            next_look: planned step of the next look: ``step`` itself unless attacks are retried.
         """
-        if self.planned is not None and (self.planned < step or step == next_look != self.planned):
+        if self.planned is None:
+            return
+        is_overdue, is_unplanned = self.planned < step, step == next_look != self.planned
+        if is_overdue or is_unplanned:
             self.append(records.PlanLine(run="", step=step, next_look=next_look))
 
     def add_checkpoint(self, run: Run) -> None:
@@ -263,7 +265,7 @@ class RunRecord:
     def weights_of(self, run: Run) -> dict[str, str] | None:
         """Return one hash of the trained and one of the frozen tensors.
 
-        None where they are sharded or of a federation; a kind of more than :data:`MOST_HASHED`
+        None where they are sharded or of a federation; a kind of more than :data:`MAX_HASHED_BYTES`
         bytes is left out.
         """
         hashes = self._hashes_of(run, "trained", "frozen")
@@ -283,13 +285,13 @@ class RunRecord:
             return {
                 kind: hash_weights(part)
                 for kind, part in tensors.items()
-                if sum(one.nbytes for one in part.values()) <= MOST_HASHED
+                if sum(one.nbytes for one in part.values()) <= MAX_HASHED_BYTES
             }
         except Exception as error:  # of weights on no device, or out of memory
             self._warn(f"weights were not hashed ({type(error).__name__})")
             return None
 
-    def describe(self, defenses: Sequence[Defense]) -> None:
+    def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
         """Write of defences that the record's first line does not have, once."""
         for defense in defenses:
             if all(defense is not one for one in self._described):
@@ -337,7 +339,7 @@ def facts_of(
     leaks = {one.attack: channel.leak for one, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
-        if channel.at_weights:  # whom these compare is found out after the line-up
+        if channel.at_weights:  # these choose their members after the line-up
             plans += [plan_of(channel, attack) for attack in channel.attacks]
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
@@ -453,13 +455,13 @@ def _model(run: Run, trained: Sequence[str]) -> records.ModelFacts:
 
 
 def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
-    """Classes and settings."""
-    known = (int, float, bool, str, tuple, type(None))
+    """Return the class of each optimizer, and by parameter group its settings of plain types."""
+    plain_types = (int, float, bool, str, tuple, type(None))
     return [
         {
             "class": type(optimizer).__name__,
             "groups": [
-                {n: v for n, v in group.items() if isinstance(v, known)}
+                {n: v for n, v in group.items() if isinstance(v, plain_types)}
                 for group in optimizer.param_groups
             ],
         }

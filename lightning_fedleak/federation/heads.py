@@ -41,7 +41,7 @@ def head_of(observer: RoundObserver, client: str | int) -> str | None:
         return None
     record = observer.engine.record
     assert record is not None, "a round has begun"
-    number, head = record.closing()
+    number, head = record.results_end()
     line = records.SentLine(
         run="", step=observer.round_, client=client, results=number, results_head=head
     )
@@ -82,7 +82,7 @@ class HeadRecord:
 
     def end(self, outcome: str = "finished") -> None:
         """Close the log; the outcome is ``"finished"``, or the class of what was raised."""
-        number, head = self._record.closing()
+        number, head = self._record.results_end()
         self._record.append(
             records.EndLine(
                 run="", step=self._rounds, outcome=outcome, results=number, results_head=head

@@ -113,7 +113,7 @@ PAGES = {
 """Show more than numbers: where they fail the result is known, and a warning is given."""
 AFTER_LINES = {
     "RunRecord.append",
-    "RunRecord.describe",
+    "RunRecord.write_new_defenses",
     "Report.log",
     "FlatChat.config",
     "FCMembership.config",

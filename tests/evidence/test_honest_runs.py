@@ -156,14 +156,14 @@ def test_a_plan_that_retries_move(tmp_path: Path, step: int) -> None:
     record = RunRecord(tmp_path / RECORD, "a", lines.append, [])
     record.planned = 5
     record.append = lines.append  # type: ignore[method-assign]
-    record.look_begins(step, next_look=12)
+    record.write_new_plan(step, next_look=12)
     assert [(line.step, line.next_look) for line in lines] == ([(step, 12)] if step > 5 else [])
 
 
 def test_weights_that_were_not_hashed_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_record, "MOST_HASHED", 1000)
+    monkeypatch.setattr(engine_record, "MAX_HASHED_BYTES", 1000)
     loop = Loop(tmp_path)
     save_in(loop, 6)
     check = verify_run(tmp_path, weights=tmp_path / "model.safetensors")

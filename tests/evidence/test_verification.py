@@ -439,7 +439,7 @@ def test_the_first_line_and_checkpoints_hold_hashes_of_the_weights(tmp_path: Pat
 def test_large_weights_are_not_hashed_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_record, "MOST_HASHED", 1000)
+    monkeypatch.setattr(engine_record, "MAX_HASHED_BYTES", 1000)
     watched(tmp_path, steps=2)
     lines = [json.loads(line) for line in lines_of(tmp_path / RECORD)]
     assert lines[0]["weights"] == {"frozen": hashlib.sha256(b"[]").hexdigest()}

@@ -28,9 +28,9 @@ KEY = bytes(range(32))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
-    before = [*record._watching]  # of tests that end no run
+    before = [*record._active_orders]  # of tests that end no run
     yield
-    assert record._watching == before
+    assert record._active_orders == before
     if not before:
         assert _BaseDataLoaderIter._next_index.__name__ == "_next_index"
 

@@ -336,7 +336,7 @@ class Report:
         failures: int,
         client: str | int | None = None,
     ) -> None:
-        """Write a look.
+        """Write a look; say once for each reason why a result is unknown.
 
         Args:
             look: the look.
@@ -355,7 +355,29 @@ class Report:
                     look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
                 self.warn_once(f"not all of a look was written: {reason(error)}")
-        self.write_results(look, outcomes, values)
+        when, goes_on = f"at step {look.step}", "; training goes on"
+        if self._rounds:
+            when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
+        for series, outcome in outcomes.items():
+            if outcome.unknown is not None:
+                then = "" if outcome.unknown.startswith("training ended") else goes_on
+                self.warn_once(
+                    f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
+                    f"is unknown, not 0{then}. (Said once for each reason; monitor/failures "
+                    "counts them.)",
+                    series.name + outcome.unknown,
+                )
+            elif outcome.pending is not None and series not in self._waiting:
+                self._waiting.add(series)
+                rank_zero_info(
+                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
+                )
+        self._write_lines(look, outcomes)
+        self.log(values, look.step)
+        try:
+            self.cards.add_summary(self.boards, outcomes, look.step)
+        except Exception as error:
+            self.leave_boards(error)
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
         self._looked_at.add(look.step)
@@ -404,34 +426,6 @@ class Report:
                 records.MetricsLine(run="", step=step, client=client, utility=new, privacy=spent)
             )
         return values
-
-    def write_results(
-        self, look: Look, outcomes: Mapping[Series, Outcome], values: Mapping[str, float]
-    ) -> None:
-        """Write the results of a look; say once for each reason why one is unknown."""
-        when, goes_on = f"at step {look.step}", "; training goes on"
-        if self._rounds:
-            when, goes_on = f"in round {look.step}", "; the round goes on, unless a gate says no"
-        for series, outcome in outcomes.items():
-            if outcome.unknown is not None:
-                then = "" if outcome.unknown.startswith("training ended") else goes_on
-                self.warn_once(
-                    f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
-                    f"is unknown, not 0{then}. (Said once for each reason; monitor/failures "
-                    "counts them.)",
-                    series.name + outcome.unknown,
-                )
-            elif outcome.pending is not None and series not in self._waiting:
-                self._waiting.add(series)
-                rank_zero_info(
-                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
-                )
-        self._write_lines(look, outcomes)
-        self.log(values, look.step)
-        try:
-            self.cards.add_summary(self.boards, outcomes, look.step)
-        except Exception as error:
-            self.leave_boards(error)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write the finite ones of these values to the loggers and to TensorBoard."""

@@ -449,11 +449,13 @@ def _worst(
 def series_of(
     attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
 ) -> dict[Series, Channel]:
-    """Return the channel of each series, in the order of the logs."""
+    """Return the channel of each series, in the order of the logs; each channel gets its own."""
     owner = {attack.name: channel for channel in channels for attack in channel.attacks}
     series: dict[Series, Channel] = {}
     for stage in (*stages, Stage.RELEASED):
         for attack in attacks:
             channel = owner[attack.name]
             series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
+    for channel in channels:
+        channel.all_series = tuple(one for one, its in series.items() if its is channel)
     return series

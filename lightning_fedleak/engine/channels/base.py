@@ -94,6 +94,7 @@ class Channel(ABC):
         listed_attacks: the attacks of this family.
         attacks: the attacks that are played in this fit.
         plans: of those of them that give results, in their order.
+        all_series: of the attacks of this family at the stages that are looked at.
         removers: remove what :meth:`open` and :meth:`arm` have put into the model.
         guesses: the class of what ``run`` of its attacks returns.
         reads: the class of the attacks that it takes (of several channels the one whose class is
@@ -164,6 +165,7 @@ class Channel(ABC):
         self.attacks: tuple[Any, ...] = self.listed_attacks
         self.settings = settings
         self.plans: tuple[Plan, ...] = ()
+        self.all_series: tuple[Series, ...] = ()
         self.removers: list[Callable[[], object]] = []
         self.entity_kinds = (*finders_of(settings.entities),) if self.finds_entities else ()
         self.finder: EntityFinder | None = None
@@ -248,10 +250,11 @@ class Channel(ABC):
         if not moment.wanted or not readable:
             return
         view = moment.gradients()
+        silent = [s for s in self.all_series if s.stage in moment.wanted]
+        silent = [s for s in silent if s not in moment.look.answers]
         for plan in readable:
-            series = self.series(plan.attack, moment.wanted)
-            if silent := [s for s in series if s not in moment.look.answers]:
-                moment.look.answers |= dict.fromkeys(silent, guess(plan, view, self.run))
+            if asked := [s for s in silent if s.attack == plan.attack.name]:
+                moment.look.answers |= dict.fromkeys(asked, guess(plan, view, self.run))
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -357,7 +360,8 @@ def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
     return {
         series: _result(channel, look, plan, series, empty=empty)
         for plan in channel.plans
-        for series in channel.series(plan.attack, channel.settings.stages)
+        for series in channel.all_series
+        if series.attack == plan.attack.name
     }
 
 

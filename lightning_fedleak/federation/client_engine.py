@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine import Engine
 from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.log import Destination, Report
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
 from lightning_fedleak.engine.run import AUTOCAST, Look, Moment, Run, contained, reason

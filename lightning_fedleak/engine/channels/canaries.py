@@ -15,7 +15,8 @@ from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import CanaryPool, NoNonMembers, Pool
+from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
 from lightning_fedleak.engine.run import Look, reason
 from lightning_fedleak.evaluation.canaries import EntitySet

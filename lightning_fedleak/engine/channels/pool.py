@@ -8,7 +8,6 @@ own, if nothing but the training tells it apart.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
@@ -19,18 +18,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.engine.channels.training_rows import (
+    NoNonMembers,
+    check_loader,
+    check_shuffle,
+    find_left_out,
+    read_row,
+    read_twice,
+)
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.evaluation.canaries import CanarySet, EntityDataset, TrainingRows
+from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
 from lightning_fedleak.evaluation.canaries.repeats import Part as Part
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 from lightning_fedleak.progress import bars, track
@@ -49,10 +54,6 @@ LEAST_POOL = 200  # texts below which the default does not play; 100 members sho
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
 MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
-
-
-class NoNonMembers(ValueError):
-    """Nobody can be compared; the message says which argument would change that."""
 
 
 class NoRows(ValueError):
@@ -321,7 +322,7 @@ def collect(
     """
     check_loader(loader)
     dataset = loader.dataset
-    others = _find_left_out(dataset) if settings.others is None else settings.others
+    others = find_left_out(dataset) if settings.others is None else settings.others
     way: Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
@@ -339,23 +340,12 @@ def collect(
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
-    sources = [(dataset, row) for row in range(length)]
-    held_out = [] if others is None else [(others, row) for row in range(len(others))]
-    if no_game is None:  # which rows are asked about, in which order, depends on no inclusion bit
-        everyone = dataset.sources()
-        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
-        absent = {*everyone} - {*sample}
-        rest = [source for source in everyone if source in absent]
-    else:
-        n_non_members = min(size // 2, len(held_out))
-        inside, rest = _drawn(sources, size - n_non_members, generator)
-        outside, rest_held_out = _drawn(held_out, n_non_members, generator)
-        sample, rest = inside + outside, rest + rest_held_out
+    sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
     rest, _ = _drawn(rest, MOST_ROWS if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
-        read_rows = [_row_texts(loader, *source, read) for source in sample]
+        read_rows = [read_twice(loader, *source, read) for source in sample]
         packed = any(len(texts) != 1 for texts in read_rows)
         if packed and way == "not yet seen":
             raise NoNonMembers(
@@ -372,7 +362,7 @@ def collect(
         searched: Iterable[tuple[Text, bool]] = (
             (text, source[0] is dataset)
             for source in (rest if entities is None else track(rest, "searching rows for values"))
-            for text in _read_row(loader, *source, read)
+            for text in read_row(loader, *source, read)
         )
         if entities is not None:
             deque(entities.counting(zip(texts, trained, strict=True)), 0)
@@ -466,6 +456,32 @@ def _no_game(dataset: Any, way: Way) -> str | None:
 _Source = tuple[Any, int]
 
 
+def _sample(
+    dataset: Any, others: Any, size: int, generator: torch.Generator, *, by_coins: bool
+) -> tuple[list[_Source], list[_Source]]:
+    """Return the rows that are asked about, of both sides, and the rest.
+
+    Args:
+        dataset: the training data.
+        others: what was held out; None where nothing was.
+        size: rows that are asked about.
+        generator: draws them.
+        by_coins: a fair coin held each row out. Then which rows are asked about, in which order,
+            depends on no inclusion bit.
+    """
+    if by_coins:
+        everyone = dataset.sources()
+        sample, _ = _drawn([everyone[row] for row in dataset.record.candidates], size, generator)
+        absent = {*everyone} - {*sample}
+        return sample, [source for source in everyone if source in absent]
+    sources = [(dataset, row) for row in range(len(dataset))]
+    held_out = [] if others is None else [(others, row) for row in range(len(others))]
+    n_non_members = min(size // 2, len(held_out))
+    inside, rest = _drawn(sources, size - n_non_members, generator)
+    outside, rest_held_out = _drawn(held_out, n_non_members, generator)
+    return inside + outside, rest + rest_held_out
+
+
 def _drawn(
     sources: list[_Source], size: int, generator: torch.Generator
 ) -> tuple[list[_Source], list[_Source]]:
@@ -497,129 +513,3 @@ def affordable(length: int, settings: Memorization, least: int, forwards: int) -
         f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
         f"{least}"
     )
-
-
-def check_loader(loader: Any) -> None:
-    """Raise an error unless rows of the training data can be read one by one.
-
-    Raises:
-        NoNonMembers: says what the data are.
-    """
-    if loader is None:
-        raise NoNonMembers("no training data are named to read rows of again: pass loader=")
-    if not isinstance(loader, DataLoader):
-        raise NoNonMembers(
-            f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "
-            "needed to read rows again"
-        )
-    dataset = loader.dataset
-    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not sized:
-        raise NoNonMembers(
-            "the training data are read as a stream, whose rows cannot be drawn ahead: load them "
-            "into a map-style data set, and leave_out some"
-        )
-
-
-def check_shuffle(loader: DataLoader[Any]) -> None:
-    """Raise an error unless the first epoch takes every row once, in random order.
-
-    Raises:
-        NoNonMembers: names the sampler.
-    """
-    batches = loader.batch_sampler
-    if isinstance(batches, PoissonBatchSampler):
-        return
-    if _is_accelerate(batches, "BatchSamplerShard"):  # of which a process takes each n-th batch
-        batches = batches.batch_sampler  # type: ignore[union-attr]
-    # A loader that was made of a batch sampler, as Accelerate makes it, has no such sampler itself.
-    sampler = getattr(batches, "sampler", loader.sampler)
-    plain = type(batches) is torch.utils.data.BatchSampler
-    length = len(loader.dataset)  # type: ignore[arg-type]
-    shuffled = (
-        isinstance(sampler, RandomSampler)
-        and (type(sampler) is RandomSampler or _is_accelerate(sampler, "SeedableRandomSampler"))
-        and not sampler.replacement
-        and sampler.num_samples == length
-    ) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    if not (plain and shuffled):
-        name = type(sampler if plain else batches).__name__
-        raise NoNonMembers(
-            f"a {name} does not take the rows in an order that chance alone chose, so that rows "
-            "not yet seen may differ from the rest: use DataLoader(shuffle=True), or add "
-            "leave_out"
-        )
-
-
-def _is_accelerate(thing: object, name: str) -> bool:
-    """Return whether an object is of a class of Accelerate, which is not imported for that."""
-    return (type(thing).__module__, type(thing).__name__) == ("accelerate.data_loader", name)
-
-
-def _find_left_out(dataset: Any) -> Any:
-    """Return the rows that were held out of a data set, or of one that it wraps; None for none.
-
-    Raises:
-        NoNonMembers: values were planted in the others of these rows alone.
-    """
-    while dataset is not None:
-        if isinstance(dataset, TrainingRows):
-            return dataset.others
-        if isinstance(dataset, EntityDataset) and _find_left_out(dataset.dataset) is not None:
-            raise NoNonMembers(
-                "with_entities changed no row that is left out: plant before leave_out, times=(1,)"
-            )
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
-def _row_texts(
-    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
-) -> list[Text]:
-    """Return the texts of a row, read twice.
-
-    Raises:
-        NoNonMembers: it does not read the same twice, or cannot be read.
-    """
-    first, second = (_read_row(loader, dataset, row, read) for _ in range(2))
-    if [text.content for text in first] != [text.content for text in second]:
-        raise NoNonMembers(
-            "rows do not read the same twice (augmentation, random cuts, masks without labels), so "
-            "that none is recognised when it is trained on: fix each row's form beforehand"
-        )
-    return first
-
-
-def _read_row(
-    loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
-) -> list[Text]:
-    item = _copied(dataset[row])  # collate functions may change what they get
-    try:
-        batch = loader.collate_fn([item])
-        segments = batch.get("token_type_ids") if isinstance(batch, Mapping) else None
-        tokens = read(batch)
-        texts = texts_in(tokens)
-    except (BatchError, ValueError) as error:
-        raise NoNonMembers(f"a row of the training data cannot be read alone: {error}") from error
-    if isinstance(segments, Tensor) and bool(segments.any()):
-        raise NoNonMembers(
-            "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
-            "about texts without them: join the pair into one text, with token_type_ids of zeros"
-        )
-    if tokens.preferences:
-        raise NoNonMembers(
-            "the loss prefers chosen texts to rejected ones, which the weights learn to find "
-            "unlikely, so that likelihoods do not show what was trained on"
-        )
-    return texts
-
-
-def _copied(item: Any) -> Any:
-    """Return a copy of an item; of a tensor its own entries, and not all that it is a view of."""
-    if isinstance(item, Tensor):
-        return item.clone()
-    if isinstance(item, dict):
-        return {name: _copied(value) for name, value in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_copied(value) for value in item)
-    return copy.deepcopy(item)

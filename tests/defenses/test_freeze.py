@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.defenses import DefenseContext, DefenseError, Freeze
+from lightning_fedleak.defenses import DefenseError, Freeze
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.inputs import context
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer
@@ -17,9 +18,7 @@ from tests.strategies.toy import trainer
 def frozen_by(part: str, root: nn.Module) -> tuple[Freeze, set[str]]:
     before = {name for name, p in root.named_parameters() if p.requires_grad}
     freeze = Freeze(part)
-    freeze.before_setup(
-        DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", step=0, entropy=bytes(32))
-    )
+    freeze.before_setup(context(root))
     return freeze, before - {name for name, p in root.named_parameters() if p.requires_grad}
 
 
@@ -73,9 +72,7 @@ def test_other_refusals() -> None:
 def frozen_patterns(root: nn.Module, *patterns: str, part: str | None = None) -> set[str]:
     before = {name for name, p in root.named_parameters() if p.requires_grad}
     freeze = Freeze(part, parameters=list(patterns))
-    freeze.before_setup(
-        DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", step=0, entropy=bytes(32))
-    )
+    freeze.before_setup(context(root))
     return before - {name for name, p in root.named_parameters() if p.requires_grad}
 
 

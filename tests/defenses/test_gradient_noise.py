@@ -15,6 +15,7 @@ from torch import nn
 from lightning_fedleak.defenses import DefenseContext, DefenseError, GradientNoise
 from lightning_fedleak.defenses.activations import ActivationNoise
 from lightning_fedleak.defenses.noise import gaussian_epsilon, standard_normal
+from tests.helpers.inputs import context
 
 SHAPES = [(40, 30), (30,), (7, 3, 5)]
 
@@ -28,19 +29,6 @@ def parameters_with(
         gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.grad = (scale * gradient).to(dtype)
     return parameters
-
-
-def context(client: int = 0, entropy: bytes = b"e" * 32, **fields) -> DefenseContext:
-    defaults = {
-        "root": nn.Linear(1, 1),
-        "client": client,
-        "clients": 8,
-        "device": torch.device("cpu"),
-        "precision": "32-true",
-        "step": 0,
-        "entropy": entropy,
-    }
-    return DefenseContext(**{**defaults, **fields})
 
 
 def flat(parameters: list[nn.Parameter]) -> torch.Tensor:

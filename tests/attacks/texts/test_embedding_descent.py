@@ -25,6 +25,7 @@ from lightning_fedleak.attacks.texts.embedding_descent import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
+from tests.helpers.inputs import padded_text as text
 from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -32,14 +33,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: tiny_llama(layers=3),
     "bert": lambda: tiny_bert_mlm(layers=3),
 }
-
-
-def text(b: int = 4, length: int = 8, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
-    real = torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)
-    mask = real.long() if side == "right" else real.long().flip(1)
-    return ids * mask, mask
 
 
 RARE = [field.name for field in fields(DescentSettings)]

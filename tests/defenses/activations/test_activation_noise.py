@@ -19,14 +19,9 @@ from lightning_fedleak.defenses.activations import ActivationNoise, _Remembered
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.defenses.activations.activation_runs import (
-    Passing,
-    batch,
-    context,
-    distance,
-    rewriting,
-    step,
-)
+from tests.defenses.activations.activation_runs import Passing, distance, rewriting, step
+from tests.helpers.inputs import context
+from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import DIM, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer

@@ -19,7 +19,6 @@ from lightning_fedleak.defenses import (
     BudgetSpent,
     CanaryGradient,
     ClipSettings,
-    DefenseContext,
     DefenseError,
     GradientNoise,
     ReleaseSettings,
@@ -27,6 +26,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.dpsgd import dpsgd, step
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
+from tests.helpers.inputs import context
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -55,18 +55,9 @@ class Run:
         self, defense: DPSGD, root: nn.Module | None = None, loader: Any = None, **fields: Any
     ) -> None:
         self.root = Net() if root is None else root
-        defaults: dict[str, Any] = {
-            "root": self.root,
-            "client": 0,
-            "clients": 1,
-            "device": torch.device("cpu"),
-            "precision": "32-true",
-            "step": 0,
-            "entropy": b"e" * 32,
-        }
         if hasattr(self.root, "_trainer"):
-            defaults["host"] = Unnumbered(self.root._trainer)  # type: ignore[arg-type]
-        self.defense, self.context = defense, DefenseContext(**{**defaults, **fields})
+            fields = {"host": Unnumbered(self.root._trainer), **fields}  # type: ignore[arg-type]
+        self.defense, self.context = defense, context(self.root, **fields)
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         defense.before_setup(self.context)
         given = DataLoader(data(), batch_size=8) if loader is None else loader

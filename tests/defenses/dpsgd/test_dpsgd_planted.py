@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseContext
+from lightning_fedleak.defenses import DPSGD, CanaryGradient
 from lightning_fedleak.defenses.accounting.account import Accountant
 from tests.helpers.dpsgd_settings import grouped
+from tests.helpers.inputs import context
 
 CLIP, WIDTH, BATCH, N = 0.5, 4, 4, 16
 TARGET = torch.tensor([3.0, 0.0, 0.0, 0.0])
@@ -48,15 +49,7 @@ class Server:
             DPSGD(CLIP, **grouped(noise_multiplier=sigma, **settings)),
             Planted(),
         )
-        self.context = DefenseContext(
-            root=self.model,
-            client=0,
-            clients=1,
-            device=torch.device("cpu"),
-            precision="32-true",
-            step=0,
-            entropy=b"planted neuron of a test, 32 byte",
-        )
+        self.context = context(self.model, entropy=b"planted neuron of a test, 32 byte")
         self.parameters = list(self.model.neuron.parameters())
         self.rest = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
         self.data = torch.cat([TARGET[None], self.rest[1:]])

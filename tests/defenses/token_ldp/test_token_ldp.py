@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses import BatchForm, DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.defenses import BatchForm, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.helpers.inputs import context
 from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
@@ -33,21 +34,6 @@ MASK_ID = 4
 @pytest.fixture(scope="module")
 def gpt2() -> nn.Module:
     return tiny_gpt2()
-
-
-def context(
-    root: nn.Module, client: int = 0, entropy: bytes = b"e" * 32, **fields: Any
-) -> DefenseContext:
-    defaults = {
-        "root": root,
-        "client": client,
-        "clients": 8,
-        "device": torch.device("cpu"),
-        "precision": "32-true",
-        "step": 0,
-        "entropy": entropy,
-    }
-    return DefenseContext(**{**defaults, **fields})
 
 
 def rows(n: int, length: int, seed: int = 0) -> Tensor:

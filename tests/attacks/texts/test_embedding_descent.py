@@ -276,9 +276,6 @@ def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.M
     assert torch.equal(cut.tokens, once.tokens)
 
 
-# ---- no trace -------------------------------------------------------------------------------
-
-
 # ---- the copy -------------------------------------------------------------------------------
 
 

@@ -264,9 +264,8 @@ def test_dropout_takes_the_certificate(of: str) -> None:
     attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
     attack.prepare(anatomy)
     model.train()
-    for _ in range(2):
-        backward(model, texts(2, 7))
-        assert not certified(lambda: attack.run(shared(anatomy, attack)))
+    backward(model, texts(2, 7))
+    assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
@@ -396,19 +395,6 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
         torch.testing.assert_close(
             remaining.directions.T @ remaining.directions, expected.T @ expected, atol=1e-6, rtol=0
         )
-
-
-def test_what_it_cannot_read_is_unknown() -> None:
-    model = ready(llama())
-    anatomy = find_anatomy(model)
-    attack = SubspaceTexts()
-    attack.prepare(anatomy)
-    backward(model, texts(1, 8))
-    [snapshot] = shared(anatomy, attack).gradients
-    for change, word in ((torch.zeros_like, "zero"), (lambda g: g * torch.nan, "NaN")):
-        spoilt = {n: change(g) for n, g in snapshot.tensors.items()}
-        with pytest.raises(UnusableObservation, match=word):
-            attack.run(Observation((replace(snapshot, tensors=spoilt),)))
 
 
 @pytest.mark.parametrize(

@@ -107,17 +107,3 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(
 def test_a_tied_matrix_is_refused_at_setup() -> None:
     with pytest.raises(ThreatModelError, match="ties its embedding"):
         BagOfWords().needs(find_anatomy(tiny_gpt2(tied=True)))
-
-
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [
-        (torch.zeros(4, 2), "all zero"),
-        (torch.zeros(4, 2).to_sparse(1), "all zero"),
-        (torch.tensor([[1.0, torch.nan], [0, 0]]), "NaN"),
-        (torch.tensor([[1.0, -torch.inf], [0, 0]]), "NaN or infinity"),
-    ],
-)
-def test_what_cannot_be_attacked_is_unknown(gradient: torch.Tensor, message: str) -> None:
-    with pytest.raises(UnusableObservation, match=message):
-        bag_of_words(gradient)

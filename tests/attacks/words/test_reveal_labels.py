@@ -102,18 +102,10 @@ def test_no_time_is_no_answer() -> None:
         reveal_labels(gradient, max_seconds=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda g: g * torch.nan, "NaN"),
-        (torch.zeros_like, "all zero"),
-        (lambda g: g + g.abs().mean() * 0.1, "do not sum to zero"),
-    ],
-)
-def test_what_is_no_softmax_gradient_is_refused(spoil, message: str) -> None:
+def test_what_is_no_softmax_gradient_is_refused() -> None:
     gradient, _ = softmax_model(50, 12, 5, 8)
-    with pytest.raises(UnusableObservation, match=message):
-        reveal_labels(spoil(gradient))
+    with pytest.raises(UnusableObservation, match="do not sum to zero"):
+        reveal_labels(gradient + gradient.abs().mean() * 0.1)
 
 
 def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:

@@ -209,9 +209,10 @@ def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
         attack.run(observed(attack, anatomy))
 
 
-def test_a_few_types_show_in_b_alone() -> None:
+@pytest.mark.parametrize("targets", [["v_proj"], ["q_proj", "v_proj"]])
+def test_a_few_types_show_in_b_alone(targets: list[str]) -> None:
     """LoRA-FA trains B only; r directions tell fewer than r types apart."""
-    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=["v_proj"])).eval()
+    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=targets)).eval()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     check_exact(model, texts(1, 9))
@@ -409,13 +410,6 @@ def test_values_show_every_token(family: str, beside: list[str]) -> None:
     assert guess.certified
 
 
-def test_the_b_of_values_is_read_before_that_of_queries() -> None:
-    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in model.eval().named_parameters():
-        parameter.requires_grad_("lora_B" in name)
-    check_exact(model, texts(1, 9))
-
-
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
     model = ready(t5())
@@ -426,29 +420,6 @@ def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
     guess = attack.run(observed(attack, anatomy))
     assert len(guess.types) > 5
     assert not guess.certified
-
-
-def test_known_noise_takes_the_certificate_away() -> None:
-    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    attack, anatomy = prepared(model)
-    ids = texts(2, 7)
-    backward(model, ids)
-    clean = observed(attack, anatomy).gradients[0]
-    std = 1e-3 * float(torch.cat([g.flatten() for g in clean.tensors.values()]).std())
-    noisy = {r: g + std * torch.randn_like(g) for r, g in clean.tensors.items()}
-    guess = attack.run(Observation((GradientSnapshot(0, Stage.SHARED, noisy, noise_std=std),)))
-    assert not guess.certified
-    assert len(set(guess.types.tolist()) & exposed_types(ids, causal=True)) >= 6
-
-
-@pytest.mark.parametrize("spoilt", ["nan", "zero"])
-def test_what_cannot_be_read_is_refused(spoilt: str) -> None:
-    model = ready(llama())
-    attack, anatomy = prepared(model)
-    backward(model, texts(2, 6))
-    change = (lambda g: g * torch.nan) if spoilt == "nan" else torch.zeros_like
-    with pytest.raises(UnusableObservation, match="NaN" if spoilt == "nan" else "zero"):
-        attack.run(observed(attack, anatomy, change))
 
 
 def test_more_types_than_dimensions_are_refused() -> None:

@@ -201,6 +201,8 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     assert torch.equal(attack.run(view).types, stale)
     attack.refresh(moved, 10)
     assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
+    attack.refresh(trained, 3)  # of another fit
+    assert torch.equal(attack.run(view).types, stale)
 
 
 def test_refresh_learns_what_the_moved_model_expects(trained, public, language):

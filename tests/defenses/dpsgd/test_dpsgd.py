@@ -458,11 +458,6 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> No
         run.defense.on_training_step(lambda: None, batch, run.context)
 
 
-def test_a_loader_that_cannot_be_sampled() -> None:
-    with pytest.raises(DefenseError, match="a list is no torch DataLoader"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
-
-
 # ---- checks in the run -----------------------------------------------------------------------
 
 

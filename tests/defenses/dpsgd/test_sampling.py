@@ -11,33 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import Users
 from tests.helpers.inputs import context
-
-
-def sampled(examples: int, batch_size: int, client: int) -> Sampling:
-    data = TensorDataset(torch.arange(examples))
-    split = DistributedSampler(data, 2, client, shuffle=False)
-    where = context(client=client, clients=2)
-    return sampling_of(
-        DataLoader(data, batch_size=batch_size, sampler=split),
-        where,
-        Draws(bytes(32), client),
-        trust="local",
-    )
-
-
-def test_poisson_samples_repeat_nobody() -> None:
-    first, second = (sampled(7, 4, client) for client in range(2))
-    assert first.rate == second.rate == 1.0
-    (one,), (other,) = next(iter(first.loader)), next(iter(second.loader))
-    assert sorted([*one.tolist(), *other.tolist()]) == list(range(7))
-
 
 Row = tuple[list[int], int]
 

@@ -66,6 +66,7 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         arguments += ["--data.length=32", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
         arguments += ["--trainer.devices=1", "--trainer.enable_progress_bar=false"]
         fit(["fit", *arguments, *more])
+        callback(trainers[-1], L.callbacks.LearningRateMonitor)  # the user's own is still there
         return trainers[-1]
 
     return run
@@ -74,10 +75,6 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def callback(trainer: L.Trainer, kind: type) -> L.Callback:
     [match] = [c for c in trainer.callbacks if isinstance(c, kind)]
     return match
-
-
-def still_has_the_users_own(trainer: L.Trainer) -> None:
-    callback(trainer, L.callbacks.LearningRateMonitor)
 
 
 def test_every_fragment_is_tested() -> None:
@@ -102,7 +99,6 @@ def test_every_fragment_is_tested() -> None:
 
 def test_leakage_and_its_gate(fitted) -> None:
     trainer = fitted("leakage", "gate_leakage")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert monitor.engine.selection.auto
     assert (gate.metric, gate.at_most) == ("leakage/worst/words", 0.5)
@@ -111,7 +107,6 @@ def test_leakage_and_its_gate(fitted) -> None:
 
 def test_word_leakage_and_its_gate(fitted) -> None:
     trainer = fitted("word_leakage", "gate_word_leakage")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert [type(a) for a in monitor.attacks] == [FlatChat, AlignedFlatChat]
     assert monitor.failures == 0
@@ -123,7 +118,6 @@ def test_word_leakage_and_its_gate(fitted) -> None:
 
 def test_membership_and_its_gate(fitted) -> None:
     trainer = fitted("membership", "gate_membership")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert [type(a) for a in monitor.attacks] == [FCMembership]
     assert monitor.failures == 0
@@ -135,7 +129,6 @@ def test_membership_and_its_gate(fitted) -> None:
 @pytest.mark.slow
 def test_inversion_and_its_gate(fitted) -> None:
     trainer = fitted("inversion", "gate_inversion")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, PrefixInversion)
@@ -149,7 +142,6 @@ def test_inversion_and_its_gate(fitted) -> None:
 def test_whole_texts_and_its_gate(fitted) -> None:
     small = ("--data.batch_size=1", "--data.length=6")
     trainer = fitted("whole_texts", "gate_whole_texts", more=small)
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, SubspaceTexts)
@@ -169,7 +161,6 @@ def test_memorization_needs_enough_texts(fitted) -> None:
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
     trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
-    still_has_the_users_own(trainer)
     [defense] = trainer.strategy.defenses
     assert isinstance(defense, DPSGD)
     assert defense.releases == trainer.global_step == 3

@@ -53,7 +53,7 @@ def held(dataset: Dataset) -> list[int]:
 # Coins and places
 
 
-@pytest.mark.parametrize("probability", [0.5, 0.1, 0.8])
+@pytest.mark.parametrize("probability", [0.5, 0.1])
 def test_coins_are_fair_and_independent(probability: float) -> None:
     coins = np.array([flips(seed, 40, probability).included for seed in range(500)])
     assert stats.binomtest(int(coins.sum()), coins.size, probability).pvalue > 1e-3
@@ -63,13 +63,6 @@ def test_coins_are_fair_and_independent(probability: float) -> None:
     assert min(per_canary) > 1e-4
     correlation = np.corrcoef(coins.T.astype(float)) - np.eye(40)
     assert np.abs(correlation).max() < 5 / np.sqrt(500)
-
-
-def test_no_coin_depends_on_the_other_canaries_but_on_its_own_text() -> None:
-    every = flips(3, 30).included
-    assert flips(3, 20).included == every[:20]
-    changed = tuple(digest_of(t + 1, "c") for t in texts(30))
-    assert InclusionRecord(seed_key(3), changed).included != every
 
 
 def test_without_a_seed_every_record_is_new() -> None:

@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from tests.attacks.membership.test_fc_membership import by_autograd
 from tests.helpers import models
 
 pytestmark = pytest.mark.slow
@@ -73,17 +74,6 @@ def test_it_fires_on_the_target_and_stops_at_the_margin():
 
 
 # --- closed form, determinism
-
-
-def by_autograd(attack, targets, hidden, mask, upstream):
-    grads = []
-    for b in range(len(hidden)):
-        for target in targets:
-            layers = attack.craft(target)
-            out = layers(hidden[b : b + 1], None if mask is None else mask[b : b + 1])
-            (out * upstream[b : b + 1, :, None]).sum().backward()
-            grads.append(layers.bias.grad)
-    return torch.stack(grads).view(len(hidden), len(targets), -1)
 
 
 @settings(max_examples=15)
@@ -201,8 +191,6 @@ def test_what_is_not_finite_is_refused(attack, anatomy):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda p, a: TrainedMembership(1, "one text"), "not one string"),
-        (lambda p, a: TrainedMembership(1, ["some text"]), "tokenizer"),
         (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
         (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
         (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),

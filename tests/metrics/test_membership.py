@@ -163,16 +163,6 @@ def test_tpr_intervals_cover_the_truth() -> None:
     assert covered >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
 
 
-def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent() -> None:
-    scores, members, clusters = steps(20, 16, 1.0, 0.5, 3)
-    apart = membership_rates(scores, members, decisions=scores > 0.5)
-    together = membership_rates(scores, members, clusters, scores > 0.5)
-    for name in ("accuracy", "advantage", "auc", "f1"):
-        assert together[name].value == apart[name].value
-        wide, narrow = (r[name].high - r[name].low for r in (together, apart))
-        assert wide > 1.3 * narrow
-
-
 def auc_of(members: np.ndarray, scores: np.ndarray) -> float:
     """Return the AUC by the ranks' sum, which takes a hundredth of scikit-learn's time."""
     n, ranks = int(members.sum()), rankdata(scores)

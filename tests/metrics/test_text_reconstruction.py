@@ -24,7 +24,6 @@ from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
     in_true_order,
     sentence_scores,
-    token_hits,
 )
 
 token = st.integers(0, 4)
@@ -107,18 +106,6 @@ def test_a_text_is_found_where_half_of_it_is_right() -> None:
     guessed[2, :2] = NOTHING  # 2 of 4
     found = reconstruction_rates(sentence_scores(guessed, truth, mask))["texts_found"]
     assert found == proportion(2, 3)
-
-
-def test_nothing_is_wrong_and_padding_is_neither() -> None:
-    truth = torch.tensor([[5, 6, 7, 0], [0, 0, 8, 9]])
-    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])
-    guessed = torch.tensor([[5, NOTHING, 7, NOTHING], [0, 0, 8, 9]])
-    hits, real = token_hits(guessed, truth, mask)
-    assert hits.tolist() == [[True, False, True, False], [False, False, True, True]]
-    assert torch.equal(real, mask.bool())
-    rates = reconstruction_rates(sentence_scores(guessed, truth, mask))
-    assert rates["token_accuracy"].value == pytest.approx((2 / 3 + 1) / 2)
-    assert rates["token_accuracy_pooled"].value == pytest.approx(4 / 5)
 
 
 def test_intervals_of_means_cover_the_truth() -> None:

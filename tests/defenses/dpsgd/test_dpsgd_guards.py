@@ -227,6 +227,7 @@ def test_under_central_trust_all_clients_divide_alike() -> None:
         )
         run = Run(defense, loader=sharded(client), client=client, clients=2)
         assert len(run.loader.batch_sampler.shard) == 3 - client
+        assert run.loader.batch_sampler.rate == 1.0  # batches as large as a share
         released.append(run.step(first(1)))
     assert torch.equal(released[0], released[1])
     assert float(released[0].norm()) == pytest.approx(CLIP / 2, rel=1e-5)

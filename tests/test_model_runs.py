@@ -120,6 +120,8 @@ def test_no_hook_of_others_runs_and_all_run_again_after() -> None:
     ]
     try:
         assert torch.equal(hidden_states(anatomy, 2, ids, mask), clean)
+        with pytest.raises(IndexError):  # an error changes nothing of it
+            hidden_states(anatomy, 2, ids + VOCAB, mask)
         assert fired == []
         model(input_ids=ids, attention_mask=mask).logits.sum().backward()
     finally:

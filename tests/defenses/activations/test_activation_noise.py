@@ -175,16 +175,13 @@ def test_states_that_do_not_repeat_themselves_are_the_nearest_and_never_refused(
 
 
 def test_noise_differs_by_client_process_forward_layer_name_base_and_kind() -> None:
-    draws = [
-        noise_of(ActivationNoise(layer, 1.0), client=client, process=process, entropy=entropy)
-        for layer in (0, 1)
-        for client in (0, 1)
-        for process in (0, 3)
-        for entropy in (b"a" * 32, b"b" * 32)
-    ]
+    first = {"client": 0, "process": 0, "entropy": b"a" * 32}
+    others = ({}, {"client": 1}, {"process": 3}, {"entropy": b"b" * 32})
+    draws = [noise_of(ActivationNoise(1, 1.0), **first | other) for other in others]
+    draws.append(noise_of(ActivationNoise(0, 1.0), **first))
     other = ActivationNoise(1, 1.0)
     other.name = "more_noise"
-    draws.append(noise_of(other, entropy=b"a" * 32))
+    draws.append(noise_of(other, **first))
     refitted = ActivationNoise(1, 1.0)
     draws += [
         noise_of(refitted, entropy=b"c" * 32) for _ in range(2)

@@ -71,26 +71,6 @@ def test_each_step_takes_out_the_variances_so_far_also_where_they_change() -> No
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5)
 
 
-def test_the_second_moment_is_that_of_the_signal() -> None:
-    """Signals of .5 and 2 under noise of 4: the steps that Adam would take without the noise."""
-    torch.manual_seed(0)
-    signal, std, n = torch.tensor([0.5, 2.0]).repeat_interleave(2000), 4.0, 4000
-    parameter = nn.Parameter(torch.zeros(n))
-    optimizer = DPAdamBC([parameter], lr=1.0, betas=(0.0, 0.9999), floor=1e-6)
-    for _ in range(300):
-        parameter.grad = signal + std * torch.randn(n)
-        optimizer.set_noise({parameter: std**2})
-        optimizer.step()
-    state = optimizer.state[parameter]
-    correction = 1 - 0.9999**300
-    result = (state["exp_avg_sq"] - state["noise"]) / correction
-    for value in (0.5, 2.0):
-        local = result[signal == value]
-        assert float(local.mean()) == pytest.approx(
-            value**2, abs=5 * float(local.std()) / 2000**0.5
-        )
-
-
 class Told(Callback):
     """Compares what the optimizer is told with the noise that is really there."""
 

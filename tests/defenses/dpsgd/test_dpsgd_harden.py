@@ -102,17 +102,6 @@ def test_the_first_release_after_a_notch_is_measured_against_the_new_noise() -> 
     assert old == pytest.approx(6.0, rel=0.4)
 
 
-def test_each_client_turns_up_its_share_of_the_noise() -> None:
-    alone, shared = filtered(), filtered(trust="central")
-    updates = []
-    for defense, clients in ((alone, 1), (shared, 4)):
-        run = Run(defense, clients=clients)
-        assert defense.harden() is not None
-        updates.append(run.step(first(0)) * run.defense._sampling.expected)
-    torch.testing.assert_close(updates[1] * 2, updates[0], rtol=1e-5, atol=1e-6)
-    assert alone.accountant.history[0][0] == shared.accountant.history[0][0] == 12.0
-
-
 def test_a_canary_gets_the_noise_that_the_update_gets() -> None:
     def noised(notches: int) -> torch.Tensor:
         defense = filtered()

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from lightning_fedleak.defenses import BatchForm, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.defenses.token_ldp.test_ldp_mechanisms import chi_square
 from tests.helpers.inputs import context
 from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -47,18 +47,6 @@ def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> A
     return defense.on_batch(batch, where)
 
 
-def p_value(drawn: Tensor, transition: Tensor) -> float:
-    observed = torch.bincount(drawn, minlength=len(transition)).double()
-    common = transition * len(drawn) >= 5
-    pooled = [
-        torch.cat([v[common], v[~common].sum()[None]]) for v in (observed, transition * len(drawn))
-    ]
-    unchanged = pooled[1] > 1e-9
-    result, expected = pooled[0][unchanged], pooled[1][unchanged]
-    distance = ((result - expected) ** 2 / expected).sum()
-    return float(scipy.stats.chi2.sf(distance, len(expected) - 1))
-
-
 @pytest.mark.parametrize("memoize", [True, False])
 @pytest.mark.parametrize("per", ["token", "sequence"])
 @pytest.mark.parametrize("mechanism", ["grr", "rappor", "the", "dbitflip"])
@@ -75,7 +63,7 @@ def test_every_token_follows_the_law(
     transition = transition_of(Randomizer.with_defaults(mechanism, len(words)), 6.0)
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(words)] = transition[words.index(50)]
-    assert p_value(drawn[:, 2], expected) > 1e-4
+    assert chi_square(drawn[:, 2], expected) > 1e-4
     unchanged = float((drawn == ids)[:, [0, 1, 3]].double().mean())
     sigma = math.sqrt(float(transition[0, 0]) / (3 * len(ids)))
     assert unchanged == pytest.approx(float(transition[0, 0]), abs=5 * sigma)
@@ -107,9 +95,9 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     assert (drawn[:, 2] == 1).all()
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(public)] = 0.25
-    assert p_value(drawn[:, 0], expected) > 1e-4
+    assert chi_square(drawn[:, 0], expected) > 1e-4
     expected[torch.tensor(public)] = transition_of(Randomizer.with_defaults("grr", 4), 2.0)[2]
-    assert p_value(drawn[:, 1], expected) > 1e-4
+    assert chi_square(drawn[:, 1], expected) > 1e-4
 
 
 def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:

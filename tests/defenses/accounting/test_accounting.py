@@ -126,13 +126,22 @@ def test_a_schedule_settled_beforehand_is_googles_too() -> None:
         assert epsilon_of(history[::-1], 1e-5, kind) == pytest.approx(ours, rel=1e-3)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-@pytest.mark.parametrize("steps", [1, 40])
-def test_full_batches_are_the_gaussian_mechanism(sigma: float, steps: int) -> None:
-    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=1e-5)
-    prv = epsilon_of([(sigma, 1.0, steps)], 1e-5, "prv")
-    assert exact <= prv <= exact * 1.01 or exact > LARGEST_EPSILON
-    assert prv <= epsilon_of([(sigma, 1.0, steps)], 1e-5, "rdp")
+@pytest.mark.parametrize(
+    ("sigma", "steps", "delta", "factor"),
+    [
+        *((sigma, steps, 1e-5, 1.01) for sigma in (0.5, 1.0, 4.0) for steps in (1, 40)),
+        *((100.0, 10_000, delta, 1.05) for delta in (1e-10, 1e-13)),
+        (30.0, 1000, 1e-13, 1.05),
+        (5.0, 10, 1e-14, 1.05),
+    ],
+)
+def test_full_batches_are_the_gaussian_mechanism_and_no_rounding_understates_it(
+    sigma: float, steps: int, delta: float, factor: float
+) -> None:
+    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
+    prv = epsilon_of([(sigma, 1.0, steps)], delta, "prv")
+    assert exact <= prv <= exact * factor or exact > LARGEST_EPSILON
+    assert delta < 1e-5 or prv <= epsilon_of([(sigma, 1.0, steps)], delta, "rdp")
 
 
 def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
@@ -147,15 +156,6 @@ def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
     lower = scipy.stats.norm(0, sigma).cdf
     added = lower(cut) - raised * ((1 - rate) * lower(cut) + rate * lower(cut - 1))
     return float(max(removed, added))
-
-
-@pytest.mark.parametrize(
-    ("sigma", "steps", "delta"),
-    [(100.0, 10_000, 1e-10), (100.0, 10_000, 1e-13), (30.0, 1000, 1e-13), (5.0, 10, 1e-14)],
-)
-def test_rounding_never_understates_epsilon(sigma: float, steps: int, delta: float) -> None:
-    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
-    assert exact <= epsilon_of([(sigma, 1.0, steps)], delta, "prv") <= 1.05 * exact
 
 
 @given(sigma=st.floats(0.3, 5), rate=st.floats(0.01, 0.99))

@@ -20,6 +20,7 @@ from lightning_fedleak.defenses import DPSGD, BudgetSpent, CanaryGradient, Defen
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
+from tests.defenses.accounting.test_accounting import renyi
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.lightning_modules import random_token_loader
@@ -39,18 +40,6 @@ def filtered(sigma: float | None = 6.0, **given: Any) -> DPSGD:
 def whole() -> DataLoader[Any]:
     """All examples in each batch."""
     return DataLoader(data(), batch_size=40)
-
-
-def rdp(sigma: float, rate: float, order: float) -> float:
-    """Renyi divergence of the sampled Gaussian from the Gaussian, by its integral."""
-
-    def density(x: float) -> float:
-        ratio = 1 - rate + rate * math.exp((2 * x - 1) / (2 * sigma**2))
-        return scipy.stats.norm.pdf(x, scale=sigma) * ratio**order
-
-    far = order + 12 * sigma
-    value, _ = scipy.integrate.quad(density, -far, far, epsabs=0, epsrel=1e-11, limit=500)
-    return math.log(value) / (order - 1)
 
 
 def allowed(order: float) -> float:
@@ -140,7 +129,7 @@ def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(rate: float) -
             assert defense.harden() is not None
         sigma = 6.0 * 2 ** sum(step >= notch for notch in (2, 3))
         run.step(first(3))
-        spent += rdp(sigma, rate, order)
+        spent += renyi(order, sigma, rate)
         assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     if rate == 1.0:
         by_hand = order / 2 * (2 / 6**2 + 1 / 12**2 + 2 / 24**2)

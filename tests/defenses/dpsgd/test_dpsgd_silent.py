@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
-from lightning_fedleak.defenses.dpsgd.recorder import _equal_rows
 from tests.defenses.dpsgd.test_dpsgd import CLIP, N, Net, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.models import own_rng, tiny_llama
@@ -134,17 +131,6 @@ def test_token_types_that_look_like_labels_are_no_other_samples() -> None:
     run.loss = loss  # type: ignore[method-assign]
     run.step([IDS, labels])
     assert run.defense.releases == 1
-
-
-@given(data=st.data())
-def test_equal_rows(data: Any) -> None:
-    n, b, width = (data.draw(st.integers(1, 7)) for _ in range(3))
-    number = st.integers(0, 1)
-    rows = torch.tensor(data.draw(st.lists(number, min_size=n * width, max_size=n * width)))
-    rest = torch.tensor(data.draw(st.lists(number, min_size=b * width, max_size=b * width)))
-    rows, rest = rows.view(n, width), rest.view(b, width)
-    expected = [[row == other for other in rest.tolist()] for row in rows.tolist()]
-    assert _equal_rows(rows.float(), rest).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,12 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.attacks.membership.test_fc_membership import by_autograd
+from tests.attacks.membership.test_fc_membership import by_autograd, generator
 from tests.helpers import models
 
 pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64}
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

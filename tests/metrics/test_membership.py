@@ -17,6 +17,7 @@ from lightning_fedleak.evaluation.metrics import (
     proportion,
 )
 from lightning_fedleak.evaluation.metrics.membership import RATES
+from tests.helpers.processes import computed_together
 
 
 def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,25 +247,15 @@ def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
             assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
 
 
-def gather_on_a_process(rank: int, address: str, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    metric = MembershipInference(resamples=100)
-    if rank == 1:
-        metric = filled(steps(6, 5, 1.0, 0.2, 0))
-    torch.save(metric.compute(), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.ddp
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
-    address = f"file://{tmp_path}/rendezvous"
-    torch.multiprocessing.start_processes(
-        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
-    )
     expected = filled(steps(6, 5, 1.0, 0.2, 0)).compute()
-    for rank in range(2):
-        values = torch.load(tmp_path / f"{rank}.pt")
+
+    def make(rank: int) -> MembershipInference:
+        return filled(steps(6 * rank, 5, 1.0, 0.2, 0))
+
+    for values in computed_together(make, tmp_path):
         torch.testing.assert_close(values, expected, equal_nan=True)
 
 

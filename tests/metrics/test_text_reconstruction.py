@@ -25,6 +25,7 @@ from lightning_fedleak.evaluation.metrics.texts import (
     in_true_order,
     sentence_scores,
 )
+from tests.helpers.processes import computed_together
 
 token = st.integers(0, 4)
 sentence = st.lists(st.tuples(st.integers(-1, 4), token, st.booleans()), min_size=5, max_size=5)
@@ -142,27 +143,19 @@ def test_the_metric_is_the_functions_over_all(first, second) -> None:
                 assert float(got[key]) == pytest.approx(value, nan_ok=True)
 
 
-def gather_on_a_process(rank: int, address: str, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    metric = TextReconstruction()
-    if rank == 1:
-        truth = torch.arange(12).reshape(3, 4)
-        metric.update(truth.clamp(max=7), truth)
-    torch.save(metric.compute(), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.ddp
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_processes_pool_their_sentences_even_if_one_saw_none(tmp_path) -> None:
-    address = f"file://{tmp_path}/rendezvous"
-    torch.multiprocessing.start_processes(
-        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
-    )
     truth = torch.arange(12).reshape(3, 4)
+
+    def make(rank: int) -> TextReconstruction:
+        metric = TextReconstruction()
+        if rank == 1:
+            metric.update(truth.clamp(max=7), truth)
+        return metric
+
     expected = reconstruction_rates(sentence_scores(truth.clamp(max=7), truth))
-    for rank in range(2):
-        values = torch.load(tmp_path / f"{rank}.pt")
+    for values in computed_together(make, tmp_path):
         assert {n: float(values[n]) for n in expected} == pytest.approx(
             {n: r.value for n, r in expected.items()}
         )

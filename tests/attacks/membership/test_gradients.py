@@ -355,6 +355,15 @@ def test_of_a_text_without_labels_nothing_is_said(family: Any) -> None:
     torch.testing.assert_close(guess.scores[1:], alone, rtol=1e-4, atol=1e-6)
 
 
+def test_noise_takes_the_difference_away() -> None:
+    both, right = prepared(lora()), 0
+    for _ in range(12):
+        inside = texts(ROWS, LENGTH)
+        guess = asked_of(*both, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
+        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
+    assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
+
+
 def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
     inside = texts(ROWS, LENGTH)

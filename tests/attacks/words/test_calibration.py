@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.words.public_gradients import (
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
+from tests.attacks.words.language import generator
 from tests.helpers import models
 
 MODELS = {
@@ -22,10 +23,6 @@ MODELS = {
     "bert": (models.tiny_bert_mlm, "masked"),
     "t5": (models.tiny_t5, "seq2seq"),
 }
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def public_text(n=12, seed=5):

@@ -219,18 +219,6 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
         assert scipy.stats.binomtest(count, 4000, 0.3 * 3 / 9).pvalue > 1e-4
 
 
-def test_the_noise_is_that_of_one_user() -> None:
-    run = Pieces(by_user(noise_multiplier=1.5))
-    residues = []
-    for _ in range(60):
-        batch, rows = drawn(run)
-        clean = brute(run, batch, rows).sum(0)
-        residues.append((8 * run.step(batch, lr=1e-3) - clean) / (1.5 * CLIP))
-    noise = torch.cat(residues)
-    low, high = scipy.stats.chi2.ppf([1e-4, 1 - 1e-4], noise.numel())
-    assert low < float(noise.square().sum()) < high
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_fit_by_users(workers: int) -> None:
     """Whose rows they are is known also where workers fetch batches ahead, over several epochs."""

@@ -269,28 +269,6 @@ def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
     assert "epsilons add up" in defense.guarantee
 
 
-def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
-    ids = rows(4, 10)
-    for memoize in (True, False):
-        first = TokenLDP("grr", 30.0, memoize=memoize)
-        before = defended(first, gpt2, ids)
-        state = first.state_dict()
-        assert all(isinstance(v, int | float) for v in state.values())
-        second = TokenLDP("grr", 30.0, memoize=memoize)
-        second.load_state_dict(state)
-        after = defended(second, gpt2, ids, entropy=b"g" * 32)
-        assert not torch.equal(before, after)
-        assert second.releases_per_example == 2
-        assert second.batches == 2
-        # In one process, with or without a checkpoint.
-        first.teardown()
-        first.teardown()
-        first.load_state_dict(state)
-        defended(first, gpt2, ids, entropy=b"h" * 32)
-        assert first.releases_per_example == 2
-        assert first.epsilon_spent == 60.0
-
-
 def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:
     """Processes that split a tensor have one batch, and one number: they must replace it alike."""
     ids = rows(4, 30)

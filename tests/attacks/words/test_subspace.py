@@ -49,10 +49,15 @@ def is_causal(model: nn.Module) -> bool:
     )
 
 
-def check_exact(model: nn.Module, ids: Tensor, *, certified: bool = True, **more: Tensor) -> None:
+def guess_of(model: nn.Module, ids: Tensor, **more: Tensor) -> WordGuess:
+    """Return what is said of the gradients of one backward pass."""
     attack, anatomy = prepared(model)
     backward(model, ids, **more)
-    guess = attack.run(observed(attack, anatomy))
+    return attack.run(observed(attack, anatomy))
+
+
+def check_exact(model: nn.Module, ids: Tensor, *, certified: bool = True, **more: Tensor) -> None:
+    guess = guess_of(model, ids, **more)
     truth = exposed_types(ids, causal=is_causal(model))
     assert set(guess.types.tolist()) == truth
     assert guess.certified or not certified
@@ -199,10 +204,8 @@ def test_a_few_types_show_in_b_alone(targets: list[str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     check_exact(model, texts(1, 9))
-    attack, anatomy = prepared(model)
-    backward(model, texts(8, 9))
     with pytest.raises(UnusableObservation, match="more types"):
-        attack.run(observed(attack, anatomy))
+        guess_of(model, texts(8, 9))
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -215,9 +218,7 @@ def test_padding_on_either_side(family, left: bool) -> None:
         ids[row, place] = 0
     labels = ids.masked_fill(mask == 0, -100)
     model = ready(family())
-    attack, anatomy = prepared(model)
-    backward(model, ids, attention_mask=mask, labels=labels)
-    guess = attack.run(observed(attack, anatomy))
+    guess = guess_of(model, ids, attention_mask=mask, labels=labels)
     ends = ids.clone()
     for row in range(4):
         ends[row, int(mask[row].nonzero().max())] = 0
@@ -233,21 +234,16 @@ def test_prompts_without_labels_are_read() -> None:
 
 def test_a_classifier_gives_its_words_away() -> None:
     model = ready(classifier())
-    attack, anatomy = prepared(model)
     ids = texts(2, 9)
-    model.zero_grad()
-    model(input_ids=ids, labels=torch.tensor([0, 1])).loss.backward()
-    guess = attack.run(observed(attack, anatomy))
+    guess = guess_of(model, ids, labels=torch.tensor([0, 1]))
     assert set(guess.types.tolist()) == set(ids.flatten().tolist())
     assert guess.certified
 
 
 def test_an_encoder_decoder_gives_both_sides_away() -> None:
     model = ready(t5())
-    attack, anatomy = prepared(model)
     ids, labels = texts(2, 8), texts(2, 7)
-    backward(model, ids, labels=labels)
-    guess = attack.run(observed(attack, anatomy))
+    guess = guess_of(model, ids, labels=labels)
     read = set(ids.flatten().tolist()) | set(labels[:, :-1].flatten().tolist())
     assert set(guess.types.tolist()) - {0} == read
     assert guess.certified
@@ -344,14 +340,12 @@ def of_a_text_and_a_lone_token(
     else:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(target in name for target in targets))
-    attack, anatomy = prepared(model)
     ids = torch.tensor([[30, 31, 32, 33, 34, 35, 36], [40, 41, 0, 0, 0, 0, 0]])
     mask = torch.ones_like(ids)
     mask[1, 2 if is_causal(model) else 1 :] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    backward(model, ids, attention_mask=mask, labels=labels)
     truth = {*range(30, 36 if is_causal(model) else 37), 40}
-    return attack.run(observed(attack, anatomy)), truth
+    return guess_of(model, ids, attention_mask=mask, labels=labels), truth
 
 
 @pytest.mark.parametrize(
@@ -388,19 +382,15 @@ def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
     model = ready(t5())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f"{side}." in name)
-    attack, anatomy = prepared(model)
-    backward(model, texts(2, 8), labels=texts(2, 7))
-    guess = attack.run(observed(attack, anatomy))
+    guess = guess_of(model, texts(2, 8), labels=texts(2, 7))
     assert len(guess.types) > 5
     assert not guess.certified
 
 
 def test_more_types_than_dimensions_are_refused() -> None:
     model = ready(llama())
-    attack, anatomy = prepared(model)
-    backward(model, texts(12, 14))
     with pytest.raises(UnusableObservation, match="more types"):
-        attack.run(observed(attack, anatomy))
+        guess_of(model, texts(12, 14))
 
 
 def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
@@ -600,13 +590,11 @@ def test_public_text_makes_frequent_tokens_likelier() -> None:
 
 def test_the_mask_of_a_masked_model_is_a_type_too() -> None:
     model = with_lora(ready(bert()), 6, ["query", "value"])
-    attack, anatomy = prepared(model)
     ids = texts(2, 8)
     labels = torch.full_like(ids, -100)
     labels[:, 2] = ids[:, 2]
     ids[:, 2] = 4
-    backward(model, ids, labels=labels)
-    guess = attack.run(observed(attack, anatomy))
+    guess = guess_of(model, ids, labels=labels)
     assert set(guess.types.tolist()) == set(ids.flatten().tolist())
 
 

@@ -173,6 +173,8 @@ def test_trust(trust: Any, share: float) -> None:
     run = Run(defense, clients=4)
     noise = torch.cat([8 * run.step(first(0), lr=0.01) / CLIP for _ in range(60)])
     assert float(noise.std()) == pytest.approx(1 / share, rel=0.05)
+    [variance] = set(defense.noise_variances(run.parameters, run.context).values())
+    assert variance == pytest.approx((CLIP / share / 8) ** 2 / 4)  # of the mean over four clients
     assert defense.privacy.noise_multiplier == 1.0
     assert ("only the sum" in defense.guarantee) == (trust == "central")
 

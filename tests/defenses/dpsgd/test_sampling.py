@@ -51,10 +51,6 @@ def longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(sorted(rows, key=lambda row: -len(row[0])))
 
 
-def backwards(rows: Sequence[Row]) -> dict[str, Tensor]:
-    return padded(rows[::-1])
-
-
 def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(random.sample(rows, len(rows)))
 
@@ -109,7 +105,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
     ("collate", "dataset"),
     [
         (longest_first, Texts(VARIOUS)),
-        (backwards, Texts(VARIOUS)),
         (shuffled, Texts(VARIOUS)),
         (with_others, Texts(VARIOUS)),
         (masked_longest_first, Texts(VARIOUS)),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
@@ -349,17 +348,6 @@ def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeyp
     assert torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
     monkeypatch.setattr(search, "REOPENED", 0)
     assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
-
-
-def test_a_model_with_lora_is_read_exactly() -> None:
-    with models.own_rng(1):
-        model = get_peft_model(
-            models.tiny_llama(layers=3),
-            LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
-        )
-    sent = texts()
-    hidden = hidden_states(find_anatomy(model), 2, sent)
-    assert torch.equal(prepared(model, 2).reconstruct(hidden, None, None).tokens, sent)
 
 
 def test_tokens_with_equal_embeddings_are_doubted() -> None:

@@ -66,6 +66,7 @@ def fitted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         arguments += ["--data.length=32", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
         arguments += ["--trainer.devices=1", "--trainer.enable_progress_bar=false"]
         fit(["fit", *arguments, *more])
+        callback(trainers[-1], L.callbacks.LearningRateMonitor)  # the user's own is still there
         return trainers[-1]
 
     return run
@@ -76,66 +77,52 @@ def callback(trainer: L.Trainer, kind: type) -> L.Callback:
     return match
 
 
-def still_has_the_users_own(trainer: L.Trainer) -> None:
-    callback(trainer, L.callbacks.LearningRateMonitor)
-
-
 def test_every_fragment_is_tested() -> None:
-    names = {path.stem for path in FRAGMENTS.glob("*.yaml")}
-    assert names == {
-        "leakage",
-        "gate_leakage",
-        "word_leakage",
-        "gate_word_leakage",
-        "membership",
-        "gate_membership",
-        "inversion",
-        "gate_inversion",
-        "whole_texts",
-        "gate_whole_texts",
-        "memorization",
-        "noise_gradients",
-        "dp_sgd",
-        "freeze_head_and_embeddings",
-    }
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = {path.stem.removeprefix("gate_") for path in FRAGMENTS.glob("*.yaml")}
+    assert {name for name in names if f'"{name}"' not in here} == set()
 
 
 def test_leakage_and_its_gate(fitted) -> None:
     trainer = fitted("leakage", "gate_leakage")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     assert monitor.engine.selection.auto
     assert (gate.metric, gate.at_most) == ("leakage/worst/words", 0.5)
     assert 0 <= monitor.latest["leakage/worst/words"] <= 1
 
 
-def test_word_leakage_and_its_gate(fitted) -> None:
-    trainer = fitted("word_leakage", "gate_word_leakage")
-    still_has_the_users_own(trainer)
+@pytest.mark.parametrize(
+    ("name", "attacks", "certain", "gated", "at_most"),
+    [
+        (
+            "word_leakage",
+            [FlatChat, AlignedFlatChat],
+            ("flatchat/exposed", "aligned_flatchat/exposed"),
+            "aligned_flatchat/f1",
+            0.5,
+        ),
+        (
+            "membership",
+            [FCMembership],
+            [f"fc_membership/{metric}" for metric in ("auc", "accuracy", "advantage")],
+            "fc_membership/auc",
+            0.6,
+        ),
+    ],
+)
+def test_attacks_and_their_gate(fitted, name, attacks, certain, gated, at_most) -> None:
+    trainer = fitted(name, f"gate_{name}")
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    assert [type(a) for a in monitor.attacks] == [FlatChat, AlignedFlatChat]
+    assert [type(a) for a in monitor.attacks] == attacks
     assert monitor.failures == 0
-    for name in ("flatchat", "aligned_flatchat"):
-        assert 0 <= float(trainer.callback_metrics[f"leakage/{name}/f1"]) <= 1
-        assert float(trainer.callback_metrics[f"leakage/{name}/exposed"]) == 1
-    assert (gate.metric, gate.at_most, gate.action) == ("leakage/aligned_flatchat/f1", 0.5, "stop")
-
-
-def test_membership_and_its_gate(fitted) -> None:
-    trainer = fitted("membership", "gate_membership")
-    still_has_the_users_own(trainer)
-    monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
-    assert [type(a) for a in monitor.attacks] == [FCMembership]
-    assert monitor.failures == 0
-    for metric in ("auc", "accuracy", "advantage"):
-        assert float(trainer.callback_metrics[f"leakage/fc_membership/{metric}"]) == 1
-    assert (gate.metric, gate.at_most) == ("leakage/fc_membership/auc", 0.6)
+    assert all(float(trainer.callback_metrics[f"leakage/{value}"]) == 1 for value in certain)
+    assert 0 <= float(trainer.callback_metrics[f"leakage/{gated}"]) <= 1
+    assert (gate.metric, gate.at_most, gate.action) == (f"leakage/{gated}", at_most, "stop")
 
 
 @pytest.mark.slow
 def test_inversion_and_its_gate(fitted) -> None:
     trainer = fitted("inversion", "gate_inversion")
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, PrefixInversion)
@@ -149,7 +136,6 @@ def test_inversion_and_its_gate(fitted) -> None:
 def test_whole_texts_and_its_gate(fitted) -> None:
     small = ("--data.batch_size=1", "--data.length=6")
     trainer = fitted("whole_texts", "gate_whole_texts", more=small)
-    still_has_the_users_own(trainer)
     monitor, gate = callback(trainer, LeakageMonitor), callback(trainer, RiskGate)
     [attack] = monitor.attacks
     assert isinstance(attack, SubspaceTexts)
@@ -169,7 +155,6 @@ def test_memorization_needs_enough_texts(fitted) -> None:
 def test_dp_sgd(fitted) -> None:
     pytest.importorskip("opacus")
     trainer = fitted("word_leakage", "dp_sgd", more=("--model.loss=sample_mean",))
-    still_has_the_users_own(trainer)
     [defense] = trainer.strategy.defenses
     assert isinstance(defense, DPSGD)
     assert defense.releases == trainer.global_step == 3

@@ -51,24 +51,6 @@ def test_sparse_gradients_are_made_dense():
     assert dense.sum(1).tolist() == [0.0, 4.0, 0.0, 2.0, 0.0]
 
 
-def test_sharded_gradients_are_made_whole(tmp_path):
-    from torch import distributed as dist
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-        weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)]))
-        weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
-        got = GradientTap({"head.weight": weight}).view(0, Stage.SHARED).tensors["head.weight"]
-        assert type(got) is torch.Tensor
-        assert torch.equal(got, whole)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_token_that_cannot_be_makes_no_other_place_unknown():
     values = torch.tensor([[-torch.inf, -1.0, -2.0]])
     labels = torch.ones(1, 3, dtype=torch.bool)

@@ -84,12 +84,23 @@ def test_the_largest_step(kind: str, steps: int, largest: float) -> None:
     assert result == pytest.approx(largest, rel=0.3 if kind == "NAdam" else 1e-6)
 
 
-def test_what_is_linear_and_what_carries() -> None:
-    assert known("SGD", lr=0.1).linear
-    assert not known("SGD", lr=0.1).carries
-    assert known("SGD", lr=0.1, momentum=0.9).carries
-    assert not known("AdamW").linear
-    assert known("AdamW").carries
+@pytest.mark.parametrize(
+    ("kind", "steps", "made", "properties"),
+    [
+        ("SGD", 1, {}, "linear"),
+        ("SGD", 1, {"momentum": 0.9}, "linear carries"),
+        ("Adam", 1, {}, "carries invertible"),
+        ("AdamW", 1, {}, "carries invertible"),
+        ("AdamW", 2, {}, "carries"),
+        ("RMSprop", 1, {}, "carries"),
+    ],
+)
+def test_what_is_linear_what_carries_and_what_is_invertible(
+    kind: str, steps: int, made: dict[str, float], properties: str
+) -> None:
+    found = known(kind, steps, lr=0.1, **made)
+    for name in ("linear", "carries", "invertible"):
+        assert getattr(found, name) == (name in properties)
 
 
 def test_settings_of_a_group_make_the_optimizer_again() -> None:
@@ -164,11 +175,3 @@ def test_the_error_of_an_inverted_step_covers_noise() -> None:
     assert float((off <= 3 * error)[observed].double().mean()) > 0.95
     ignored = known("AdamW", **made).invert(spoilt, before, 1e-3)[1]
     assert float((off <= 3 * ignored)[observed].double().mean()) < 0.6
-
-
-def test_which_rounds_are_invertible() -> None:
-    assert known("AdamW").invertible
-    assert known("Adam").invertible
-    assert not known("AdamW", 2).invertible
-    assert not known("RMSprop").invertible
-    assert not known("SGD").invertible

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -72,9 +71,8 @@ def test_the_bound_is_too_large_with_probability_alpha_at_most(
         ),
     ],
 )
-@pytest.mark.parametrize("how", ["union"])
-def test_the_bound_approaches_the_truth(mechanism, truth, arguments, share, how) -> None:
-    bound = audit_scores(*play(mechanism, 100_000, 1), threshold=how, **arguments)
+def test_the_bound_approaches_the_truth(mechanism, truth, arguments, share) -> None:
+    bound = audit_scores(*play(mechanism, 100_000, 1), threshold="union", **arguments)
     assert share * truth < bound.epsilon <= truth < bound.limit
 
 
@@ -120,27 +118,7 @@ def test_counts_by_the_definition() -> None:
         assert bound == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_other_direction_counts() -> None:
-    """A test that is only sure of who is *not* in."""
-    assert of_counts(1000, 1000, 500, 1000) > 4
-    assert of_counts(500, 1000, 0, 1000) > 4
-
-
 # ---- relations ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.05])
-def test_a_bound_is_the_largest_epsilon_that_the_rates_refute(delta: float) -> None:
-    tpr = binomtest(950, 1000, alternative="greater").proportion_ci(0.975, "exact").low
-    fpr = binomtest(20, 1000, alternative="less").proportion_ci(0.975, "exact").high
-    grid = np.linspace(0, 4, 400_001)
-    refuted = tpr > np.exp(grid) * fpr + delta
-    other = 1 - fpr > np.exp(grid) * (1 - tpr) + delta
-    expected = grid[refuted | other].max()
-    games = torch.arange(1000)
-    scores = torch.cat([games < 950, games < 20]).double()  # 950 right guesses, 20 false alarms
-    audit = partial(audit_scores, scores, torch.arange(2000) < 1000, delta=delta, threshold=0.5)
-    assert audit().epsilon == pytest.approx(expected, abs=2e-5)
 
 
 def test_a_bound_has_the_relation_of_its_game() -> None:
@@ -175,10 +153,6 @@ def test_infinite_scores_and_few_games_are_fine() -> None:
 
 def test_a_threshold_that_no_member_exceeds_spoils_no_other() -> None:
     scores, members = torch.cat([torch.zeros(500), torch.ones(500)]), torch.arange(1000) >= 500
-    for how in ("union",):
-        audit = partial(audit_scores, threshold=how)
-        perfect = audit(scores, members).epsilon
-        scores[0] = 99.0
-        spoilt = audit(scores, members).epsilon
-        scores[0] = 0.0
-        assert 0.8 * perfect < spoilt < perfect
+    perfect = audit_scores(scores, members, threshold="union").epsilon
+    scores[0] = 99.0
+    assert 0.8 * perfect < audit_scores(scores, members, threshold="union").epsilon < perfect

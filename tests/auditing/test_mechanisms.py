@@ -9,7 +9,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
-from scipy.integrate import quad, trapezoid
+from scipy.integrate import trapezoid
 from scipy.stats import norm
 
 from lightning_fedleak.evaluation.auditing import (
@@ -24,18 +24,6 @@ from lightning_fedleak.evaluation.auditing import (
 from tests.helpers.gaussian import gaussian_delta
 
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-
-
-@pytest.mark.parametrize("sigma", SIGMAS)
-@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
-def test_gaussian_delta_is_the_integral_of_its_definition(sigma: float, epsilon: float) -> None:
-    def excess(x: float) -> float:
-        gain = norm.pdf(x, 1 / sigma) - math.exp(epsilon) * norm.pdf(x)
-        return max(0.0, gain)
-
-    break_even = epsilon * sigma + 1 / (2 * sigma)
-    integral, _ = quad(excess, break_even, break_even + 12 + 2 / sigma, limit=200)
-    assert gaussian_delta(epsilon, sigma) == pytest.approx(integral, rel=1e-7, abs=1e-13)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -93,15 +81,6 @@ def test_what_dp_allows_is_what_its_worst_mechanism_gives(epsilon: float, delta:
     np.testing.assert_allclose(allowed[1:], np.interp(grid, fpr, tpr)[1:], atol=1e-12)
     assert allowed[0] == pytest.approx(delta)
     assert dp_auc(epsilon, delta) == pytest.approx(trapezoid(allowed, grid), abs=1e-4)
-
-
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_the_gaussian_mechanism_never_exceeds_what_its_epsilon_allows(sigma: float) -> None:
-    for epsilon in (0.1, 1.0, 4.0):
-        delta = gaussian_delta(epsilon, sigma)
-        for fpr in np.linspace(1e-4, 1, 50):
-            assert gaussian_tpr(fpr, sigma) <= dp_tpr(fpr, epsilon, delta) + 1e-12
-        assert gaussian_auc(sigma) <= dp_auc(epsilon, delta)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 
@@ -65,22 +64,6 @@ def test_a_record_of_another_run_is_refused(tmp_path: Path, change: str) -> None
         leave_out(
             rows, 38 if change == "n" else 39, seed=2 if change == "seed" else None, record=file
         )
-
-
-def test_a_changed_record_and_an_open_one_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "left_out.json"
-    leave_out(some_rows(), 7, record=file)
-    file.chmod(0o644)
-    with pytest.raises(PermissionError, match="chmod 600"):
-        leave_out(some_rows(), 7, record=file)
-    file.chmod(0o600)
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"left_out": 8}))
-    with pytest.raises(InclusionMismatch, match="was changed"):
-        leave_out(some_rows(), 8, record=file)
-    file.write_text("{}")
-    with pytest.raises(InclusionMismatch, match="no record"):
-        leave_out(some_rows(), 7, record=file)
 
 
 def test_with_coins_each_of_twice_as_many_rows_is_left_out_by_its_own(tmp_path: Path) -> None:

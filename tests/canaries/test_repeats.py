@@ -210,20 +210,6 @@ def test_a_text_of_which_one_row_was_trained_on_and_a_copy_was_not_is_not_scored
     assert scored_texts(texts, [True] * 21).rows[-1] in (3, 20)
 
 
-@pytest.mark.parametrize("copies", [20, 90, 180])
-def test_near_copies_are_one_text_however_many_they_are(copies: int) -> None:
-    """Also where more than half of the texts are, so that all but one token is their frame."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1000, (200, 100), generator=generator)
-    rows[:copies] = rows[0].clone()
-    rows[range(copies), torch.randint(1, 100, (copies,), generator=generator)] = 1001
-    pool = [Text(row, row) for row in rows]
-    repeats = find_repeats(pool, [(text, True) for text in pool])
-    assert repeats.again.tolist() == [True] * copies + [False] * (200 - copies)
-    assert len(set(repeats.units[:copies].tolist())) == 1
-    assert set(repeats.times[:copies].tolist()) == {copies}
-
-
 def test_copies_of_short_rows_are_counted_also_where_they_are_elsewhere() -> None:
     def short(prompt: int, label: int) -> Text:
         ids = torch.tensor([*range(prompt, prompt + 20), label])

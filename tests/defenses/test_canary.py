@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_fedleak.defenses import CanaryGradient, Defense, Freeze, GradientNoise
-from tests.defenses.test_gradient_noise import context, flat, parameters_with
+from tests.defenses.test_gradient_noise import flat, parameters_with
+from tests.helpers.inputs import context
 
 B, G, K = 5, 3, 4
 

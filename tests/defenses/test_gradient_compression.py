@@ -21,7 +21,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.model.compression import compression_error
 from tests.callbacks.runs import fit
-from tests.defenses.test_gradient_noise import context
+from tests.helpers.inputs import context
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 

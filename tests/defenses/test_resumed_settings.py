@@ -8,21 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.defenses import DefenseContext, GradientNoise, TokenLDP
+from lightning_fedleak.defenses import GradientNoise, TokenLDP
 from lightning_fedleak.defenses.noise import gaussian_epsilon
+from tests.helpers.inputs import context
 from tests.helpers.models import tiny_gpt2
 
 IDS = torch.randint(3, 97, (4, 10), generator=torch.Generator().manual_seed(0))
 
 
-def where(root: nn.Module) -> DefenseContext:
-    return DefenseContext(root, 0, 1, torch.device("cpu"), "32-true", 0, b"e" * 32)
-
-
 def after(defense: GradientNoise, releases: int) -> GradientNoise:
     parameter = nn.Parameter(torch.zeros(3))
     for _ in range(releases):
-        defense.on_gradients([parameter], where(nn.Module()))
+        defense.on_gradients([parameter], context(nn.Module()))
     return defense
 
 
@@ -48,8 +45,8 @@ def test_gradient_noise_does_not_forget_that_nothing_held(void: GradientNoise) -
 
 def released(defense: TokenLDP) -> TokenLDP:
     model = tiny_gpt2()
-    defense.before_setup(where(model))
-    defense.on_batch({"input_ids": IDS, "labels": IDS}, where(model))
+    defense.before_setup(context(model))
+    defense.on_batch({"input_ids": IDS, "labels": IDS}, context(model))
     defense.teardown()
     return defense
 

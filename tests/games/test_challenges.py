@@ -89,20 +89,6 @@ def test_a_last_token_that_enters_no_loss_is_not_asked_for() -> None:
     assert seen == {0, 1}
 
 
-def test_the_seed_alone_decides_and_the_global_state_is_left() -> None:
-    pool, before = pool_of(20), torch.random.get_rng_state()
-    first, again, other = (
-        [
-            (keys(d.data), keys(d.targets), d.bits.tolist(), d.positions.tolist())
-            for d in deal(pool, 5, 12, seed, targets_per_batch=3)
-        ]
-        for seed in (4, 4, 5)
-    )
-    assert first == again
-    assert first != other
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 def test_the_authors_challenges() -> None:
     pool, planted = pool_of(12), torch.tensor([50, 51, 52])
     challenges = list(authors_challenges(pool.rows, planted, 4, 6, 1))

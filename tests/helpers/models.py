@@ -88,9 +88,9 @@ def tiny_llama(
         return LlamaForCausalLM(config)
 
 
-def _bert_sizes(vocab: int, d: int, layers: int, dropout: float) -> dict[str, float | int]:
+def _bert_sizes(layers: int, dropout: float, d: int = DIM) -> dict[str, float | int]:
     return {
-        "vocab_size": vocab,
+        "vocab_size": VOCAB,
         "hidden_size": d,
         "intermediate_size": 2 * d,
         "num_hidden_layers": layers,
@@ -101,85 +101,58 @@ def _bert_sizes(vocab: int, d: int, layers: int, dropout: float) -> dict[str, fl
     }
 
 
-def tiny_bert_mlm(
-    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
-) -> BertForMaskedLM:
-    with own_rng(seed):
-        return BertForMaskedLM(BertConfig(**_bert_sizes(vocab, d, layers, dropout)))
+def tiny_bert_mlm(d: int = DIM, layers: int = 2, dropout: float = 0.1) -> BertForMaskedLM:
+    with own_rng(0):
+        return BertForMaskedLM(BertConfig(**_bert_sizes(layers, dropout, d)))
 
 
-def tiny_distilbert_mlm(
-    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
-) -> DistilBertForMaskedLM:
+def tiny_distilbert_mlm(layers: int = 2, dropout: float = 0.1) -> DistilBertForMaskedLM:
     config = DistilBertConfig(
-        vocab_size=vocab,
-        dim=d,
-        hidden_dim=2 * d,
+        vocab_size=VOCAB,
+        dim=DIM,
+        hidden_dim=2 * DIM,
         n_layers=layers,
         n_heads=2,
         max_position_embeddings=POSITIONS,
         dropout=dropout,
         attention_dropout=dropout,
     )
-    with own_rng(seed):
+    with own_rng(0):
         return DistilBertForMaskedLM(config)
 
 
-def tiny_roberta_mlm(
-    vocab: int = VOCAB, d: int = DIM, layers: int = 2, dropout: float = 0.1, seed: int = 0
-) -> RobertaForMaskedLM:
-    with own_rng(seed):
-        return RobertaForMaskedLM(RobertaConfig(**_bert_sizes(vocab, d, layers, dropout)))
+def tiny_roberta_mlm(layers: int = 2, dropout: float = 0.1) -> RobertaForMaskedLM:
+    with own_rng(0):
+        return RobertaForMaskedLM(RobertaConfig(**_bert_sizes(layers, dropout)))
 
 
-def tiny_bert_classifier(
-    classes: int = 3,
-    vocab: int = VOCAB,
-    d: int = DIM,
-    layers: int = 2,
-    dropout: float = 0.1,
-    seed: int = 0,
-) -> BertForSequenceClassification:
-    config = BertConfig(**_bert_sizes(vocab, d, layers, dropout), num_labels=classes)
-    with own_rng(seed):
+def tiny_bert_classifier(layers: int = 2, dropout: float = 0.1) -> BertForSequenceClassification:
+    """Of three classes."""
+    config = BertConfig(**_bert_sizes(layers, dropout), num_labels=3)
+    with own_rng(0):
         return BertForSequenceClassification(config)
 
 
-def tiny_roberta_classifier(
-    classes: int = 3,
-    vocab: int = VOCAB,
-    d: int = DIM,
-    layers: int = 2,
-    dropout: float = 0.1,
-    seed: int = 0,
-) -> RobertaForSequenceClassification:
-    config = RobertaConfig(**_bert_sizes(vocab, d, layers, dropout), num_labels=classes)
-    with own_rng(seed):
-        return RobertaForSequenceClassification(config)
+def tiny_roberta_classifier() -> RobertaForSequenceClassification:
+    """Of three classes."""
+    with own_rng(0):
+        return RobertaForSequenceClassification(RobertaConfig(**_bert_sizes(2, 0.1), num_labels=3))
 
 
-def tiny_t5(
-    tied: bool = True,
-    vocab: int = VOCAB,
-    d: int = DIM,
-    layers: int = 2,
-    dropout: float = 0.1,
-    seed: int = 0,
-) -> T5ForConditionalGeneration:
+def tiny_t5(layers: int = 2, dropout: float = 0.1) -> T5ForConditionalGeneration:
     config = T5Config(
-        vocab_size=vocab,
-        d_model=d,
-        d_kv=d // 2,
-        d_ff=2 * d,
+        vocab_size=VOCAB,
+        d_model=DIM,
+        d_kv=DIM // 2,
+        d_ff=2 * DIM,
         num_layers=layers,
         num_decoder_layers=layers,
         num_heads=2,
         dropout_rate=dropout,
-        tie_word_embeddings=tied,
         pad_token_id=0,
         decoder_start_token_id=0,
     )
-    with own_rng(seed):
+    with own_rng(0):
         return T5ForConditionalGeneration(config)
 
 
@@ -190,7 +163,6 @@ def tiny_marian(
     layers: int = 2,
     dropout: float = 0.1,
     decoder_vocab: int | None = None,
-    seed: int = 0,
 ) -> MarianMTModel:
     """With ``decoder_vocab`` source and target have embeddings of their own."""
     config = MarianConfig(
@@ -212,7 +184,7 @@ def tiny_marian(
         eos_token_id=2,
         forced_eos_token_id=2,
     )
-    with own_rng(seed):
+    with own_rng(0):
         model = MarianMTModel(config)
         if decoder_vocab is not None:  # transformers 4 builds both sides with the source's size
             model.resize_decoder_token_embeddings(decoder_vocab)

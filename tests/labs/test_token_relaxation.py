@@ -11,7 +11,8 @@ from lightning_fedleak.attacks.texts.embedding_descent import _Descent
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.attacks.texts.test_embedding_descent import MODELS, text
+from tests.attacks.texts.test_embedding_descent import MODELS
+from tests.helpers.inputs import padded_text as text
 from tests.helpers.models import VOCAB
 
 pytestmark = pytest.mark.slow

@@ -10,21 +10,18 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from tests.attacks.membership.test_fc_membership import by_autograd, generator
 from tests.helpers import models
 
 pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_units": 24, "steps": 40, "public_rows": 64}
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +72,6 @@ def test_it_fires_on_the_target_and_stops_at_the_margin():
 # --- closed form, determinism
 
 
-def by_autograd(attack, targets, hidden, mask, upstream):
-    grads = []
-    for b in range(len(hidden)):
-        for target in targets:
-            layers = attack.craft(target)
-            out = layers(hidden[b : b + 1], None if mask is None else mask[b : b + 1])
-            (out * upstream[b : b + 1, :, None]).sum().backward()
-            grads.append(layers.bias.grad)
-    return torch.stack(grads).view(len(hidden), len(targets), -1)
-
-
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**20), length=st.integers(1, 9), masked=st.booleans())
 def test_closed_form_is_what_backward_gives(attack, anatomy, seed, length, masked):
@@ -106,20 +92,6 @@ def test_closed_form_is_what_backward_gives(attack, anatomy, seed, length, maske
     assert torch.equal(one.members, two.members)
     assert torch.equal(one.scores, two.scores)
     assert one.members[0]
-
-
-def test_members_are_named_and_padding_never_counts(attack, anatomy):
-    hidden = texts(anatomy)
-    mask = torch.ones(4, 8)
-    mask[1], mask[2, 5:] = 0, 0
-    if attack.granularity == "full":
-        targets, upstream = sentence_rows(hidden, mask, 8)[[0, 2]], torch.ones(4, 1)
-    else:
-        targets, upstream = hidden[[0, 2], 4], torch.ones(4, 8)
-    gradient = attack.gradient(targets, hidden, mask, upstream)
-    assert attack.guess(gradient.sum(0)).members.all()
-    moved = hidden.masked_fill(mask[..., None] == 0, 77.0)
-    assert torch.equal(attack.gradient(targets, moved, mask, upstream), gradient)
 
 
 def test_training_is_the_seeds_alone_and_leaves_no_trace(anatomy, public):
@@ -177,36 +149,12 @@ def test_refresh_follows_the_model(public):
     assert torch.equal(attack.neuron(target).weight, before)
 
 
-def test_networks_are_kept_within_bounds(anatomy, public, monkeypatch):
-    attack = TrainedMembership(1, public, **SMALL)
-    attack.prepare(anatomy)
-    one = attack.neuron(torch.ones(models.DIM)).nbytes
-    monkeypatch.setattr("lightning_fedleak.labs.trained_membership.CACHE_BYTES", 3 * one)
-    for k in range(6):
-        attack.neuron(torch.ones(models.DIM) * k)
-    assert len(attack._neurons) == 3
-
-
-def test_what_is_not_finite_is_refused(attack, anatomy):
-    hidden = texts(anatomy)
-    full = attack.granularity == "full"
-    target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[:1]
-    broken = hidden.clone()
-    broken[2, 3, 0] = torch.nan
-    gradient = attack.gradient(target, broken, None, torch.ones(4, 1 if full else 8))
-    with pytest.raises(UnusableObservation):
-        attack.guess(gradient.sum(0))
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda p, a: TrainedMembership(1, "one text"), "not one string"),
-        (lambda p, a: TrainedMembership(1, ["some text"]), "tokenizer"),
         (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
         (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
         (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
-        (lambda p, a: TrainedMembership(5, p).prepare(a), "out of range"),
         (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
     ],
 )

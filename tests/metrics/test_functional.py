@@ -65,14 +65,6 @@ def test_interval_inverts_the_binomial_tails(k: int, n: int, confidence: float) 
     assert rate.high == pytest.approx(high, abs=1e-9)
 
 
-@pytest.mark.parametrize("probability", [0.03, 0.5, 0.93])
-def test_interval_covers_the_truth_at_least_as_often_as_it_says(probability: float) -> None:
-    draws = np.random.default_rng(0).binomial(60, probability, size=4000)
-    intervals = {k: proportion(int(k), 60) for k in set(draws.tolist())}
-    covered = np.mean([intervals[k].low <= probability <= intervals[k].high for k in draws])
-    assert covered >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 4000)
-
-
 def test_f1_interval_covers_the_f1_of_independent_types() -> None:
     """Each type is a hit, a false alarm or a miss, drawn independently."""
     chances = np.array([0.6, 0.1, 0.3])

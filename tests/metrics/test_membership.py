@@ -17,6 +17,7 @@ from lightning_fedleak.evaluation.metrics import (
     proportion,
 )
 from lightning_fedleak.evaluation.metrics.membership import RATES
+from tests.helpers.processes import computed_together
 
 
 def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,16 +164,6 @@ def test_tpr_intervals_cover_the_truth() -> None:
     assert covered >= reps * 0.95 - 3 * math.sqrt(reps * 0.05)
 
 
-def test_clustered_intervals_are_wider_than_those_of_games_taken_as_independent() -> None:
-    scores, members, clusters = steps(20, 16, 1.0, 0.5, 3)
-    apart = membership_rates(scores, members, decisions=scores > 0.5)
-    together = membership_rates(scores, members, clusters, scores > 0.5)
-    for name in ("accuracy", "advantage", "auc", "f1"):
-        assert together[name].value == apart[name].value
-        wide, narrow = (r[name].high - r[name].low for r in (together, apart))
-        assert wide > 1.3 * narrow
-
-
 def auc_of(members: np.ndarray, scores: np.ndarray) -> float:
     """Return the AUC by the ranks' sum, which takes a hundredth of scikit-learn's time."""
     n, ranks = int(members.sum()), rankdata(scores)
@@ -256,25 +247,15 @@ def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
             assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
 
 
-def gather_on_a_process(rank: int, address: str, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    metric = MembershipInference(resamples=100)
-    if rank == 1:
-        metric = filled(steps(6, 5, 1.0, 0.2, 0))
-    torch.save(metric.compute(), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.ddp
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
-    address = f"file://{tmp_path}/rendezvous"
-    torch.multiprocessing.start_processes(
-        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
-    )
     expected = filled(steps(6, 5, 1.0, 0.2, 0)).compute()
-    for rank in range(2):
-        values = torch.load(tmp_path / f"{rank}.pt")
+
+    def make(rank: int) -> MembershipInference:
+        return filled(steps(6 * rank, 5, 1.0, 0.2, 0))
+
+    for values in computed_together(make, tmp_path):
         torch.testing.assert_close(values, expected, equal_nan=True)
 
 

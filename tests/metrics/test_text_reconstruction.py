@@ -24,8 +24,8 @@ from lightning_fedleak.evaluation.metrics.texts import (
     SentenceScores,
     in_true_order,
     sentence_scores,
-    token_hits,
 )
+from tests.helpers.processes import computed_together
 
 token = st.integers(0, 4)
 sentence = st.lists(st.tuples(st.integers(-1, 4), token, st.booleans()), min_size=5, max_size=5)
@@ -109,18 +109,6 @@ def test_a_text_is_found_where_half_of_it_is_right() -> None:
     assert found == proportion(2, 3)
 
 
-def test_nothing_is_wrong_and_padding_is_neither() -> None:
-    truth = torch.tensor([[5, 6, 7, 0], [0, 0, 8, 9]])
-    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])
-    guessed = torch.tensor([[5, NOTHING, 7, NOTHING], [0, 0, 8, 9]])
-    hits, real = token_hits(guessed, truth, mask)
-    assert hits.tolist() == [[True, False, True, False], [False, False, True, True]]
-    assert torch.equal(real, mask.bool())
-    rates = reconstruction_rates(sentence_scores(guessed, truth, mask))
-    assert rates["token_accuracy"].value == pytest.approx((2 / 3 + 1) / 2)
-    assert rates["token_accuracy_pooled"].value == pytest.approx(4 / 5)
-
-
 def test_intervals_of_means_cover_the_truth() -> None:
     """Sentences of very different accuracy, 95% intervals: cover in at least 92% of worlds."""
     rng = np.random.default_rng(0)
@@ -155,27 +143,19 @@ def test_the_metric_is_the_functions_over_all(first, second) -> None:
                 assert float(got[key]) == pytest.approx(value, nan_ok=True)
 
 
-def gather_on_a_process(rank: int, address: str, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    metric = TextReconstruction()
-    if rank == 1:
-        truth = torch.arange(12).reshape(3, 4)
-        metric.update(truth.clamp(max=7), truth)
-    torch.save(metric.compute(), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.ddp
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_processes_pool_their_sentences_even_if_one_saw_none(tmp_path) -> None:
-    address = f"file://{tmp_path}/rendezvous"
-    torch.multiprocessing.start_processes(
-        gather_on_a_process, (address, str(tmp_path)), nprocs=2, start_method="fork"
-    )
     truth = torch.arange(12).reshape(3, 4)
+
+    def make(rank: int) -> TextReconstruction:
+        metric = TextReconstruction()
+        if rank == 1:
+            metric.update(truth.clamp(max=7), truth)
+        return metric
+
     expected = reconstruction_rates(sentence_scores(truth.clamp(max=7), truth))
-    for rank in range(2):
-        values = torch.load(tmp_path / f"{rank}.pt")
+    for values in computed_together(make, tmp_path):
         assert {n: float(values[n]) for n in expected} == pytest.approx(
             {n: r.value for n, r in expected.items()}
         )

@@ -102,14 +102,3 @@ def test_the_correction_spends_one_error_on_all_looks() -> None:
     assert sum(spent) == pytest.approx(0.05 * (1 - 1 / 100))
     assert over_looks(0.7, 3) == 1.0
     assert math.isnan(over_looks(math.nan, 1))
-
-
-def test_guessing_is_called_a_leak_in_at_most_five_of_a_hundred_runs() -> None:
-    """2000 runs of 6 looks with ties, whose scores share one error a look."""
-    rng, runs, false_alarms = np.random.default_rng(0), 2000, 0
-    for _ in range(runs):
-        scores = rng.normal(size=(6, 1)) + np.round(rng.normal(size=(6, 10)), 1)
-        members = rng.permuted(np.tile(np.arange(10) < 5, (6, 1)), axis=1)
-        values = map(rank_p_value, scores, members)
-        false_alarms += min(over_looks(p, look) for look, p in enumerate(values, 1)) <= 0.05
-    assert 0 < false_alarms / runs <= 0.05

@@ -15,11 +15,9 @@ from torch import Tensor
 from benchmarks.defenses.dp_sgd_games import (
     log_likelihood_ratios,
     play_add_remove,
-    refutations,
     sampled_gaussian_auc,
 )
 from benchmarks.defenses.planted import PlantedNeuron
-from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import audit_scores, gaussian_epsilon
 from lightning_fedleak.evaluation.metrics.clustered import auc
@@ -27,69 +25,12 @@ from tests.helpers.models import tiny_gpt2
 
 pytest.importorskip("opacus")
 
-CLIP = 0.7
-
-
-def releases(
-    members: Tensor, sigma: float, *, rate: float = 1.0, steps: int = 1, seed: int = 0
-) -> Tensor:
-    """(games, steps): a minimal DP-SGD, its release projected on the target's direction.
-
-    The target's gradient is 5 C along the first axis; other examples use the remaining axes.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    games, rest, d = len(members), 3, 4
-    gradients = torch.randn(games * steps, rest + 1, d, generator=generator, dtype=torch.float64)
-    gradients[:, :, 0] = 0
-    gradients[:, 0] = 0
-    gradients[:, 0, 0] = 5 * CLIP
-    drawn = torch.rand(games * steps, rest + 1, generator=generator) < rate
-    drawn[:, 0] &= members.repeat_interleave(steps)
-    norms = gradients.norm(dim=2, keepdim=True)
-    clipped = gradients * (CLIP / norms.clamp(min=CLIP)) * drawn[:, :, None]
-    noise = torch.randn(games * steps, d, generator=generator, dtype=torch.float64)
-    update = clipped.sum(1) + sigma * CLIP * noise
-    return (update[:, 0] / CLIP).reshape(games, steps)
-
 
 def interval(scores: Tensor, members: Tensor, alpha: float = 1e-3) -> tuple[float, float]:
     score, member = scores.double().numpy(), members.numpy()
     code = np.arange(len(score))
     rate = auc(score, member, code, alpha, 100, np.random.default_rng(0))
     return rate.low, rate.high
-
-
-def random_membership(games: int, seed: int = 0) -> Tensor:
-    return torch.rand(games, generator=torch.Generator().manual_seed(seed)) < 0.5
-
-
-# ---- the release's distribution -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize("rate", [1.0, 0.4])
-def test_the_auc_of_a_step_is_the_closed_form(sigma: float, rate: float) -> None:
-    members = random_membership(10_000)
-    low, high = interval(releases(members, sigma, rate=rate)[:, 0], members)
-    assert low <= sampled_gaussian_auc(sigma, rate) <= high
-    assert high - low < 0.04
-    if rate == 1:
-        expected = {0.5: 0.9214, 1.0: 0.7602, 2.0: 0.6382, 4.0: 0.5702}[sigma]
-        assert sampled_gaussian_auc(sigma) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("sigma", [0.5, 1.0])
-def test_too_little_noise_or_too_high_a_sampling_rate_shows(sigma: float) -> None:
-    members = random_membership(10_000)
-    low, high = interval(releases(members, 0.8 * sigma)[:, 0], members)
-    assert not low <= sampled_gaussian_auc(sigma) <= high
-    low, high = interval(releases(members, sigma, rate=0.5)[:, 0], members)
-    assert not low <= sampled_gaussian_auc(sigma, 0.4) <= high
-
-
-def test_the_noise_is_sigma_clip_to_one_percent() -> None:
-    noise = releases(torch.zeros(60_000, dtype=torch.bool), 1.7)
-    assert float(noise.std()) == pytest.approx(1.7, rel=0.01)
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(1.0, 1.0), (0.7, 0.2)])
@@ -111,57 +52,6 @@ def test_the_auc_is_that_of_the_densities(sigma: float, rate: float) -> None:
 
     area, _ = integrate.quad(integrand, -12 * sigma, 12 * sigma)
     assert sampled_gaussian_auc(sigma, rate) == pytest.approx(area, abs=1e-7)
-
-
-# ---- the accountant -------------------------------------------------------------------------
-
-AUDITS, GAMES = 120, 400
-
-
-def lower_bounds(sigma: float, claim: str, *, rate: float = 1.0, steps: int = 1) -> list[float]:
-    """Epsilon lower bounds of independent audits, each of separate games."""
-    bounds = []
-    members = random_membership(AUDITS * GAMES, seed=1)
-    outputs = releases(members, sigma, rate=rate, steps=steps)
-    scores = log_likelihood_ratios(outputs, sigma, rate).sum(1)
-    for audit in torch.arange(AUDITS * GAMES).split(GAMES):
-        cut = 0.0 if claim == "gaussian" else "union"  # a fixed cut is the sharpest
-        bound = audit_scores(scores[audit], members[audit], delta=1e-3, claim=claim, threshold=cut)
-        bounds.append(bound.epsilon)
-    return bounds
-
-
-def accounted(sigma: float, rate: float, steps: int) -> float:
-    accountant = Accountant("prv")
-    accountant.step(sigma, rate, count=steps)
-    return accountant.epsilon(1e-3)
-
-
-@pytest.mark.parametrize(
-    ("sigma", "claim", "rate", "steps"),
-    [
-        (1.0, "dp", 1.0, 1),
-        (2.0, "gaussian", 1.0, 1),
-        (2.0, "gaussian", 1.0, 4),
-        (0.8, "dp", 0.3, 5),
-    ],
-)
-def test_no_more_audits_than_allowed_refute_the_accountant(sigma, claim, rate, steps) -> None:
-    bounds = lower_bounds(sigma, claim, rate=rate, steps=steps)
-    epsilon = accounted(sigma, rate, steps)
-    count = refutations(bounds, epsilon)
-    assert count.audits == AUDITS
-    assert count.p_value > 0.01
-    assert np.median(bounds) > (0.15 if claim == "gaussian" else 0.1) * epsilon  # they have power
-
-
-def test_an_account_with_too_small_epsilon_is_refuted() -> None:
-    bounds = lower_bounds(1.0, "gaussian")
-    count = refutations(bounds, accounted(2.0, 1.0, 1))
-    assert count.refuted > AUDITS / 2
-    assert count.p_value < 1e-9
-    longer = lower_bounds(2.0, "gaussian", steps=9)
-    assert refutations(longer, accounted(2.0, 1.0, 3)).p_value < 1e-9
 
 
 # ---- DPSGD itself, with a neuron in the model ----------------------------------------

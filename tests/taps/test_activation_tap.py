@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import text_blocks
 from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
+from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.models import (
     DIM,
     VOCAB,
@@ -33,17 +34,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "roberta": lambda: tiny_roberta_mlm(layers=3),
     "t5": lambda: tiny_t5(layers=3),
 }
-
-
-def batch(seed: int = 1, b: int = 4, length: int = 7) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
-    mask = (torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)).long()
-    return {
-        "input_ids": ids * mask,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
 
 
 def reference(model: nn.Module, layer: int, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

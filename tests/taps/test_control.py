@@ -16,8 +16,6 @@ from torch.nn import functional
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -44,10 +42,10 @@ from tests.taps.test_graph import (
     MASK,
     PADDED,
     SMALL,
-    VOCABULARY,
     HeadOnPrefixes,
     bert,
     llama,
+    t5,
 )
 
 # Losses whose gradient by the logits is a multiple of softmax minus one-hot at each label.
@@ -249,10 +247,7 @@ def test_of_masked_tokens() -> None:
 
 @pytest.mark.parametrize("given", ["labels", "decoder_input_ids"])
 def test_of_an_encoder_and_decoder(given: str) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0, dropout_rate=0.0)
-    model, labels = T5ForConditionalGeneration(config).train(), IDS[:, :7].flip(0)
+    model, labels = t5(dropout_rate=0.0).train(), IDS[:, :7].flip(0)
 
     def loss(model: nn.Module) -> Tensor:
         if given == "labels":

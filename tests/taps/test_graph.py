@@ -311,23 +311,20 @@ def test_masked_tokens() -> None:
     assert torch.equal(batch.context_ids(), expected.context_ids())
 
 
-def test_encoder_and_decoder() -> None:
+def t5(**more: object) -> nn.Module:
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes, **more)
+    return T5ForConditionalGeneration(config)
+
+
+def test_encoder_and_decoder() -> None:
     labels = IDS[:, :7].flip(0).masked_fill(torch.arange(7) > 4, -100)
 
     def loss(model: nn.Module) -> Tensor:
         return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
 
-    [batch] = read_step(T5ForConditionalGeneration(config), loss)
+    [batch] = read_step(t5(), loss)
     assert torch.equal(batch.labels, labels)
     expected = TokenBatch(PADDED, labels, MASK, "seq2seq")
     assert torch.equal(batch.context_ids(), expected.context_ids())
@@ -353,11 +350,7 @@ def in_parts(model: nn.Module, ids: Tensor, mask: Tensor, labels: Tensor) -> Ten
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_what_no_label_depends_on(call, side: str) -> None:
     """The batch and the call of the model's forward do not say what is padded."""
-    torch.manual_seed(0)
-    size = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **size)
-    )
+    model = t5()
     mask = MASK if side == "right" else MASK.flip(1)
     labels = IDS[:, :7].flip(0).masked_fill(torch.arange(7) > 4, -100)
     [batch] = read_step(model, lambda model: call(model, IDS, mask, labels))

@@ -73,33 +73,30 @@ def games(draw):
     return attack, targets, hidden, mask, upstream
 
 
-@given(games())
-def test_closed_form_is_what_backward_gives(game):
-    attack, targets, hidden, mask, upstream = game
-    if bool((targets == 0).all(1).any()):
-        return
-    exact = by_autograd(attack, targets, hidden, mask, upstream)
-    ours = attack.gradient(targets, hidden, mask, upstream)
-    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-14)
-    one, two = attack.guess(ours.sum(0)), attack.guess(exact.sum(0))
-    assert torch.equal(one.members, two.members)
-    assert torch.equal(one.scores, two.scores)
+def check_closed_form(games, examples):
+    """Of games of which a fifth at least have rungs that fire and rungs that do not."""
+    fired = []
 
-
-def test_the_games_of_the_test_above_have_members_and_non_members():
-    """What hypothesis draws covers rungs that fire and rungs that do not."""
-    observed = []
-
-    @settings(max_examples=50)
-    @given(games())
-    def collect(game):
+    @given(games)
+    @settings(max_examples=examples)
+    def check(game):
         attack, targets, hidden, mask, upstream = game
-        if not bool((targets == 0).all(1).any()):
-            gradient = attack.gradient(targets, hidden, mask, upstream)
-            observed.append((gradient != 0).double().mean().item())
+        if bool((targets == 0).all(1).any()):
+            return
+        exact = by_autograd(attack, targets, hidden, mask, upstream)
+        ours = attack.gradient(targets, hidden, mask, upstream)
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-14)
+        one, two = attack.guess(ours.sum(0)), attack.guess(exact.sum(0))
+        assert torch.equal(one.members, two.members)
+        assert torch.equal(one.scores, two.scores)
+        fired.append((ours != 0).double().mean().item())
 
-    collect()
-    assert sum(0 < s < 1 for s in observed) > 10
+    check()
+    assert sum(0 < share < 1 for share in fired) > examples / 5
+
+
+def test_closed_form_is_what_backward_gives():
+    check_closed_form(games(), examples=50)
 
 
 def test_the_weights_are_those_of_equation_6():
@@ -267,15 +264,6 @@ def test_against_defended_gradients_the_rung_tau_alone_is_crafted():
     assert torch.equal(attack.settings(target)[0], taus[:, [2]])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(value):
-    attack = FCMembership(1)
-    gradient = torch.zeros(2, attack.rungs)
-    gradient[1, 3] = value
-    with pytest.raises(UnusableObservation):
-        attack.guess(gradient)
-
-
 def test_run_reads_the_newest_crafted_gradient_and_its_noise():
     attack = FCMembership(1)
     gradient = torch.zeros(3, attack.rungs)
@@ -380,35 +368,3 @@ def test_every_member_and_no_other_is_named_at_every_layer(
         guess = attack.guess(gradient.sum(0))
         assert torch.equal(guess.members, truth), layer
         assert auc(guess.scores, truth) == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.assets
-def test_where_the_lemmas_assumption_fails_it_is_seen_to_fail(states, sentences):
-    """Layer 0 knows the word alone, and a causal model's first positions the prefix alone."""
-    model, run = states
-    batch, outside = sentences[:40], sentences[40:80]
-    ids, mask = padded(batch, 40)
-    hidden = run(ids, mask)
-    other_ids, other_mask = padded(outside, 40)
-    their = run(other_ids, other_mask)
-    words = {(place, s[place]) for s in batch for place in range(len(s))}
-    prefixes = {s[:2] for s in batch}
-
-    def wrongly_named(layer, places):
-        attack = FCMembership(layer)
-        attack.prepare(find_anatomy(model))
-        query = Query(other_ids, other_mask, torch.tensor(places))
-        targets = attack.embed(their[layer], query)
-        upstream = torch.rand(hidden[layer].shape[:2], generator=generator(9)) + 0.1
-        return attack.guess(attack.gradient(targets, hidden[layer], mask, upstream).sum(0)).members
-
-    last = [len(s) - 1 for s in outside]
-    anywhere = {w for _, w in words}
-    collides = [s[-1] in anywhere for s in outside]
-    assert wrongly_named(0, last).tolist() == collides
-    assert sum(collides) > 20
-    same_prefix = [s[:2] in prefixes for s in outside]
-    assert wrongly_named(3, [1] * len(outside)).tolist() == same_prefix
-    assert sum(same_prefix) > 10
-    assert not wrongly_named(3, last).any()

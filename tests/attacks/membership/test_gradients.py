@@ -158,12 +158,10 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, lora])
-@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
-def test_members_are_told_from_everything_else(family: Any, kind: str) -> None:
+def test_members_are_told_from_everything_else(family: Any) -> None:
     model = family() if family is lora else ready(family())
     inside = texts(ROWS, LENGTH)
-    other = variants(inside)[kind]
-    guess = asked(model, inside, torch.cat([inside, other]))
+    guess = asked(model, inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
     assert guess.members[:ROWS].all()
 
@@ -178,9 +176,9 @@ def test_what_is_no_linear_map_is_compared_as_a_whole(family: Any) -> None:
     assert right / (4 * ROWS * ROWS) > 0.8
 
 
-@pytest.mark.parametrize("family", [gpt2, lora, norms])
+@pytest.mark.parametrize("family", [lora, norms])
 def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
-    model = family() if family is not gpt2 else ready(gpt2())
+    model = family()
     anatomy, attack = prepared(model)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
@@ -198,12 +196,6 @@ def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
         assert torch.equal(scaled.members, plain.members)
     with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds them off"):
         guess(1e-33)
-
-
-def test_before_its_first_step_a_lora_is_read_by_its_b() -> None:
-    inside = texts(ROWS, LENGTH)
-    guess = asked(untouched(), inside, torch.cat([inside, texts(ROWS, LENGTH)]))
-    assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
 def test_tokens_that_the_loss_looks_away_from_are_no_lack() -> None:
@@ -372,13 +364,10 @@ def test_noise_takes_the_difference_away() -> None:
     assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
 
 
-@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
-def test_wide_maps_are_whitened_number_by_number(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
     inside = texts(ROWS, LENGTH)
-    guess = asked(ready(llama()), inside, torch.cat([inside, variants(inside)[kind]]))
+    guess = asked(ready(llama()), inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
@@ -420,17 +409,9 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
     assert given.state_dict() == {}
 
 
-def test_what_it_cannot_read_is_refused() -> None:
-    model = lora()
-    anatomy, attack = prepared(model)
-    names = attack.needs(anatomy).gradients
-    zeros = {r: torch.zeros_like(anatomy.parameter(r)) for r in names}
-    query = Query(texts(2, LENGTH))
-    for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
-        with pytest.raises(UnusableObservation, match=word):
-            attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)
+def test_masked_models_are_refused() -> None:
     with pytest.raises(ThreatModelError, match="a masked model's texts have labels that it does"):
-        attack.needs(find_anatomy(bert()))
+        GradientMembership(texts(4, LENGTH)).needs(find_anatomy(bert()))
 
 
 @pytest.mark.parametrize("make", [lora, norms], ids=["maps", "other parameters"])

@@ -31,21 +31,19 @@ def asked(model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, *
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, bert])
-@pytest.mark.parametrize("kind", ["other", "order", "replaced"])
-def test_whole_gradients_tell_members_from_everything_else(family, kind: str) -> None:
+def test_whole_gradients_tell_members_from_everything_else(family) -> None:
     model = ready(family())
     inside = texts(ROWS, LENGTH)
-    other = variants(inside)[kind]
-    guess = asked(model, inside, torch.cat([inside, other]))
+    guess = asked(model, inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
     assert guess.members[:ROWS].all()
 
 
-@pytest.mark.parametrize("kind", ["other", "replaced"])
-def test_lora_tells_members_by_their_words(kind: str) -> None:
+def test_lora_tells_members_by_their_words() -> None:
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     inside = texts(ROWS, LENGTH)
-    guess = asked(model, inside, torch.cat([inside, variants(inside)[kind]]))
+    other = variants(inside)
+    guess = asked(model, inside, torch.cat([inside, other["other"], other["replaced"]]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
     assert not guess.members[ROWS:].any()
 
@@ -127,26 +125,3 @@ def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     scores = attack.run(view, Query(padded, mask)).scores
     assert float(scores[:ROWS].min()) > float(scores[ROWS:].max())
     assert float((scores - plain).abs().max()) < 0.5 * float((plain[:ROWS] - plain[ROWS:]).min())
-
-
-def test_noise_takes_the_difference_away() -> None:
-    model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    right = 0
-    for _ in range(12):
-        inside = texts(ROWS, LENGTH)
-        guess = asked(model, inside, torch.cat([inside, texts(ROWS, LENGTH)]), noise=10.0)
-        right += int((guess.scores[:ROWS, None] > guess.scores[None, ROWS:]).sum())
-    assert 0.25 < right / (12 * ROWS * ROWS) < 0.75
-
-
-def test_what_it_cannot_read_is_refused() -> None:
-    model = ready(llama())
-    anatomy = find_anatomy(model)
-    attack = SubspaceMembership(texts(16, LENGTH))
-    attack.prepare(anatomy)
-    roles = attack.needs(anatomy).gradients
-    zeros = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
-    query = Query(texts(2, LENGTH))
-    for spoilt, word in ((zeros, "zero"), ({r: z * torch.nan for r, z in zeros.items()}, "NaN")):
-        with pytest.raises(UnusableObservation, match=word):
-            attack.run(Observation((GradientSnapshot(0, Stage.SHARED, spoilt),)), query)

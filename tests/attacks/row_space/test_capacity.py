@@ -18,13 +18,6 @@ def atoms() -> Atoms:
     return Atoms(rows, torch.zeros(0, D, dtype=torch.float64))
 
 
-def test_more_rows_tell_more_types_apart(atoms: Atoms) -> None:
-    result = [measure_capacity(atoms, rank, seconds=60.0).types for rank in (1, 4, 16, 200)]
-    assert result == sorted(result)
-    assert result[0] < 30
-    assert result[-1] > 50
-
-
 def test_it_ends_between_the_largest_found_and_the_smallest_missed(atoms: Atoms) -> None:
     capacity = measure_capacity(atoms, 4, seconds=60.0)
     assert capacity.failed is not None

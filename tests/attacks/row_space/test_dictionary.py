@@ -157,21 +157,6 @@ def test_a_dictionary_that_follows_is_one_that_is_built_again(
     assert one.certified == other.certified
 
 
-def test_few_rows_that_move_leave_the_whitening_and_many_do_not() -> None:
-    model = with_lora(ready(llama()), 12, PROJECTIONS["llama"])
-    attack, anatomy = prepared(model)
-    (readable,) = (r for r in attack._readable if not r.is_factor_b)
-    atoms, rows = readable._atoms[1], readable.dictionary.rows.data_ptr()
-    for start in range(0, 30, 10):
-        write(table(model), slice(start, start + 10))
-        attack.refresh(anatomy, 1)
-        assert readable._atoms[1] is atoms
-    write(table(model), slice(30, 50))  # a sixth by now
-    attack.refresh(anatomy, 1)
-    assert readable._atoms[1] is not atoms
-    assert readable.dictionary.rows.data_ptr() == rows  # no second table in memory
-
-
 def test_tokens_without_an_input_are_named_and_nothing_is_certified() -> None:
     model = with_lora(ready(llama(pad_token_id=9)), 12, PROJECTIONS["llama"])
     attack, anatomy = prepared(model)

@@ -73,25 +73,20 @@ def test_queries_and_keys_do_not_show_a_token_that_stands_alone(family: str) -> 
         assert known.lone_token_maps
 
 
-def test_adapters_show_what_their_layers_do() -> None:
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    _, result = known_of(model.eval())
-    shown = {m.name for known in result for m in known.maps if m.name in known.lone_token_maps}
-    assert shown == {m.name for known in result for m in known.maps if ".v_proj." in m.name}
-
-
 def test_encoder_and_decoder_are_distinguished() -> None:
     _, result = known_of(t5().eval())
     assert [len(k.maps) for k in result] == [3, 3]
     assert {m.name.split(".")[0] for m in result[0].maps} == {result[0].maps[0].name.split(".")[0]}
 
 
-def test_adapters_are_found_by_their_factors() -> None:
+def test_adapters_are_found_by_their_factors_and_show_what_their_layers_do() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     _, result = known_of(model.eval())
     wide, *narrow = result
     assert sum(m.factor == "A" for m in wide.maps) == 2
     assert all(m.factor == "B" and k.width == 4 for k in narrow for m in k.maps)
+    shown = {m.name for known in result for m in known.maps if m.name in known.lone_token_maps}
+    assert shown == {m.name for known in result for m in known.maps if ".v_proj." in m.name}
 
 
 def test_adalora_regularises_its_factors() -> None:

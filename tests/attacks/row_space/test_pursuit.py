@@ -73,16 +73,6 @@ def test_at_full_rank_it_is_the_span_test(types: int, seed: int) -> None:
     assert result.certified
 
 
-def test_low_rank_alone_puts_no_input_in_the_span() -> None:
-    """What the span test needs: r rows of more than r inputs hold none of them."""
-    rows = dictionary()
-    gradient, truth = planted(rows, 20, 8)
-    basis = torch.linalg.svd(gradient.double(), full_matrices=False)[2]
-    unit = rows.double() / rows.double().norm(dim=1, keepdim=True)
-    distance = (unit - (unit @ basis.T) @ basis).norm(dim=1)
-    assert float(distance[truth].min()) > 1e-3
-
-
 @pytest.mark.parametrize("rank", [4, 12, 40])
 def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
     """The token that is missing has another atom, as in a dictionary that is stale."""

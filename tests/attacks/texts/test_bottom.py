@@ -46,24 +46,6 @@ def test_states_are_the_clients_from_tokens_and_from_their_embeddings(make, laye
     assert all(m.training for m in model.modules())
 
 
-def test_the_copy_stays_behind_until_it_is_refreshed() -> None:
-    model = models.tiny_gpt2()
-    anatomy = find_anatomy(model)
-    bottom = BottomModel(anatomy, 2)
-    before = bottom.hidden(IDS)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    live = {n: p.clone() for n, p in model.named_parameters()}
-    assert torch.equal(bottom.hidden(IDS), before)
-    assert all(torch.equal(p, live[n]) for n, p in model.named_parameters())
-    assert bottom.age(9) == 9
-    bottom.refresh(anatomy, 9)
-    assert bottom.age(9) == 0
-    assert torch.equal(bottom.hidden(IDS), hidden_states(anatomy, 2, IDS))
-    assert not torch.equal(bottom.hidden(IDS), before)
-
-
 def test_what_cannot_be_run_is_refused() -> None:
     anatomy = find_anatomy(models.tiny_gpt2())
     with pytest.raises(ValueError, match=r"layer=3 is out of range: the model has 2 blocks"):

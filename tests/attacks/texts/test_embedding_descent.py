@@ -25,6 +25,7 @@ from lightning_fedleak.attacks.texts.embedding_descent import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ActivationSnapshot, Observation, Stage
+from tests.helpers.inputs import padded_text as text
 from tests.helpers.models import DIM, VOCAB, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -34,12 +35,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def text(b: int = 4, length: int = 8, side: str = "right", seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
-    real = torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)
-    mask = real.long() if side == "right" else real.long().flip(1)
-    return ids * mask, mask
+def sent_by(model: nn.Module, layer: int, *size: int, **more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a text, its mask, and the hidden states that a client sends of it."""
+    ids, mask = text(*size, **more)
+    return ids, mask, hidden_states(find_anatomy(model), layer, ids, mask)
 
 
 RARE = [field.name for field in fields(DescentSettings)]
@@ -68,8 +67,7 @@ def errors_of(attack: EmbeddingDescent, tokens: Tensor, sent: Tensor, *inputs: A
 )
 def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
     model = MODELS[name]().double().eval()
-    ids, mask = text()
-    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    ids, mask, sent = sent_by(model, 2)
     words = torch.randn(*ids.shape, DIM, generator=torch.Generator().manual_seed(0)).double() / 9
 
     leaf = words.clone().requires_grad_()
@@ -155,8 +153,7 @@ def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
 )
 def test_texts_are_found(name: str, side: str) -> None:
     model = MODELS[name]().train()
-    ids, mask = text(side=side)
-    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    ids, mask, sent = sent_by(model, 2, side=side)
     guess = prepared(model, steps=300).reconstruct(sent, mask, None)
     assert guess.finished
     assert torch.equal(guess.tokens, ids.masked_fill(mask == 0, NOTHING))
@@ -166,8 +163,7 @@ def test_texts_are_found(name: str, side: str) -> None:
 
 def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_gpt2(layers=3)
-    ids, mask = text()
-    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    ids, mask, sent = sent_by(model, 2)
     paper = {"weighting": "paper", "likeness": "cosine", "initial": 5, "steps": 200}
     steps, cosines = {}, {}
     for cosine in (0.5, 0.98):
@@ -186,8 +182,7 @@ def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.Monke
 
 def test_with_noise_it_settles() -> None:
     model = tiny_llama(layers=2)
-    ids, mask = text()
-    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    ids, mask, sent = sent_by(model, 1)
     noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(0))
     attack = prepared(model, 1, steps=1000, lr=0.3)
     run = _Descent(attack, Sent.from_states(sent + 0.1 * sent.std() * noise, mask), Deadline())
@@ -201,8 +196,7 @@ def test_with_noise_it_settles() -> None:
 
 def test_sweeps_find_what_descent_left() -> None:
     model = tiny_bert_mlm(layers=3)
-    ids, mask = text(6, 10)
-    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    ids, mask, sent = sent_by(model, 3, 6, 10)
     few = {"steps": 6, "lr": 0.05, "initial": "mean"}
     plain = prepared(model, 3, **few).reconstruct(sent, mask, None)
     swept = prepared(model, 3, sweeps=2, **few).reconstruct(sent, mask, None)
@@ -226,8 +220,7 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
 def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = slow_clock(monkeypatch)
     model = tiny_gpt2(layers=3)
-    ids, mask = text(6)
-    sent = hidden_states(find_anatomy(model), 2, ids, mask)
+    _, mask, sent = sent_by(model, 2, 6)
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 16)
     monkeypatch.setattr(embedding_descent, "PAPER_COSINE", 1.0)
     attack = prepared(model, budget_seconds=0.2, steps=10**6, stop="cosine")
@@ -251,8 +244,7 @@ def test_texts_that_the_budget_does_not_reach_are_left_open(
 ) -> None:
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 8)
     model = tiny_gpt2(layers=2)
-    ids, mask = text(3)
-    sent = hidden_states(find_anatomy(model), 1, ids, mask)
+    _, mask, sent = sent_by(model, 1, 3)
     attack = prepared(model, 1, budget_seconds=1e-9)
     guess = attack.reconstruct(sent, mask, None)
     assert not guess.finished
@@ -262,8 +254,7 @@ def test_texts_that_the_budget_does_not_reach_are_left_open(
 
 def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_bert_mlm(layers=3)
-    ids, mask = text(6, 10)
-    sent = hidden_states(find_anatomy(model), 3, ids, mask)
+    _, mask, sent = sent_by(model, 3, 6, 10)
     noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(5))
     few = {"lr": 0.05, "initial": "mean"}
     monkeypatch.setattr(embedding_descent, "SIMILAR", 2)
@@ -281,9 +272,6 @@ def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.M
     assert once.finished
     assert not cut.finished
     assert torch.equal(cut.tokens, once.tokens)
-
-
-# ---- no trace -------------------------------------------------------------------------------
 
 
 # ---- the copy -------------------------------------------------------------------------------

@@ -44,13 +44,6 @@ def deep_llama(blocks: int, seed: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def wide_llama() -> nn.Module:
-    config = llama().config
-    config.hidden_size, config.head_dim = 128, 32
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
-
-
 def shared(
     anatomy: Anatomy, attack: SubspaceTexts, noise: float = 0.0, declared: bool = True
 ) -> Observation:
@@ -129,19 +122,6 @@ def test_texts_with_a_common_prefix_are_distinguished() -> None:
     guess = read(model, ids)
     assert answer(guess) == visible(ids)
     assert guess.certified
-
-
-def test_a_token_that_nearly_equals_another_is_tried_too() -> None:
-    """Both are in the batch; the words are certified with one of them and tokens beside."""
-    model = ready(wide_llama())
-    with torch.no_grad():
-        weight = model.get_input_embeddings().weight
-        weight[6] = weight[200] + 3e-7 * torch.randn(128)
-    ids = torch.stack([torch.randperm(190)[:5] + 7 for _ in range(12)])
-    ids[:, 0] = torch.randperm(190)[:12] + 7
-    ids[0, 0], ids[1, 2] = 200, 6
-    guess = read(model, ids)
-    assert not guess.certified or answer(guess) == visible(ids)
 
 
 @pytest.mark.parametrize("second", [["q_proj", "k_proj"], ["k_proj"]])
@@ -264,9 +244,8 @@ def test_dropout_takes_the_certificate(of: str) -> None:
     attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
     attack.prepare(anatomy)
     model.train()
-    for _ in range(2):
-        backward(model, texts(2, 7))
-        assert not certified(lambda: attack.run(shared(anatomy, attack)))
+    backward(model, texts(2, 7))
+    assert not certified(lambda: attack.run(shared(anatomy, attack)))
 
 
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
@@ -396,19 +375,6 @@ def test_what_is_left_is_the_span_of_the_projected_rows(seed: int, k: int, insid
         torch.testing.assert_close(
             remaining.directions.T @ remaining.directions, expected.T @ expected, atol=1e-6, rtol=0
         )
-
-
-def test_what_it_cannot_read_is_unknown() -> None:
-    model = ready(llama())
-    anatomy = find_anatomy(model)
-    attack = SubspaceTexts()
-    attack.prepare(anatomy)
-    backward(model, texts(1, 8))
-    [snapshot] = shared(anatomy, attack).gradients
-    for change, word in ((torch.zeros_like, "zero"), (lambda g: g * torch.nan, "NaN")):
-        spoilt = {n: change(g) for n, g in snapshot.tensors.items()}
-        with pytest.raises(UnusableObservation, match=word):
-            attack.run(Observation((replace(snapshot, tensors=spoilt),)))
 
 
 @pytest.mark.parametrize(

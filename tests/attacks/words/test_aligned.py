@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,9 +25,7 @@ from lightning_fedleak.attacks.words.aligned_rows import (
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.public_gradients import (
     gradient_of,
-    gradient_parts,
     head_gradient,
-    head_parameters,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot
@@ -145,18 +142,6 @@ def test_significant_rows_keep_the_false_discovery_rate():
     )
 
 
-@pytest.mark.parametrize("attack", ["learned", "by_sign"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_unusable_gradients_are_refused(attack, value, private, request):
-    gradient = private[0][0].gradient("head.weight").clone()
-    if value == 0.0:
-        gradient.zero_()
-    else:
-        gradient[3, 2] = value
-    with pytest.raises(UnusableObservation):
-        request.getfixturevalue(attack).run(observation(gradient))
-
-
 def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(learned):
     rows = learned.state_dict()["directions.u"].repeat(VOCAB, 1)
     for std in (0.0, math.nan):
@@ -216,15 +201,8 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     assert torch.equal(attack.run(view).types, stale)
     attack.refresh(moved, 10)
     assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
-
-
-def test_a_new_fit_aligns_again(public, monkeypatch):
-    attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
-    aligned = []
-    monkeypatch.setattr(attack, "_align", aligned.append)
-    for step in (0, 40, 45, 0, 9, 10):
-        attack.refresh(step, step)
-    assert aligned == [40, 0, 10]
+    attack.refresh(trained, 3)  # of another fit
+    assert torch.equal(attack.run(view).types, stale)
 
 
 def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
@@ -248,8 +226,8 @@ def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
     assert torch.equal(before["readout.weight0"], after["readout.weight0"])
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_language_model_can_be_calibrated_on(name):
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_masked_and_sequence_models_can_be_calibrated_on(name):
     make, kind = MODELS[name]
     anatomy = find_anatomy(make())
     text = PublicText(torch.randint(5, models.VOCAB, (40, 12), generator=generator(6)))
@@ -264,31 +242,6 @@ def test_every_kind_of_language_model_can_be_calibrated_on(name):
     guess = attack.run(observation(gradient))
     assert guess.scores.shape == (models.VOCAB,)
     assert guess.types.unique().shape == guess.types.shape
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parts_make_up_the_gradient_of_any_choice_of_sentences(name):
-    make, kind = MODELS[name]
-    anatomy = find_anatomy(make())
-    batch = batch_of(kind)
-    parts = gradient_parts(anatomy, batch)
-    chosen, rows = torch.tensor([3, 1]), torch.randperm(models.VOCAB, generator=generator())[:50]
-    some = replace(
-        batch,
-        input_ids=batch.input_ids[chosen],
-        labels=batch.labels[chosen],
-        attention_mask=batch.attention_mask[chosen],
-    )
-    for wanted, result, at in (
-        (batch, parts, None),
-        (some, parts.select(chosen), rows),
-        (some, parts.concatenate([parts, parts]).select(chosen + 5), None),
-    ):
-        exact = gradient_of(anatomy, wanted, ["head.weight"])["head.weight"]
-        exact = exact if at is None else exact[at]
-        torch.testing.assert_close(
-            result.gradient(*head_parameters(anatomy), at), exact, atol=1e-6, rtol=1e-4
-        )
 
 
 def test_best_count_is_the_best_of_all_counts():
@@ -338,8 +291,6 @@ def test_readout_learns_probabilities():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: AlignedFlatChat("some text"), "one string"),
-        (lambda: AlignedFlatChat(["some text"]), "tokenizer"),
         (lambda: AlignedFlatChat([[1, 2]], readout="magic"), "readout"),
         (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
         (

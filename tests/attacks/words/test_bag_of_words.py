@@ -41,27 +41,17 @@ def test_names_exactly_the_words_read(sparse: bool, scale: float) -> None:
     assert bool((guess.scores[guess.types][:-1] >= guess.scores[guess.types][1:]).all())
 
 
-def test_a_causal_model_gives_away_all_words_but_those_that_only_end_a_text() -> None:
-    model = tiny_gpt2(tied=False).eval()
-    ids = torch.tensor([[4, 8, 15, 16, 23, 42], [7, 8, 9, 10, 11, 90]])
-    model(input_ids=ids, labels=ids).loss.backward()
-    anatomy = find_anatomy(model)
-    attack = BagOfWords()
-    assert attack.needs(anatomy).gradients == (EMBEDDING_WEIGHT,)
-    gradient = anatomy.parameter(EMBEDDING_WEIGHT).grad
-    view = Observation((GradientSnapshot(0, Stage.SHARED, {EMBEDDING_WEIGHT: gradient}),))
-    assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_lora_on_the_embedding_names_the_words_from_its_first_step_on(tied: bool) -> None:
-    config = LoraConfig(r=4, target_modules=["wte"])
-    model = get_peft_model(tiny_gpt2(tied=tied), config).eval()
+@pytest.mark.parametrize(("lora", "tied"), [(False, False), (True, False), (True, True)])
+def test_words_are_given_away_but_those_that_only_end_a_text(lora: bool, tied: bool) -> None:
+    """By a LoRA on the embedding too, from its first step on."""
+    model: nn.Module = tiny_gpt2(tied=tied).eval()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["wte"])).eval()
     ids = torch.tensor([[4, 8, 15, 16, 23, 42], [7, 8, 9, 10, 11, 90]])
     model(input_ids=ids, labels=ids).loss.backward()
     anatomy, attack = find_anatomy(model), BagOfWords()
     (name,) = attack.needs(anatomy).gradients
-    assert ".lora_embedding_A." in name
+    assert (".lora_embedding_A." in name) == lora != (name == EMBEDDING_WEIGHT)
     gradient = anatomy.parameter(name).grad
     view = Observation((GradientSnapshot(0, Stage.SHARED, {name: gradient}),))
     assert sorted(attack.run(view).types.tolist()) == ids[:, :-1].unique().tolist()
@@ -107,17 +97,3 @@ def test_rounds_of_adamw_name_the_words_of_all_their_steps(
 def test_a_tied_matrix_is_refused_at_setup() -> None:
     with pytest.raises(ThreatModelError, match="ties its embedding"):
         BagOfWords().needs(find_anatomy(tiny_gpt2(tied=True)))
-
-
-@pytest.mark.parametrize(
-    ("gradient", "message"),
-    [
-        (torch.zeros(4, 2), "all zero"),
-        (torch.zeros(4, 2).to_sparse(1), "all zero"),
-        (torch.tensor([[1.0, torch.nan], [0, 0]]), "NaN"),
-        (torch.tensor([[1.0, -torch.inf], [0, 0]]), "NaN or infinity"),
-    ],
-)
-def test_what_cannot_be_attacked_is_unknown(gradient: torch.Tensor, message: str) -> None:
-    with pytest.raises(UnusableObservation, match=message):
-        bag_of_words(gradient)

@@ -15,12 +15,9 @@ from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from tests.attacks.words.language import generator
 
 VOCAB, WIDTH, TOKENS = 1500, 24, 120
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def observed(gradient):

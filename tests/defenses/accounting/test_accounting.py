@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import math
 import os
 import pickle
@@ -79,16 +78,6 @@ def test_rdp_is_googles(sigma: float, rate: float, steps: int, delta: float) -> 
         assert ours == pytest.approx(epsilon_by_integral(sigma, rate, steps, delta), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "rate", "steps", "delta"), [(1.0, 0.2, 1000, 1e-5), (0.7, 1 / 32, 10_000, 1e-7)]
-)
-def test_rdp_is_the_integral_where_google_is_looser(sigma, rate, steps, delta) -> None:
-    ours = epsilon_of([(sigma, rate, steps)], delta, "rdp")
-    assert ours == pytest.approx(epsilon_by_integral(sigma, rate, steps, delta), rel=1e-3)
-    assert epsilon_of([(sigma, rate, steps)], delta, "prv") < ours
-    assert ours < 0.96 * google("rdp", [(sigma, rate, steps)], delta)
-
-
 def renyi(order: float, sigma: float, rate: float) -> float:
     """Renyi divergence of one release, by numerical integration."""
 
@@ -137,13 +126,22 @@ def test_a_schedule_settled_beforehand_is_googles_too() -> None:
         assert epsilon_of(history[::-1], 1e-5, kind) == pytest.approx(ours, rel=1e-3)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-@pytest.mark.parametrize("steps", [1, 40])
-def test_full_batches_are_the_gaussian_mechanism(sigma: float, steps: int) -> None:
-    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=1e-5)
-    prv = epsilon_of([(sigma, 1.0, steps)], 1e-5, "prv")
-    assert exact <= prv <= exact * 1.01 or exact > LARGEST_EPSILON
-    assert prv <= epsilon_of([(sigma, 1.0, steps)], 1e-5, "rdp")
+@pytest.mark.parametrize(
+    ("sigma", "steps", "delta", "factor"),
+    [
+        *((sigma, steps, 1e-5, 1.01) for sigma in (0.5, 1.0, 4.0) for steps in (1, 40)),
+        *((100.0, 10_000, delta, 1.05) for delta in (1e-10, 1e-13)),
+        (30.0, 1000, 1e-13, 1.05),
+        (5.0, 10, 1e-14, 1.05),
+    ],
+)
+def test_full_batches_are_the_gaussian_mechanism_and_no_rounding_understates_it(
+    sigma: float, steps: int, delta: float, factor: float
+) -> None:
+    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
+    prv = epsilon_of([(sigma, 1.0, steps)], delta, "prv")
+    assert exact <= prv <= exact * factor or exact > LARGEST_EPSILON
+    assert delta < 1e-5 or prv <= epsilon_of([(sigma, 1.0, steps)], delta, "rdp")
 
 
 def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
@@ -158,15 +156,6 @@ def hockey_stick(epsilon: float, sigma: float, rate: float) -> float:
     lower = scipy.stats.norm(0, sigma).cdf
     added = lower(cut) - raised * ((1 - rate) * lower(cut) + rate * lower(cut - 1))
     return float(max(removed, added))
-
-
-@pytest.mark.parametrize(
-    ("sigma", "steps", "delta"),
-    [(100.0, 10_000, 1e-10), (100.0, 10_000, 1e-13), (30.0, 1000, 1e-13), (5.0, 10, 1e-14)],
-)
-def test_rounding_never_understates_epsilon(sigma: float, steps: int, delta: float) -> None:
-    exact = gaussian_epsilon(sigma=sigma / math.sqrt(steps), delta=delta)
-    assert exact <= epsilon_of([(sigma, 1.0, steps)], delta, "prv") <= 1.05 * exact
 
 
 @given(sigma=st.floats(0.3, 5), rate=st.floats(0.01, 0.99))
@@ -432,37 +421,6 @@ def test_more_noise_makes_room() -> None:
     assert not budget.allows(1.0, 0.05)
     assert steps_left(budget, 1.0, 0.05) == 0
     assert budget.allows(4.0, 0.05)
-
-
-def test_an_adversary_who_stops_when_it_pays_gains_nothing() -> None:
-    """The loss of an adaptive run, worked out exactly by simulation of the privacy loss.
-
-    Noise is turned down after a release that told much: the rule that gains most from a filter
-    that would not hold. Under "member" P[loss > epsilon] bounds delta from above.
-    """
-    epsilon, delta, runs = 1.5, 1e-2, 4000
-    rng = np.random.default_rng(0)
-    losses = np.zeros(runs)
-
-    @functools.cache
-    def allows(spent: tuple[tuple[float, int], ...], sigma: float) -> bool:
-        """Whether one more fits after these releases; runs come to the same counts again."""
-        budget = RenyiFilter(epsilon, delta)
-        budget.begin(6.0, 1.0)
-        for earlier, count in spent:
-            budget.step(earlier, 1.0, count)
-        return budget.allows(sigma, 1.0)
-
-    for run in range(runs):
-        loss, sigma, spent = 0.0, 6.0, dict[float, int]()
-        while allows(tuple(sorted(spent.items())), sigma) and sum(spent.values()) < 40:
-            spent[sigma] = spent.get(sigma, 0) + 1
-            loss += (1 / sigma**2) * (1 + sigma * rng.standard_normal()) - 1 / (2 * sigma**2)
-            sigma = 3.0 if loss > 0.3 else 8.0
-        losses[run] = loss
-    excess = np.maximum(0.0, 1 - np.exp(epsilon - losses)).mean()
-    assert losses.max() > 0.5
-    assert excess <= delta
 
 
 def test_the_filter_resumes_and_pickles(tmp_path: Path) -> None:

@@ -99,19 +99,6 @@ def test_epsilon_is_that_of_a_mesh_of_the_pair(sigma: float, rate: float, rounds
     assert (low + high) / 2 == pytest.approx(found, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("cell", "tight", "floor", "theorem_27"),
-    [(CELLS[0], 0.058, 0.0554, 0.131), (CELLS[1], 7.80, 7.05, 14.05)],
-)
-def test_epsilon_lies_between_one_direction_and_renyi(
-    cell: tuple[float, float, int], tight: float, floor: float, theorem_27: float
-) -> None:
-    found = epsilon_of([cell], DELTA, "prv", FIXED)
-    assert found == pytest.approx(tight, rel=0.01)
-    assert floor < found < epsilon_of([cell], DELTA, "rdp", FIXED) < theorem_27
-    assert epsilon_of([cell], DELTA, "prv") == pytest.approx(floor, rel=0.01)  # of one direction
-
-
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 0.5])
 def test_no_rounds_on_real_data_tell_neighbours_apart_by_more(scale: float) -> None:
     """A batch of 2 of 20 numbers, summed with noise, in 20 rounds; all but one are ``scale``."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import Defense, DefenseContext
+from lightning_fedleak.defenses import Defense
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import (
     place_of,
@@ -17,28 +16,9 @@ from lightning_fedleak.model.anatomy.blocks import (
     with_states_in,
     with_states_out,
 )
+from tests.helpers.inputs import context
 from tests.helpers.lightning_modules import CausalLMModule
-from tests.helpers.models import VOCAB, own_rng
-
-
-def batch(seed: int = 1, b: int = 4, length: int = 7) -> dict[str, Tensor]:
-    """Padded rows of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (b, length), generator=generator)
-    mask = (torch.arange(length) < torch.randint(3, length + 1, (b, 1), generator=generator)).long()
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
-
-
-def context(root: nn.Module, client: int = 0, entropy: bytes = b"e" * 32, **fields: Any) -> Any:
-    settings: dict[str, Any] = {
-        "clients": 2,
-        "device": torch.device("cpu"),
-        "precision": "32-true",
-        "step": 0,
-        **fields,
-    }
-    return DefenseContext(root=root, client=client, entropy=entropy, **settings)
+from tests.helpers.models import own_rng
 
 
 class Passing:
@@ -89,7 +69,7 @@ def step(model: nn.Module, *batches: dict[str, Tensor], defense: Defense | None 
     if defense is None:
         loss = forwards()
     else:
-        where = context(CausalLMModule(model))
+        where = context(CausalLMModule(model), clients=2)
         loss = defense.on_training_step(forwards, batches, where)
     loss.backward()
     return [p.grad.clone() for p in model.parameters()]

@@ -9,14 +9,9 @@ from torch import Tensor
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.activations import ActivationCompression, ActivationNoise
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.defenses.activations.activation_runs import (
-    Passing,
-    batch,
-    context,
-    distance,
-    rewriting,
-    step,
-)
+from tests.defenses.activations.activation_runs import Passing, distance, rewriting, step
+from tests.helpers.inputs import context
+from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2, tiny_llama, tiny_t5
 from tests.taps.test_activation_tap import checkpointed

@@ -36,29 +36,10 @@ def brute(run: Run, batch: Any, name: str) -> Tensor:
 def test_clipped_sums_are_those_of_brute_force(name: str, most: int | None) -> None:
     defense = DPSGD(noise_multiplier=0.0, max_physical_batch_size=most, **grouped(**FORMS[name][0]))
     run, batch = Pieces(defense), first(12)
-    batch[0] = batch[0] * torch.linspace(0.01, 30, 12)[:, None]
+    batch[0] = batch[0] * torch.logspace(-3, 6, 12)[:, None]
     expected = brute(run, batch, name).sum(0) / 8
     result = run.step(batch).double()
     assert float((result - expected).norm() / expected.norm()) < 1e-6
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_one_example_moves_the_sum_by_no_more_than_the_norm(name: str) -> None:
-    settings, clip, _ = FORMS[name]
-    runs = []
-    for scale in (None, 1e-3, 1.0, 1e6, -1e6):
-        batch = first(9 if scale is not None else 8)
-        if scale is not None:
-            batch[0] = batch[0].clone()
-            batch[0][8] *= scale
-        run = Run(DPSGD(noise_multiplier=0.0, **grouped(**settings)))
-        runs.append(8 * run.step(batch).double())
-    without, *with_it = runs
-    shift = [float((result - without).norm()) for result in with_it]
-    assert max(shift) <= clip + 1e-5
-    assert max(shift) > (0.5 if name == "gamma" else 0.9) * clip
-    one, other = with_it[2:]
-    assert float((one - other).norm()) <= 2 * clip + 1e-5  # an example that is replaced
 
 
 @pytest.mark.parametrize("name", ["auto", "gamma"])
@@ -86,15 +67,3 @@ def test_a_canary_is_clipped_automatically_too() -> None:
     joint = torch.cat([local, 5 * canary.samples[:, 0]], 1)
     expected = 5 * canary.samples[:, 0] / (joint.norm(dim=1, keepdim=True) + GAMMA) / 8
     torch.testing.assert_close(result[:, 0], expected, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", ["auto", "fixed"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_sample_that_is_not_finite_counts_as_zero(name: str, bad: float) -> None:
-    run, batch = Run(DPSGD(noise_multiplier=0.0, **grouped(**FORMS[name][0]))), first(6)
-    expected = brute(run, batch, name)
-    expected[2] = 0
-    batch[0] = batch[0].clone()
-    batch[0][2] = bad
-    result = run.step(batch).double()
-    torch.testing.assert_close(result, expected.sum(0) / 8, rtol=1e-5, atol=1e-8)

@@ -19,7 +19,6 @@ from lightning_fedleak.defenses import (
     BudgetSpent,
     CanaryGradient,
     ClipSettings,
-    DefenseContext,
     DefenseError,
     GradientNoise,
     ReleaseSettings,
@@ -27,6 +26,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.dpsgd import dpsgd, step
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
+from tests.helpers.inputs import context
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 N, CLIP = 40, 0.3
@@ -55,18 +55,9 @@ class Run:
         self, defense: DPSGD, root: nn.Module | None = None, loader: Any = None, **fields: Any
     ) -> None:
         self.root = Net() if root is None else root
-        defaults: dict[str, Any] = {
-            "root": self.root,
-            "client": 0,
-            "clients": 1,
-            "device": torch.device("cpu"),
-            "precision": "32-true",
-            "step": 0,
-            "entropy": b"e" * 32,
-        }
         if hasattr(self.root, "_trainer"):
-            defaults["host"] = Unnumbered(self.root._trainer)  # type: ignore[arg-type]
-        self.defense, self.context = defense, DefenseContext(**{**defaults, **fields})
+            fields = {"host": Unnumbered(self.root._trainer), **fields}  # type: ignore[arg-type]
+        self.defense, self.context = defense, context(self.root, **fields)
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         defense.before_setup(self.context)
         given = DataLoader(data(), batch_size=8) if loader is None else loader
@@ -182,6 +173,8 @@ def test_trust(trust: Any, share: float) -> None:
     run = Run(defense, clients=4)
     noise = torch.cat([8 * run.step(first(0), lr=0.01) / CLIP for _ in range(60)])
     assert float(noise.std()) == pytest.approx(1 / share, rel=0.05)
+    [variance] = set(defense.noise_variances(run.parameters, run.context).values())
+    assert variance == pytest.approx((CLIP / share / 8) ** 2 / 4)  # of the mean over four clients
     assert defense.privacy.noise_multiplier == 1.0
     assert ("only the sum" in defense.guarantee) == (trust == "central")
 
@@ -465,11 +458,6 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any, message: str) -> No
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     with pytest.raises(DefenseError, match=message):
         run.defense.on_training_step(lambda: None, batch, run.context)
-
-
-def test_a_loader_that_cannot_be_sampled() -> None:
-    with pytest.raises(DefenseError, match="a list is no torch DataLoader"):
-        Run(DPSGD(CLIP, noise_multiplier=1.0), loader=[1, 2])
 
 
 # ---- checks in the run -----------------------------------------------------------------------

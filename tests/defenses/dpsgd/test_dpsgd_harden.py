@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, CanaryGradient, DefenseError, RenyiFilter
-from lightning_fedleak.defenses.dpsgd import dpsgd
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe
 from tests.callbacks.runs import fit as fit_watched
-from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
+from tests.defenses.accounting.test_accounting import renyi
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, data, first
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.notices import announced
@@ -40,18 +40,6 @@ def filtered(sigma: float | None = 6.0, **given: Any) -> DPSGD:
 def whole() -> DataLoader[Any]:
     """All examples in each batch."""
     return DataLoader(data(), batch_size=40)
-
-
-def rdp(sigma: float, rate: float, order: float) -> float:
-    """Renyi divergence of the sampled Gaussian from the Gaussian, by its integral."""
-
-    def density(x: float) -> float:
-        ratio = 1 - rate + rate * math.exp((2 * x - 1) / (2 * sigma**2))
-        return scipy.stats.norm.pdf(x, scale=sigma) * ratio**order
-
-    far = order + 12 * sigma
-    value, _ = scipy.integrate.quad(density, -far, far, epsabs=0, epsrel=1e-11, limit=500)
-    return math.log(value) / (order - 1)
 
 
 def allowed(order: float) -> float:
@@ -103,30 +91,6 @@ def test_the_first_release_after_a_notch_is_measured_against_the_new_noise() -> 
     assert old == pytest.approx(6.0, rel=0.4)
 
 
-def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    defense = filtered()
-    run = Run(defense)
-    run.step(first(0))
-    for _ in range(3):
-        assert defense.harden() is not None
-    add = dpsgd.add_standard_normal
-    weak: Any = lambda key, onto, scale: add(key, onto, scale / 8)  # noqa: E731
-    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
-    with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
-        run.step(first(0))
-
-
-def test_each_client_turns_up_its_share_of_the_noise() -> None:
-    alone, shared = filtered(), filtered(trust="central")
-    updates = []
-    for defense, clients in ((alone, 1), (shared, 4)):
-        run = Run(defense, clients=clients)
-        assert defense.harden() is not None
-        updates.append(run.step(first(0)) * run.defense._sampling.expected)
-    torch.testing.assert_close(updates[1] * 2, updates[0], rtol=1e-5, atol=1e-6)
-    assert alone.accountant.history[0][0] == shared.accountant.history[0][0] == 12.0
-
-
 def test_a_canary_gets_the_noise_that_the_update_gets() -> None:
     def noised(notches: int) -> torch.Tensor:
         defense = filtered()
@@ -165,7 +129,7 @@ def test_the_account_is_the_sum_of_renyi_divergences_at_one_order(rate: float) -
             assert defense.harden() is not None
         sigma = 6.0 * 2 ** sum(step >= notch for notch in (2, 3))
         run.step(first(3))
-        spent += rdp(sigma, rate, order)
+        spent += renyi(order, sigma, rate)
         assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     if rate == 1.0:
         by_hand = order / 2 * (2 / 6**2 + 1 / 12**2 + 2 / 24**2)
@@ -197,29 +161,6 @@ def test_no_release_is_made_beyond_the_budget(notches: list[bool], sigma: float)
             defense._step.released()
     assert defense.accountant.share_spent == pytest.approx(spent / allowed(order), rel=1e-6)
     assert defense.privacy.epsilon == EPSILON
-
-
-def test_a_notch_makes_room_for_more_releases() -> None:
-    def releases(harden_after: int | None) -> int:
-        root = Net()
-        root._trainer = trainer(max_epochs=100)
-        defense = filtered(sigma=4.0)
-        run = Run(defense, root, loader=whole())
-        for step in range(400):
-            if step == harden_after:
-                assert defense.harden() is not None
-            run.step(first(0), lr=1e-3)
-            if root._trainer.should_stop:
-                break
-        with pytest.raises(BudgetSpent):
-            run.step(first(0))
-        assert defense.accountant.share_spent is not None
-        assert 0 < defense.accountant.share_spent <= 1
-        return defense.releases
-
-    plain, hardened = releases(None), releases(1)
-    assert plain >= 2
-    assert hardened >= 1 + 4 * (plain - 1)
 
 
 # ---- resuming --------------------------------------------------------------------------------

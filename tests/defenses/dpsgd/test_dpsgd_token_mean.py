@@ -55,19 +55,6 @@ def test_each_sample_is_clipped_as_its_own_mean(name: str, clipping: Any) -> Non
         torch.testing.assert_close(run.release(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_what_one_sample_holds_changes_nothing_of_the_others() -> None:
-    """Add one sample, or take all its labels away: the clipped sum moves by C at most."""
-    run, batch = run_of("gpt2 tied")
-    run.backward(batch)
-    whole = run.release()
-    for change in ("labels", "length"):
-        other = {key: value.clone() for key, value in batch.items()}
-        other["labels"][4, 0 if change == "labels" else 3 :] = -100
-        run.backward(other)
-        shift = (run.release() - whole) * 8
-        assert 0 < float(shift.norm()) <= (1 if change == "labels" else 2) * CLIP * (1 + 1e-6)
-
-
 def test_canaries_beside_it_are_weighed_alike() -> None:
     run, batch = run_of("gpt2 tied")
     counts = (batch["labels"][:, 1:] != -100).sum(1).double()

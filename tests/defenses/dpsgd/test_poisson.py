@@ -215,6 +215,7 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=5)), "RandomSampler"),
         (DataLoader(DATA, sampler=DistributedSampler(numbers(9), 2, 0)), "DistributedSampler"),
+        (DataLoader(DATA, sampler=[0, 0, 1]), "sampler list"),
         (DataLoader(DATA, sampler=Twice(DATA)), "Twice"),
         (DataLoader(DATA, sampler=TwiceApart(DATA, 2, 0)), "TwiceApart"),
         (DataLoader(DATA, sampler=DistributedSamplerWrapper(WEIGHTED, 2, 0)), "WeightedRandom"),

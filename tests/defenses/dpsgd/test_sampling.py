@@ -9,42 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import Users
-
-
-def sampled(examples: int, batch_size: int, client: int) -> Sampling:
-    data = TensorDataset(torch.arange(examples))
-    split = DistributedSampler(data, 2, client, shuffle=False)
-    context = DefenseContext(
-        root=nn.Linear(1, 1),
-        client=client,
-        clients=2,
-        device=torch.device("cpu"),
-        precision="32-true",
-        step=0,
-        entropy=bytes(32),
-    )
-    return sampling_of(
-        DataLoader(data, batch_size=batch_size, sampler=split),
-        context,
-        Draws(bytes(32), client),
-        trust="local",
-    )
-
-
-def test_poisson_samples_repeat_nobody() -> None:
-    first, second = (sampled(7, 4, client) for client in range(2))
-    assert first.rate == second.rate == 1.0
-    (one,), (other,) = next(iter(first.loader)), next(iter(second.loader))
-    assert sorted([*one.tolist(), *other.tolist()]) == list(range(7))
-
+from tests.helpers.inputs import context
 
 Row = tuple[list[int], int]
 
@@ -76,10 +49,6 @@ def padded(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(sorted(rows, key=lambda row: -len(row[0])))
-
-
-def backwards(rows: Sequence[Row]) -> dict[str, Tensor]:
-    return padded(rows[::-1])
 
 
 def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -123,18 +92,9 @@ class Unordered(Texts):
 
 
 def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
-    context = DefenseContext(
-        root=nn.Identity(),
-        client=0,
-        clients=1,
-        device=torch.device("cpu"),
-        precision="32-true",
-        step=0,
-        entropy=bytes(32),
-    )
     return sampling_of(
         DataLoader(dataset, batch_size=4, collate_fn=collate),
-        context,
+        context(),
         Draws(bytes(32)),
         trust="local",
         users=Users([row // 2 for row in range(len(dataset))]),  # type: ignore[arg-type]
@@ -145,7 +105,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
     ("collate", "dataset"),
     [
         (longest_first, Texts(VARIOUS)),
-        (backwards, Texts(VARIOUS)),
         (shuffled, Texts(VARIOUS)),
         (with_others, Texts(VARIOUS)),
         (masked_longest_first, Texts(VARIOUS)),
@@ -186,12 +145,9 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         public_length = 120
 
     def draw(length: int) -> Sampling:
-        context = DefenseContext(
-            nn.Linear(1, 1), 0, 1, torch.device("cpu"), "32-true", 0, bytes(32)
-        )
         loader = DataLoader(Rows(torch.arange(length)), batch_size=8, shuffle=True)
         draws = Draws(bytes(32))
-        return sampling_of(loader, context, draws, trust="local")
+        return sampling_of(loader, context(), draws, trust="local")
 
     one, more = draw(120), draw(121)
     for sampling in (one, more):

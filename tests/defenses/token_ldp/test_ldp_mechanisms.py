@@ -82,29 +82,29 @@ def chi_square(drawn: Tensor, distribution: Tensor) -> float:
     return float(scipy.stats.chi2.sf(distance, len(expected[selected]) - 1))
 
 
+@st.composite
+def randomizers(draw: st.DrawFn, largest: int, rules: list[tuple[str, str]] = RULES) -> Randomizer:
+    """Return one of a rule for at most so many words; dBitFlipPM may sample its bits."""
+    (mechanism, decode), k = draw(st.sampled_from(rules)), draw(st.integers(2, largest))
+    if mechanism == "dbitflip" and draw(st.booleans()):
+        return Randomizer.with_defaults(mechanism, k, None, draw(st.integers(1, k)))
+    return Randomizer.with_defaults(mechanism, k, decode)
+
+
 @given(
-    rule=st.sampled_from([r for r in RULES if r[0] != "grr" and r[1] != "argmax"]),
-    k=st.integers(2, 6),
-    epsilon=st.floats(0.05, 12),
+    randomizers(6, [r for r in RULES if r[0] != "grr" and r[1] != "argmax"]), st.floats(0.05, 12)
 )
-def test_the_law_is_that_of_the_decoded_vector(rule: tuple, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
-    rates = the_rates(epsilon) if rule[0] == "the" else bit_rates(epsilon)
+@settings(max_examples=40)
+def test_the_law_is_that_of_the_decoded_vector(randomizer: Randomizer, epsilon: float) -> None:
+    rates = the_rates(epsilon) if randomizer.mechanism == "the" else bit_rates(epsilon)
     expected = by_enumeration(randomizer, *rates)
     torch.testing.assert_close(transition_of(randomizer, epsilon), expected, rtol=1e-10, atol=1e-13)
 
 
-@given(data=st.data(), k=st.integers(2, 6), epsilon=st.floats(0.05, 12))
-def test_the_law_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
-    expected = by_enumeration(randomizer, *bit_rates(epsilon))
-    torch.testing.assert_close(transition_of(randomizer, epsilon), expected, rtol=1e-10, atol=1e-13)
-
-
-@given(rule=st.sampled_from(RULES), k=st.integers(2, 40), epsilon=st.floats(0.01, 20))
+@given(randomizers(40), st.floats(0.01, 20))
 @settings(max_examples=200)
-def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.with_defaults(rule[0], k, rule[1])
+def test_epsilon_holds_exactly(randomizer: Randomizer, epsilon: float) -> None:
+    k = randomizer.k
     distribution = transition_of(randomizer, epsilon)
     torch.testing.assert_close(
         distribution.sum(1), torch.ones(k, dtype=torch.float64), rtol=1e-12, atol=0
@@ -113,17 +113,8 @@ def test_epsilon_holds_exactly(rule: tuple, k: int, epsilon: float) -> None:
     worst = float((distribution.amax(0) / distribution.amin(0)).max().log())
     assert worst <= epsilon * (1 + 1e-6) + 1e-9
     assert decoded_epsilon(randomizer, epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
-    if rule[0] == "grr":
+    if randomizer.mechanism == "grr":
         assert worst == pytest.approx(epsilon, rel=1e-6)
-
-
-@given(data=st.data(), k=st.integers(2, 30), epsilon=st.floats(0.01, 20))
-def test_epsilon_holds_with_sampled_bits(data: st.DataObject, k: int, epsilon: float) -> None:
-    randomizer = Randomizer.with_defaults("dbitflip", k, None, data.draw(st.integers(1, k)))
-    distribution = transition_of(randomizer, epsilon)
-    worst = float((distribution.amax(0) / distribution.amin(0)).max().log())
-    assert worst <= epsilon * (1 + 1e-6) + 1e-9
-    assert decoded_epsilon(randomizer, epsilon) == pytest.approx(worst, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("k", [2, 3, 17, 1000, 50257])
@@ -178,21 +169,20 @@ def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
     assert the_rates(epsilon) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("mechanism", "decode"), RULES)
-@pytest.mark.parametrize(("k", "x"), [(2, 1), (7, 0), (7, 4), (300, 120)])
-def test_draws_follow_the_law(mechanism: str, decode: str, k: int, x: int) -> None:
-    randomizer = Randomizer.with_defaults(mechanism, k, decode)
+@pytest.mark.parametrize(
+    ("mechanism", "decode", "k", "x", "bits"),
+    [
+        *((*rule, k, x, None) for rule in RULES for k, x in ((2, 1), (7, 0), (7, 4), (300, 120))),
+        *(("dbitflip", None, k, x, d) for k, d, x in ((11, 4, 5), (11, 2, 0), (6, 1, 5))),
+    ],
+)
+def test_draws_follow_the_law(
+    mechanism: str, decode: str | None, k: int, x: int, bits: int | None
+) -> None:
+    randomizer = Randomizer.with_defaults(mechanism, k, decode, bits)
     for epsilon in (0.7, 5.0):
         drawn = draws(randomizer, x, epsilon, 60_000, seed=k + x)
         assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
-
-
-@pytest.mark.parametrize(("k", "d"), [(11, 4), (11, 2), (6, 1)])
-def test_draws_with_sampled_bits_follow_the_law(k: int, d: int) -> None:
-    randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
-    for x in range(0, k, 5):
-        drawn = draws(randomizer, x, 3.0, 40_000, seed=x)
-        assert chi_square(drawn, transition_of(randomizer, 3.0)[x]) > ALIKE
 
 
 @pytest.mark.parametrize(("mechanism", "decode"), RULES)
@@ -208,23 +198,20 @@ def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
     assert randomizer.sample(index[:0], epsilon[:0], uniforms[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize(("mechanism", "decode"), RULES)
-def test_the_reference_path_has_the_same_law(mechanism: str, decode: str) -> None:
+@pytest.mark.parametrize(
+    ("mechanism", "decode", "bits"), [*((*rule, None) for rule in RULES), ("dbitflip", None, 2)]
+)
+def test_the_reference_path_has_the_same_law(
+    mechanism: str, decode: str | None, bits: int | None
+) -> None:
     for k, x, epsilon in ((5, 1, 1.0), (20, 19, 5.0)):
-        randomizer = Randomizer.with_defaults(mechanism, k, decode)
+        randomizer = Randomizer.with_defaults(mechanism, k, decode, bits)
         drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
         assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
         ours = draws(randomizer, x, epsilon, 6_000)
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
         assert scipy.stats.chi2_contingency(table.numpy()).pvalue > ALIKE
-
-
-@pytest.mark.parametrize(("k", "d"), [(12, 4), (10, 2)])
-def test_the_reference_path_with_sampled_bits(k: int, d: int) -> None:
-    randomizer = Randomizer.with_defaults("dbitflip", k, None, d)
-    drawn = reference_sample(randomizer, torch.full((8_000,), 7), 3.0, seed=5)
-    assert chi_square(drawn, transition_of(randomizer, 3.0)[7]) > ALIKE
 
 
 def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:

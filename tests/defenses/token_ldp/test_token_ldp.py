@@ -9,17 +9,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fedleak.defenses import BatchForm, DefenseContext, DefenseError, TokenLDP
+from lightning_fedleak.defenses import BatchForm, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer
 from lightning_fedleak.defenses.token_ldp.words import special_of
 from lightning_fedleak.strategies import DefendedStrategy
+from tests.defenses.token_ldp.test_ldp_mechanisms import chi_square
+from tests.helpers.inputs import context
 from tests.helpers.ldp import transition_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_t5
@@ -35,21 +36,6 @@ def gpt2() -> nn.Module:
     return tiny_gpt2()
 
 
-def context(
-    root: nn.Module, client: int = 0, entropy: bytes = b"e" * 32, **fields: Any
-) -> DefenseContext:
-    defaults = {
-        "root": root,
-        "client": client,
-        "clients": 8,
-        "device": torch.device("cpu"),
-        "precision": "32-true",
-        "step": 0,
-        "entropy": entropy,
-    }
-    return DefenseContext(**{**defaults, **fields})
-
-
 def rows(n: int, length: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (n, length), generator=generator)
@@ -59,18 +45,6 @@ def defended(defense: TokenLDP, root: nn.Module, batch: Any, **fields: Any) -> A
     where = context(root, **fields)
     defense.before_setup(where)
     return defense.on_batch(batch, where)
-
-
-def p_value(drawn: Tensor, transition: Tensor) -> float:
-    observed = torch.bincount(drawn, minlength=len(transition)).double()
-    common = transition * len(drawn) >= 5
-    pooled = [
-        torch.cat([v[common], v[~common].sum()[None]]) for v in (observed, transition * len(drawn))
-    ]
-    unchanged = pooled[1] > 1e-9
-    result, expected = pooled[0][unchanged], pooled[1][unchanged]
-    distance = ((result - expected) ** 2 / expected).sum()
-    return float(scipy.stats.chi2.sf(distance, len(expected) - 1))
 
 
 @pytest.mark.parametrize("memoize", [True, False])
@@ -89,7 +63,7 @@ def test_every_token_follows_the_law(
     transition = transition_of(Randomizer.with_defaults(mechanism, len(words)), 6.0)
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(words)] = transition[words.index(50)]
-    assert p_value(drawn[:, 2], expected) > 1e-4
+    assert chi_square(drawn[:, 2], expected) > 1e-4
     unchanged = float((drawn == ids)[:, [0, 1, 3]].double().mean())
     sigma = math.sqrt(float(transition[0, 0]) / (3 * len(ids)))
     assert unchanged == pytest.approx(float(transition[0, 0]), abs=5 * sigma)
@@ -111,16 +85,6 @@ def test_short_rows_spend_more_on_each_token(gpt2: nn.Module) -> None:
     assert torch.equal(drawn[::2, 2:], ids[::2, 2:])
 
 
-@given(epsilon=st.floats(0.1, 8), k=st.integers(2, 12), n=st.integers(1, 3))
-def test_a_row_has_the_epsilon_it_is_said_to_have(epsilon: float, k: int, n: int) -> None:
-    """Over all rows and outputs, tokens outside of the public set included."""
-    transition = transition_of(Randomizer.with_defaults("rappor", k), epsilon / n)
-    # Outside: a uniform one goes in.
-    transition = torch.cat([transition, transition.mean(0, keepdim=True)])
-    per_token = (transition.amax(0) / transition.amin(0)).max().log()
-    assert n * float(per_token) <= epsilon * (1 + 1e-9)
-
-
 def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     public = [10, 12, 14, 16]
     ids = rows(4000, 3)
@@ -131,9 +95,9 @@ def test_tokens_outside_of_a_public_set(gpt2: nn.Module) -> None:
     assert (drawn[:, 2] == 1).all()
     expected = torch.zeros(VOCAB, dtype=torch.float64)
     expected[torch.tensor(public)] = 0.25
-    assert p_value(drawn[:, 0], expected) > 1e-4
+    assert chi_square(drawn[:, 0], expected) > 1e-4
     expected[torch.tensor(public)] = transition_of(Randomizer.with_defaults("grr", 4), 2.0)[2]
-    assert p_value(drawn[:, 1], expected) > 1e-4
+    assert chi_square(drawn[:, 1], expected) > 1e-4
 
 
 def test_what_can_be_guessed_guarantees_nothing(gpt2: nn.Module) -> None:
@@ -159,35 +123,6 @@ def test_special_tokens_stay_and_none_comes_in(gpt2: nn.Module) -> None:
     assert special_of(tokenizer, "causal", True, None).tolist() == [7, 8]
     gpt_like = SimpleNamespace(all_special_ids=[9], unk_token_id=9, eos_token_id=9)
     assert special_of(gpt_like, "causal", True, None).tolist() == [9]
-
-
-def test_what_nobody_reads_does_not_pass(gpt2: nn.Module) -> None:
-    ids, mask = rows(2, 6), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[0, 5] = ids[0, 5]  # masked from attention, but the loss looks at it
-    defense = TokenLDP("grr", 1e-6, per="token")
-    new = defended(defense, gpt2, {"input_ids": ids, "attention_mask": mask, "labels": labels})
-    assert int(new["input_ids"][0, 4]) == 0
-    assert int(new["labels"][0, 4]) == -100
-    assert int(new["input_ids"][0, 5]) == int(new["labels"][0, 5]) != int(ids[0, 5])
-    assert new["attention_mask"] is mask
-
-
-@pytest.mark.parametrize("kind", ["dict", "tuple", "tensor"])
-def test_causal_labels_are_the_new_inputs(gpt2: nn.Module, kind: str) -> None:
-    ids = rows(20, 9)
-    labels = ids.clone()
-    labels[:, :3] = -100
-    batch = {"dict": {"input_ids": ids, "labels": labels}, "tuple": (ids, labels), "tensor": ids}
-    before = copy.deepcopy(batch[kind])
-    new = defended(TokenLDP("grr", 3.0), gpt2, batch[kind])
-    torch.testing.assert_close(batch[kind], before)
-    if kind == "tensor":
-        return
-    inputs, targets = new if kind == "tuple" else (new["input_ids"], new["labels"])
-    assert torch.equal(targets, inputs.masked_fill(labels == -100, -100))
-    assert inputs.dtype == ids.dtype
-    assert not torch.equal(inputs, ids)
 
 
 @given(
@@ -332,28 +267,6 @@ def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:
     assert defense.epsilon_per_sequence == 30.0
     assert defense.epsilon_spent == 120.0
     assert "epsilons add up" in defense.guarantee
-
-
-def test_a_resumed_fit_neither_replays_nor_forgets(gpt2: nn.Module) -> None:
-    ids = rows(4, 10)
-    for memoize in (True, False):
-        first = TokenLDP("grr", 30.0, memoize=memoize)
-        before = defended(first, gpt2, ids)
-        state = first.state_dict()
-        assert all(isinstance(v, int | float) for v in state.values())
-        second = TokenLDP("grr", 30.0, memoize=memoize)
-        second.load_state_dict(state)
-        after = defended(second, gpt2, ids, entropy=b"g" * 32)
-        assert not torch.equal(before, after)
-        assert second.releases_per_example == 2
-        assert second.batches == 2
-        # In one process, with or without a checkpoint.
-        first.teardown()
-        first.teardown()
-        first.load_state_dict(state)
-        defended(first, gpt2, ids, entropy=b"h" * 32)
-        assert first.releases_per_example == 2
-        assert first.epsilon_spent == 60.0
 
 
 def test_processes_of_one_client_draw_apart_unless_they_share_data(gpt2: nn.Module) -> None:

@@ -17,16 +17,15 @@ def ranks(tmp_path_factory):
     return two_processes("tests.callbacks.ddp_worker", tmp_path_factory.mktemp("ddp"))
 
 
-@pytest.mark.parametrize("case", ["fp32", "accumulation and clipping"])
-def test_training_is_bit_identical(ranks, case):
+def test_training_is_bit_identical(ranks):
     for rank in ranks:
-        assert rank[f"same/{case}"]
-        looks, steps, failures = rank[f"looks/{case}"]
+        assert rank["same"]
+        looks, steps, failures = rank["looks"]
         assert looks == steps > 0
         assert failures == 0
 
 
-@pytest.mark.parametrize("case", ["plain", "undefended", "world"])
+@pytest.mark.parametrize("case", ["plain", "world"])
 def test_each_stage_holds_the_gradient_computed_by_hand(ranks, case):
     assert all(rank[f"seen/{case}"] for rank in ranks)
     assert ranks[0][f"values/{case}"] == ranks[1][f"values/{case}"]
@@ -73,7 +72,6 @@ def test_a_failure_on_one_client_is_unknown_on_all_and_nobody_waits(ranks):
 def test_a_batch_that_one_client_cannot_read_is_unknown_on_all(ranks, client):
     for rank in ranks:
         assert rank[f"unreadable/{client}"] == [2, 2, 1]
-        assert rank[f"outside/{client}"] == [2, 2, 2]
 
 
 def test_a_first_batch_that_one_client_cannot_read_is_refused_on_all(ranks):
@@ -99,12 +97,6 @@ def test_a_cadence_by_cost_agrees_over_ranks(ranks):
     assert ranks[0]["overhead looks"] == ranks[1]["overhead looks"]
 
 
-def test_the_gate_stops_everywhere_at_once_and_saves(ranks):
-    for rank in ranks:
-        assert rank["gate"] == [1, 0]
-        assert rank["gate saved"]
-
-
 def told_to_all(values):
     """Return what process 0 tells the others: the worst client and the likeliest are its alone."""
     ends = ("_worst_client", "/p_of_this_look", "/p_over_looks")
@@ -127,9 +119,8 @@ def test_both_packages_of_lightning_defend_measure_and_stop_alike(ranks):
         assert second[package] == found
 
 
-@pytest.mark.parametrize("case", ["plain", "defended"])
-def test_each_client_plays_its_own_games_and_training_is_the_same(ranks, case):
-    first, second = (rank[f"games/{case}"] for rank in ranks)
+def test_each_client_plays_its_own_games_and_training_is_the_same(ranks):
+    first, second = (rank["games"] for rank in ranks)
     assert first["same"]
     assert second["same"]
     assert (first["looks"], first["failures"]) == (4, 1)
@@ -139,12 +130,11 @@ def test_each_client_plays_its_own_games_and_training_is_the_same(ranks, case):
     assert second["values"] == told_to_all(first["values"])
 
 
-@pytest.mark.parametrize("case", ["plain", "defended"])
-def test_what_one_client_gave_away_goes_to_the_first_process_alone(ranks, case):
-    first, second = (rank[f"games/{case}"] for rank in ranks)
+def test_what_one_client_gave_away_goes_to_the_first_process_alone(ranks):
+    first, second = (rank["games"] for rank in ranks)
     assert first["gathered"] == second["gathered"] == []
     assert second["games"] == second["clients"] == []
-    first, second = (rank[f"games again/{case}"] for rank in ranks)
+    first, second = (rank["games again"] for rank in ranks)
     assert (first["steps"], first["looks"]) == (second["steps"], second["looks"]) == (8, 8)
     assert first["first"]
     assert first["games"] > 3 * 2 * 8
@@ -152,7 +142,7 @@ def test_what_one_client_gave_away_goes_to_the_first_process_alone(ranks, case):
 
 
 def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
-    found = ranks[0]["games/plain"]
+    found = ranks[0]["games"]
     look, client, score, member, _ = zip(*found["games"], strict=True)
     assert len(look) == 3 * 2 * 8
     for at in range(3):
@@ -167,18 +157,6 @@ def test_games_are_pooled_over_clients_and_the_worst_client_is_logged(ranks):
     assert pooled < 1
     assert float(values["leakage/blind_on_one/auc_worst_client"]) == 1
     assert float(values["leakage/games_fail_on_one/auc"]) == 1
-
-
-def test_servers_that_add_nothing_ask_each_client(ranks):
-    for rank in ranks:
-        assert rank["passive"]["same"]
-        assert rank["passive"]["failures"] == 0
-        assert rank["passive"]["auc"] > 0.95
-
-
-@pytest.mark.parametrize("case", ["world", "aggregate"])
-def test_games_that_would_need_other_clients_batches_are_refused(ranks, case):
-    assert all("membership games" in rank[f"refused/{case}"] for rank in ranks)
 
 
 @pytest.mark.parametrize("client", ["rank", "world"])

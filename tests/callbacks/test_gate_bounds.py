@@ -82,17 +82,6 @@ def test_a_rate_that_is_never_known_is_refused(tmp_path, fpr, settings, gate, wo
         gate.setup(trainer, None, "fit")
 
 
-@pytest.mark.parametrize("metric", ["advantage", "auc"])
-def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric):
-    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)
-    name = f"leakage/fc_membership/{metric}"
-    gate = RiskGate(name, at_most=0.9, action=lambda event: None)
-    fit([gate, monitor], tmp_path)
-    assert monitor.failures == 0
-    assert monitor.engine.results.look_values[gate.metric] == 1
-    assert (gate.fired.step, gate.fired.value) == (1, 1)
-
-
 def test_a_new_fit_counts_breaches_anew(tmp_path):
     gate = RiskGate(F1, at_most=0.3, patience=3, action="stop")
     for root in "ab":

@@ -93,11 +93,9 @@ def identity(build: Callable[[], ToyLM] = ToyLM, **settings: Any) -> Case:
     return run
 
 
-CASES["identity fp32"] = identity()
 CASES["identity accumulation and clipping"] = identity(
     accumulate_grad_batches=2, gradient_clip_val=0.05
 )
-CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ManualLM)
 
 
@@ -179,8 +177,6 @@ class _Client:
 
 CONTEXT: Any = [_Client(0), _Client(1)]
 VALIDATION = {"limit_val_batches": 0, "logger": False}
-CASES["rank fp32"] = rank_clients(**VALIDATION)
-CASES["rank accumulation"] = rank_clients(accumulate=3, **VALIDATION)
 CASES["rank clipping"] = rank_clients(clip=0.02, **VALIDATION)
 CASES["rank reducer settings"] = rank_clients(
     ddp={"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True},

@@ -26,7 +26,6 @@ from lightning_fedleak.defenses import (
     ClipSettings,
     Defense,
     DefenseError,
-    ReleaseSettings,
     Users,
     mean_of_sample_means,
 )
@@ -39,7 +38,7 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import gathered
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
+from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, lora, trainer
 
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
@@ -49,16 +48,6 @@ Found = dict[str, Any]
 def whole(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
-
-
-def lora() -> nn.Module:
-    import peft
-
-    with own_rng(1):
-        config = peft.LoraConfig(
-            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-        )
-        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
 
 
 def gpt2(**settings: Any) -> nn.Module:
@@ -477,29 +466,6 @@ class Runs:
             return str(error)
         return "nothing was refused"
 
-    def budget(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        self.fit(defense, max_epochs=2)
-        longer = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        longer._budget.noise_multiplier = defense.noise_multiplier
-        return {
-            "epsilon": gathered(defense.privacy.epsilon),
-            "message": self.message(longer, max_epochs=4),
-            "releases": longer.accountant.steps,
-        }
-
     def resume(self, folder: Path) -> Found:
         """A checkpoint, a ledger, and releases after the one and before a crash."""
         folder = Path(gathered(str(folder))[0]) / type(self.strategy()).__name__
@@ -535,26 +501,6 @@ class Runs:
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )
-
-    def hardened(self) -> Found:
-        defense = DPSGD(
-            CLIP, noise_multiplier=20.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
-        )
-
-        class Harden(Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                if trainer.global_step == 1:
-                    defense.harden()
-
-        module, _, look = self.fit(
-            defense, self.module(lr=1e-4), look=True, callbacks=[Harden()], max_steps=2
-        )
-        return {
-            "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.accountant.share_spent),
-            "history": [list(row) for row in defense.accountant.history],
-            "agree": self.agree(module),
-        }
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}

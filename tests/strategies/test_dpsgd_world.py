@@ -173,13 +173,6 @@ def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) ->
     assert second["message"] == "the file is gone"
 
 
-def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
-    for facts in of(ranks, "budget"):
-        assert facts["epsilon"][0] == facts["epsilon"][1] == pytest.approx(5.0, rel=0.01)
-        assert "after 6 releases one more would cost more" in facts["message"]
-        assert facts["releases"] == 6
-
-
 def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> None:
     for found in of(ranks, "resume"):
         assert found["counted"] == [3, 8]  # two of them were lost by the checkpoint
@@ -188,14 +181,6 @@ def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> N
         assert found["alike"] < 0.1
         assert found["epsilon"][0] == found["epsilon"][1]
         assert found["agree"]
-
-
-def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
-    for facts in of(ranks, "hardened"):
-        assert facts["std"] == pytest.approx([20.0, 40.0], rel=0.05)
-        assert facts["history"] == [[20.0, 1 / 3, 1], [40.0, 1 / 3, 1]]
-        assert facts["spent"][0] == facts["spent"][1] > 0
-        assert facts["agree"]
 
 
 REFUSED = {

@@ -68,13 +68,6 @@ def test_epsilon_with_and_without_sampling_and_what_it_implies(tmp_path):
     assert fit.end == "finished"
 
 
-@pytest.mark.parametrize(("epsilon", "said"), [(1.2501, "1.26"), (7.9996, "8"), (0.123, "0.123")])
-def test_a_bound_is_never_rounded_down(tmp_path, epsilon, said):
-    record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent(epsilon, 1)])]
-    found = found_in(tmp_path, [result(1, f1=0.0)], record)
-    assert f"\u03b5 {said} at \u03b4 1e-05" in sentences_of(found)
-
-
 def test_infinite_epsilon_is_said_and_implies_nothing(tmp_path):
     record = [begin(defenses=[dpsgd()]), look(1, privacy=[spent("infinite", 1, sigma=0.0)])]
     found = found_in(tmp_path, [result(1, f1=0.0)], record)
@@ -140,31 +133,6 @@ def test_a_central_epsilon_is_set_beside_the_sum_of_clients(tmp_path):
     assert (fit.implied[0].stage, fit.implied[0].measured_auc) == ("aggregate", 0.6)
     assert "one client's update is not covered" in fit.privacy[0].statement
     assert fit.shared.seen_by.startswith("The sum over clients only")
-
-
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [
-        ({"run": "a", "kind": "look"}, "step is missing"),
-        ({"run": "a", "kind": "begin", "defenses": [{}]}, "defenses/name is missing"),
-        ({"run": "a", "kind": "look", "step": 0, "utility": [1]}, "utility"),
-        ({"run": "a", "kind": "end", "step": True, "how": "x"}, "step"),
-        ({"run": "a", "kind": "gate", "gate": "g", "did": "x", "step": 10**30}, "step"),
-        (look(0, privacy=[spent(-1.0, 1)]), "privacy/epsilon"),
-        (look(0, privacy=[spent(1.0, 1) | {"history": [[1.0, 2.0, 1]]}]), "privacy/history"),
-        (begin(attacks=[{"name": 1}]), "attacks/name"),
-    ],
-)
-def test_an_odd_line_is_named_and_costs_nothing_but_itself(tmp_path, odd, said):
-    lines = [result(0, f1=0.5), result(0, run="b", f1=0.7)]
-    found = found_in(tmp_path, lines, [begin("a"), odd, look(3), begin("b")])
-    assert [(fit.run, fit.recorded, fit.steps) for fit in found.runs] == [
-        ("a", True, 3),
-        ("b", True, 0),
-    ]
-    [told] = found.problems
-    assert told.startswith("1 of the lines of")
-    assert told.endswith(f"are not as a run writes them: 2 ({said})")
 
 
 def parts(value, at=()):

@@ -245,23 +245,6 @@ def test_a_checkpoint_of_a_defended_run_warns_where_the_defence_is_gone(tmp_path
         run.fit(sgd(), loader(), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
-def test_an_optimizer_that_lightning_does_not_know_is_refused() -> None:
-    class Own(ToyLM):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx: int) -> None:
-            own = torch.optim.SGD(self.parameters(), lr=0.1)
-            own.zero_grad()
-            self.loss(batch).backward()
-            own.step()
-
-    with pytest.raises(DefenseError, match="no defence has seen"):
-        fit(DefendedStrategy("auto", [GradientNoise(1.0, 1.0)]), Own)
-    fit(DefendedStrategy(), Own)
-
-
 def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get() -> None:
     halves, thirds = Scale(0.5, "halves"), Scale(1 / 3, "thirds")
     strategy = DefendedStrategy("auto", [Freeze("head"), halves, thirds])

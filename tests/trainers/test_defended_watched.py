@@ -16,7 +16,7 @@ from lightning_fedleak.defenses import DPSGD, Defense, GradientNoise
 from lightning_fedleak.engine import Games
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import LeakageCallback, Threshold
+from lightning_fedleak.trainers import LeakageCallback
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
@@ -91,12 +91,3 @@ def test_the_defended_gradient_is_shared_and_the_bare_one_is_local(tmp_path: Pat
     assert latest["privacy/noise_multiplier"] == 4.0
     (record,) = tmp_path.rglob("run.jsonl")
     assert json.loads(record.read_text().splitlines()[0])["defenses"][0]["name"] == "dpsgd"
-
-
-def test_a_gate_hardens_what_acts(tmp_path: Path) -> None:
-    defense = DPSGD(CLIP, target_epsilon=8.0, target_delta=1e-3, accountant="filter")
-    trainer = trainer_of(tmp_path, model(), [defense])
-    gate = Threshold("leakage/bag_of_words/f1", at_most=0.0, action="harden")
-    trainer.add_callback(LeakageCallback(trainer, [BagOfWords()], [gate], every_n_steps=1))
-    trainer.train()
-    assert gate.notches == defense.notches > 0

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor, PrefixInversion
+from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -335,15 +335,6 @@ def test_whatever_raises_the_trainer_is_put_back(tmp_path: Path, moment: str) ->
     trainer.train()  # again, from its beginning
     assert lines(tmp_path, "run")[-1]["how"] == "finished"
     assert callback.latest["leakage/bag_of_words/f1"] == 1.0
-
-
-def test_texts_of_every_batch_of_a_step_cross_the_split(tmp_path: Path) -> None:
-    attack = PrefixInversion(1, None, language_model=False)
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=1)
-    watched(trainer, [attack], texts=8)
-    trainer.train()
-    [line] = lines(tmp_path)
-    assert (line["unknown"], line["n"]) == (None, 8), "four of each batch"
 
 
 def test_the_last_group_of_batches_is_short(tmp_path: Path) -> None:

@@ -10,36 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-
-
-class TwinModule(pl.LightningModule):
-    """A :class:`CausalLMModule` for the Trainer of ``pytorch_lightning``."""
-
-    def __init__(self, model: nn.Module, optimizer: str) -> None:
-        super().__init__()
-        self.model, self.lr, self.optimizer_name = model, 1e-2, optimizer
-
-    training_step = CausalLMModule.training_step
-    configure_optimizers = CausalLMModule.configure_optimizers
 
 
 class FailsOnOne(Probe):
@@ -80,26 +66,6 @@ class BlindOnOne(FCMembership):
         if view.gradients[-1].client == 1:
             return MembershipGuess(torch.zeros_like(guess.scores), guess.members)
         return guess
-
-
-class ReadsRankZero(EmbeddingDescent):
-    """Guesses token 0 alone on rank 1."""
-
-    default_name = "reads_one"
-
-    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
-        if dist.get_rank() == 1:
-            return TextGuess(torch.zeros(hidden.shape[:2], dtype=torch.int64))
-        return super().reconstruct(hidden, mask, positions)
-
-
-class ReadsFailOnOne(EmbeddingDescent):
-    default_name = "reads_fail_on_one"
-
-    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
-        if dist.get_rank() == 1:
-            raise RuntimeError("only here")
-        return super().reconstruct(hidden, mask, positions)
 
 
 class FailsThere(RuntimeError):
@@ -157,36 +123,6 @@ def run(
     module = module_class(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
     settings = {"strategy": "ddp", "devices": 2, "n": 16} | settings
     return fit(callbacks, root, module=module, **settings)
-
-
-def run_with_each_package(root: Path) -> dict[str, Any]:
-    """One defended run until its gate stops it, by the Trainer of each package."""
-    found = {}
-    for trainer_class, module_class in ((L.Trainer, CausalLMModule), (pl.Trainer, TwinModule)):
-        model = module_class(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
-        strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
-        monitor = LeakageMonitor(
-            Probe(),
-            every_n_steps=1,
-            settings=WatchSettings(stages=("local", "shared", "aggregate")),
-        )
-        gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
-        trainer = fit(
-            [monitor, gate], root / trainer_class.__module__, module=model, n=32,
-            kind=trainer_class, strategy=strategy, devices=2,
-        )  # fmt: skip
-        found[package_of(trainer)] = {
-            "strategy": type(trainer.strategy).__mro__[3].__module__,
-            "steps": trainer.global_step,
-            "values": {
-                name: value
-                for name, value in monitor.latest.items()
-                if name.startswith("leakage") and not name.endswith("_worst_client")
-            },
-            "weights": sum(float(p.double().abs().sum()) for p in model.parameters()),
-            "saved": gate.fired is not None and Path(str(gate.fired.checkpoint)).exists(),
-        }
-    return found
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -298,21 +234,6 @@ def main(root: Path) -> None:
         "failures": monitor.failures,
         "n": {line["attack"]: (line["client"], line["n"]) for line in lines if line["step"] == 0},
     }
-    before = footprint(run(root / "no-inversion", []))
-    for client in ("rank", "world"):
-        attacks = [ReadsRankZero(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
-        monitor = LeakageMonitor(
-            attacks, every_n_steps=1, settings=WatchSettings(client=client, texts=3)
-        )
-        after = footprint(run(root / f"inversion-{client}", [monitor]))
-        last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
-        out[f"inversion/{client}"] = {
-            "same": same(before, after),
-            "looks": monitor.looks,
-            "failures": monitor.failures,
-            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
-            "line": json.loads(last),
-        }
     probe = Probe()
     defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
     monitor = LeakageMonitor(probe, every_n_steps=100, settings=WatchSettings(stages=stages))
@@ -341,7 +262,8 @@ def main(root: Path) -> None:
     gate = RiskGate(name, at_most=monitor.latest["leakage/worse_on_one/f1"])
     worst_monitor = LeakageMonitor(WorseOnOne(), every_n_steps=1)
     trainer = run(root / "gate-worst", [gate, worst_monitor])
-    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
+    saved = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
+    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value, saved)
 
     monitor = LeakageMonitor(
         [FailsOnOne(), Probe()], every_n_steps=50, settings=WatchSettings(client="world")
@@ -365,8 +287,6 @@ def main(root: Path) -> None:
         run(root / "first", [monitor], FusedLossModule)
     except (BatchError, FailsThere) as error:
         out["first"] = type(error).__name__
-
-    out["either package"] = run_with_each_package(root / "either")
 
     (root / f"{rank}.json").write_text(json.dumps(out))
 

@@ -1,6 +1,5 @@
 """A family of leak that the package does not know, in one file of its own."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fedleak.attacks import FCMembership, TextAttack, TextGuess
-from lightning_fedleak.attacks.base import Surfaces
+from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.records import Family
-from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
 from tests.helpers.lightning_modules import random_token_loader
@@ -99,70 +93,3 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
     assert trainer.global_step == 1
     assert strict.fired is not None
     assert strict.fired.value == 1
-
-
-class Crashing(CountsChannel):
-    """Fails where a channel must not."""
-
-    reads = type("CrashingCount", (TextCount,), {"default_name": "crashing"})
-    leak = Family(name="crashing", headline="right")
-
-    def at_moment(self, moment):
-        raise RuntimeError("a secret word")
-
-
-def test_a_channel_that_crashes_is_unknown_and_harms_no_other(tmp_path: Path) -> None:
-    try:
-        monitor = LeakageMonitor([Crashing.reads(1.0), Probe()], every_n_steps=2)
-        with pytest.warns(UserWarning, match="RuntimeError at test_fourth_family.py") as caught:
-            trainer = fit([monitor], tmp_path)
-    finally:
-        del Channel.registry[Crashing.reads]
-    assert not any("secret" in str(w.message) for w in caught)
-    assert trainer.global_step == 8
-    assert math.isnan(monitor.latest["leakage/crashing/right"])
-    assert monitor.latest["leakage/probe/f1"] > 0
-
-
-# ---- texts from gradients -----------------------------------------------------------------------
-
-
-class FromGradients(TextAttack):
-    """Knows every text of the batch, in another order, and one token of each wrongly."""
-
-    threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
-    default_name = "from_gradients"
-    needs_control = False  # it counts what it was shown
-
-    def __init__(self, batches) -> None:
-        super().__init__()
-        self.batches = batches
-        self.stages = []
-
-    def needs(self, anatomy):
-        return Surfaces(gradients=(HEAD_WEIGHT,))
-
-    def run(self, view, query=None):
-        snapshot = view.gradients[-1]
-        self.stages.append(str(snapshot.stage))
-        assert snapshot.tensors[HEAD_WEIGHT].abs().sum() > 0
-        tokens = self.batches[snapshot.step]["input_ids"].flip(0).clone()
-        tokens[:, 1] = 0
-        return TextGuess(tokens)
-
-
-def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
-    loader = random_token_loader(16)
-    attack = FromGradients(list(loader))
-    stages = ("local", "shared", "aggregate")
-    monitor = LeakageMonitor(
-        attack, every_n_steps=1, settings=WatchSettings(texts=3, stages=stages)
-    )
-    fit([monitor], tmp_path, loader=loader)
-    assert monitor.failures == 0
-    assert monitor.looks == 4
-    length = attack.batches[0]["input_ids"].shape[1]
-    for prefix in ("leakage_local", "leakage", "leakage_aggregate"):
-        right = monitor.latest[f"{prefix}/from_gradients/token_accuracy"]
-        assert right == pytest.approx((length - 1) / length)
-    assert attack.stages == ["local"] * 4  # the same gradient at all three: run once

@@ -119,7 +119,7 @@ def test_what_is_read_without_an_error_does_not_leave(tmp_path: Path) -> None:
 DROWNED = "Noise will drown the updates: its norm is"
 
 
-@pytest.mark.parametrize("trust", ["central", "local", "secure_aggregation"])
+@pytest.mark.parametrize("trust", ["central", "local"])
 def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> None:
     private = {"epsilon": 8.0, "trust": trust}
     printed, folder = federate(tmp_path, small, **private)

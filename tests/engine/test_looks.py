@@ -445,12 +445,6 @@ def test_a_curve_ends_at_the_last_step_and_stays_within_its_price(
         assert max(gaps) <= math.ceil((steps - 1) / 9)
 
 
-def test_ten_looks_are_evenly_spread_where_they_fit() -> None:
-    cadence = Cadence(share=0.005, is_curve=True)
-    cadence.begin(0, 100)
-    assert looks_of(cadence, 100, 1.0, 1.0) == [*range(0, 100, 11)]
-
-
 @given(
     steps=st.integers(2, 3000),
     share=st.floats(0, 1),

@@ -115,15 +115,6 @@ def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
     assert differing > len(read_lines(run, RECORD)[-1]["weights"]) // 2
 
 
-def test_an_invented_loss_is_found(tmp_path: Path) -> None:
-    first = train(tmp_path / "first")
-    number = next(n for n, one in enumerate(read_lines(first, RECORD)) if one.get("utility"))
-    change(first, RECORD, number, lambda line: line["utility"].update(train_loss=0.1))
-    verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
-    assert verdict.status == CONTRADICTED
-    assert "train_loss is not what" in verdict.contradictions[0]
-
-
 @pytest.mark.parametrize("name", ["metrics", "utility"])
 def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
     """An invented name does not end the comparison of the others."""
@@ -156,19 +147,28 @@ def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path)
     assert "was not compared" in check.verdict.open[0]
 
 
-def test_an_invented_leakage_is_found_although_all_hashes_fit(tmp_path: Path) -> None:
-    first = train(tmp_path / "first")
-
-    def lower(line: dict[str, Any]) -> None:
-        line["metrics"]["f1"]["value"] /= 2
-
-    change(first, RESULTS, 1, lower)
+@pytest.mark.parametrize(
+    ("file", "edit", "named"),
+    [
+        (
+            RESULTS,
+            lambda x: x["metrics"]["f1"].update(value=0.1),
+            "bag_of_words, f1 is not what",
+        ),
+        (RECORD, lambda line: line["utility"].update(train_loss=0.1), "train_loss is not what"),
+    ],
+)
+def test_an_invented_number_is_found_although_all_hashes_fit(
+    tmp_path: Path, file: str, edit: Any, named: str
+) -> None:
+    first, field = train(tmp_path / "first"), "metrics" if file == RESULTS else "utility"
+    number = next(n for n, one in enumerate(read_lines(first, file)) if one.get(field))
+    change(first, file, number, edit)
     assert verify_run(first).verdict.status == HOLDS
     check = verify_run(first, repetition=train(tmp_path / "again", first))
     assert check.verdict.status == CONTRADICTED
     [text] = check.verdict.contradictions
-    step = json.loads(lines_of(first / RESULTS)[1])["step"]
-    assert f"step {step}: leakage, shared, bag_of_words, f1 is not what" in text
+    assert named in text
     assert "1 of" in text
 
 

@@ -235,29 +235,6 @@ def test_a_lifted_gate_is_named_although_all_hashes_fit(tmp_path: Path, metric: 
     assert "did not act" in text
 
 
-def test_a_look_that_is_left_out_is_named_although_all_hashes_fit(tmp_path: Path) -> None:
-    """Of each step; with all of its lines in both files, and a last line that counts again."""
-    honest(tmp_path, random.Random(0))
-    originals = {name: (tmp_path / name).read_bytes().splitlines() for name in (RECORD, RESULTS)}
-    for step in range(6):
-        kept = {
-            name: [
-                line
-                for line in map(json.loads, lines)
-                if line["kind" if name == RECORD else "run"] in ("begin", "end")
-                or line["step"] != step
-            ]
-            for name, lines in originals.items()
-        }
-        results = chained_again([json.dumps(line).encode() for line in kept[RESULTS]])
-        kept[RECORD][-1] |= {"results": len(results), "results_head": hash_line(results[-1])}
-        record = chained_again([json.dumps(line).encode() for line in kept[RECORD]])
-        (tmp_path / RESULTS).write_bytes(b"\n".join(results) + b"\n")
-        (tmp_path / RECORD).write_bytes(b"\n".join(record) + b"\n")
-        [text] = verify_run(tmp_path).verdict.contradictions
-        assert f"planned at step {step} is missing" in text
-
-
 def plans(
     folder: Path, *lines: dict[str, Any], looks: str = "every_n_steps=2", goes_on: bool = False
 ) -> Verdict:

@@ -468,15 +468,6 @@ def test_terms_of_which_a_full_disk_took_half_are_written_anew(tmp_path):
         dp(clients=7, ledger=path)
 
 
-def test_a_checkpoint_goes_on_counting():
-    first = dp()
-    for _ in range(3):
-        first.mean({}, LIKE)
-    second = dp()
-    second.load_state_dict(first.state_dict())
-    assert second.privacy == first.privacy
-
-
 @pytest.mark.parametrize(("before", "after"), [("fixed", "poisson"), ("poisson", "fixed")])
 def test_a_checkpoint_of_other_draws_is_refused(before, after):
     """Fixed draws counted as Poisson would show too small an epsilon."""

@@ -209,28 +209,33 @@ def test_how_a_run_ended(tmp_path, record, said):
     assert said in fit.end
 
 
-def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path):
-    """Of those of "b" 10 are of "a", which went on to 12; "d" came of a fit that is not here."""
-    lines = [result(0, run=run, f1=0.0) for run in "abd"]
-    of_a, of_b, of_d = one_fit("a", 12), one_fit("b", 30), one_fit("d", 5)
-    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
-    of_d[0]["resumed"] = {"run": "not given", "privacy": [spent(1.0, 4)]}
-    found = found_in(tmp_path, lines, [*of_a, *of_b, *of_d])
-    [together] = found.privacy_together
-    assert together.epsilon == rounded_up(
-        epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 20), (1.0, 0.01, 5)], 1e-5, "prv")
-    )
-
-
-def test_a_killed_fit_recorded_less_than_its_checkpoint_held(tmp_path):
-    """The last look of "a" was after 8 releases, its checkpoint after 10: 30 in all, not 28."""
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    of_a, of_b = one_fit("a", 8), one_fit("b", 30)
-    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10)]}
-    [together] = found_in(tmp_path, lines, [*of_a, *of_b]).privacy_together
-    assert together.epsilon == rounded_up(
-        epsilon_of([(1.0, 0.01, 8), (1.0, 0.01, 22)], 1e-5, "prv")
-    )
+@pytest.mark.parametrize(
+    ("counts", "taken", "releases"),
+    [
+        # Of those of "b" 10 are of "a", which went on to 12; "d" came of a fit that is not here.
+        (
+            {"a": 12, "b": 30, "d": 5},
+            {"b": ("a", 10, 1.0), "d": ("not given", 4, 1.0)},
+            (12, 20, 5),
+        ),
+        # The last look of "a" was after 8 releases, its checkpoint after 10: 30 in all, not 28.
+        ({"a": 8, "b": 30}, {"b": ("a", 10, 1.0)}, (8, 22)),
+        # Releases under other noise are no part of "a", and are not taken off.
+        ({"a": 12, "b": 30}, {"b": ("a", 10, 2.0)}, (12, 30)),
+    ],
+)
+def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path, counts, taken, releases):
+    record = []
+    for run, count in counts.items():
+        first, *rest = one_fit(run, count)
+        if run in taken:
+            of, before, sigma = taken[run]
+            first["resumed"] = {"run": of, "privacy": [spent(1.0, before, sigma=sigma)]}
+        record += [first, *rest]
+    lines = [result(0, run=run, f1=0.0) for run in counts]
+    [together] = found_in(tmp_path, lines, record).privacy_together
+    history = [(1.0, 0.01, count) for count in releases]
+    assert together.epsilon == rounded_up(epsilon_of(history, 1e-5, "prv"))
 
 
 def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
@@ -240,16 +245,6 @@ def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
     record = [*of_one, *one_fit("c", 30)]
     [together] = found_in(tmp_path, lines, record).privacy_together
     assert together.fits == 2
-    assert together.epsilon == rounded_up(
-        epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
-    )
-
-
-def test_releases_that_are_no_part_of_a_fit_are_not_taken_off(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    of_a, of_b = one_fit("a", 12), one_fit("b", 30)
-    of_b[0]["resumed"] = {"run": "a", "privacy": [spent(1.0, 10, sigma=2.0)]}
-    [together] = found_in(tmp_path, lines, [*of_a, *of_b]).privacy_together
     assert together.epsilon == rounded_up(
         epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
     )

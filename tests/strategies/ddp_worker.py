@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,25 +211,6 @@ def huge(_: Path) -> dict[str, Any]:
         "correlation": float(torch.corrcoef(torch.stack([first, second]))[0, 1]),
         "ranks began alike": ranks_agree(tap.weights[0]),
         "ranks agree": ranks_agree(list(model.parameters())),
-    }
-
-
-@CASES.named("rank resume")
-def resume(folder: Path) -> dict[str, Any]:
-    def defended() -> DefendedStrategy:
-        return DefendedStrategy("ddp", [GradientNoise(CLIP, SIGMA, seed=7)])
-
-    settings = {"devices": 2, "shuffle": False}
-    whole, _ = fit(defended(), sgd, max_epochs=2, **settings)
-    keep = ModelCheckpoint(dirpath=folder / "resume", save_last=True)
-    fit(defended(), sgd, callbacks=[keep], enable_checkpointing=True, **settings)
-    strategy = defended()
-    path = str(folder / "resume" / "last.ckpt")
-    again, run = fit(strategy, sgd, max_epochs=2, ckpt_path=path, **settings)
-    return {
-        "same": same(list(whole.parameters()), list(again.parameters())),
-        "releases": strategy.defenses[0].releases,
-        "steps": run.global_step,
     }
 
 

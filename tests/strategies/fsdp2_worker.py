@@ -110,11 +110,9 @@ def identity(build: Callable[[], ToyLM] = ShardedLM, **settings: Any) -> Case:
     return run
 
 
-CASES["identity fp32"] = identity()
 CASES["identity accumulation and clipping"] = identity(
     accumulate_grad_batches=2, gradient_clip_val=0.05
 )
-CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
 
 
@@ -188,21 +186,7 @@ def noised(clip: float | None, accumulate: int = 1) -> Case:
     return run
 
 
-CASES["noise clipped"] = noised(CLIP)
-CASES["noise alone"] = noised(None)
 CASES["noise accumulated"] = noised(CLIP, accumulate=2)
-
-
-@CASES.named("clip binds the joint norm")
-def clip_binds(_: Path) -> dict[str, Any]:
-    tap = Recorder()
-    strategy = defended(GradientNoise(CLIP, 0.0))
-    strategy.add_tap(tap)
-    fit(strategy, sgd, devices=2)
-    return {
-        "before": min(float(g.norm()) for g in tap.whole[Stage.LOCAL]),
-        "after": [float(g.norm()) / CLIP for g in tap.whole[Stage.SHARED]],
-    }
 
 
 @CASES.named("resume")

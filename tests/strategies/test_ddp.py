@@ -59,11 +59,6 @@ def test_the_aggregate_is_the_mean_of_what_was_shared(ranks) -> None:
         assert found["ranks agree"]
 
 
-def test_resume(ranks) -> None:
-    for found in of(ranks, "rank resume"):
-        assert found == {"same": True, "releases": 6, "steps": 6}
-
-
 def test_all_ranks_are_one_client(ranks) -> None:
     for found in of(ranks, "world"):
         assert found["local"] < 1e-5

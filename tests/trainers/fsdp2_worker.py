@@ -28,7 +28,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak.engine.channels import control
@@ -236,30 +235,6 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
                 "certified": watch.latest[f"{name}/certified"],
                 "facts": lines(place, "run")[0]["training"]["mixed_precision"],
             }
-    return out
-
-
-@CASES.named("real model")
-def real_model(folder: Path) -> dict[str, Any]:
-    """The lowest F1 of a real model's words at a look, whole and LoRA; empty without it.
-
-    They are words of a story: most of the 32,000 tokens were in no text of its training, and their
-    embeddings are one vector still, within 2e-5, which a gradient in float32 hardly tells apart.
-    """
-    place = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
-    if not place.exists():
-        return {}
-    out = {}
-    ids = AutoTokenizer.from_pretrained(place)(STORY, return_tensors="pt")["input_ids"]
-    vocabulary = ids.unique()
-    torch.manual_seed(1)  # of the adapter
-    for kind in ("full", "lora"):
-        model = AutoModelForCausalLM.from_pretrained(place)
-        if kind == "lora":
-            model = with_lora(model, 16, ["q_proj", "k_proj", "v_proj"])
-        attack = words()
-        loop(folder / kind, shard(model.train()), [attack], vocabulary=vocabulary)
-        out[kind] = min(map(agreement, attack.named, truth(vocabulary=vocabulary)))
     return out
 
 

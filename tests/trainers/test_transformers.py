@@ -155,7 +155,6 @@ def test_three_faces_write_the_same_lines(tmp_path: Path) -> None:
     [
         {},
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "bf16": True},
-        {"gradient_checkpointing": True},
         pytest.param(
             {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
         ),
@@ -168,7 +167,7 @@ def test_training_is_not_disturbed(tmp_path: Path, settings: dict[str, Any]) -> 
         torch.compiler.reset()
         trainer, recorder = trainer_of(tmp_path / str(on), dropout=0.2, **settings), Recorder()
         played = [FlatChat(n_types=12), BagOfWords()]
-        if not settings.get("gradient_checkpointing") and not settings.get("torch_compile"):
+        if not settings.get("torch_compile"):
             played.append(FCMembership(1))  # type: ignore[arg-type]
         callback = watched(trainer, played, games=Games(targets=4)) if on else None
         trainer.add_callback(recorder)

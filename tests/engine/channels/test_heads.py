@@ -147,9 +147,9 @@ def test_a_row_that_holds_the_mask_token_is_left_out_alone(tmp_path: Path) -> No
     assert sum(n) == 238
 
 
-@pytest.mark.parametrize("head", ["token", "masked"])
-def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path, head: str) -> None:
+def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path) -> None:
     """The rows that are watched are not those that the loss is computed on."""
+    head = "masked"
     model = encoder(head)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     rows, fresh = data(head, 480)[:240], data(head, 480)[240:]

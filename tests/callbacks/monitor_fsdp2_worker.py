@@ -31,12 +31,11 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Attack, Query
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import Observation, Stage
+from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import gpt2, llama, with_lora
 from tests.callbacks.runs import Probe, fit
@@ -171,51 +170,6 @@ class Each(L.Callback):
 
 
 CASES["values"] = compared
-
-
-class Taken:
-    """The head's whole gradient at each stage, as a tap of the strategy sees it."""
-
-    def __init__(self, strategy: DefendedStrategy, head: Callable[[], Tensor]) -> None:
-        self.head, self.gradients = head, dict[str, list[Tensor]]()
-        strategy.add_tap(self.tap)
-
-    def tap(self, stage: Stage, _: torch.optim.Optimizer) -> None:
-        gradient = self.head().grad
-        assert gradient is not None
-        self.gradients.setdefault(str(stage), []).append(whole(gradient))
-
-
-class Tapped(L.Callback):
-    """Puts a :class:`Taken` in."""
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.taken = Taken(trainer.strategy, lambda: module.model.lm_head.weight)  # type: ignore[arg-type]
-
-
-@CASES.named("values noised")
-def values_noised(folder: Path) -> dict[str, Any]:
-    """What is logged, and the same attack by hand on what really left."""
-    monitor = LeakageMonitor(
-        FlatChat(n_types=40), every_n_steps=1, settings=WatchSettings(stages=STAGES)
-    )
-    looks: list[dict[str, str]] = []
-    tapped = Tapped()
-    run(folder, [monitor, Each(monitor, looks), tapped], [GradientNoise(CLIP, SIGMA)])
-    out: dict[str, Any] = {"failures": monitor.failures, "found": {}}
-    for stage, prefix in zip(
-        STAGES, ("leakage_local", "leakage", "leakage_aggregate"), strict=True
-    ):
-        logged = [float(look[f"{prefix}/flatchat/recall"]) for look in looks]
-        by_hand = []
-        for gradient, batch in zip(tapped.taken.gradients[stage], texts(None), strict=True):
-            true = set(batch["labels"][:, 1:].flatten().tolist())
-            named = set(flatchat(gradient, 40.0).types.tolist())
-            by_hand.append(len(true & named) / len(true))
-        out["found"][stage] = {"logged": logged, "by hand": by_hand}
-    local, shared = (torch.stack(tapped.taken.gradients[s]) for s in STAGES[:2])
-    out["noise"] = float((shared - local).norm() / shared.norm())
-    return out
 
 
 @CASES.named("undisturbed")

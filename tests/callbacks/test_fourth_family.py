@@ -19,20 +19,32 @@ from tests.helpers.notices import announced
 RIGHT = "leakage/text_count/right"
 
 
-def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LeakageMonitor, Path]:
+    """A fit under this attack and others."""
+    folder = tmp_path_factory.mktemp("counts")
+    settings = WatchSettings(stages=("local", "shared"), reveal=True)
     attacks = [Probe(), TextCount(1e9), FCMembership(1)]
-    monitor = LeakageMonitor(
-        attacks, every_n_steps=2, settings=WatchSettings(stages=("local", "shared"))
-    )
-    fit([monitor], tmp_path, logger=TensorBoardLogger(tmp_path), n=32)
+    monitor = LeakageMonitor(attacks, every_n_steps=2, settings=settings)
+    fit([monitor], folder, logger=TensorBoardLogger(folder), n=32)
+    return monitor, folder
+
+
+def revealed_by(monitor: LeakageMonitor) -> list[tuple[int, str]]:
+    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
+    return channel.revealed
+
+
+def test_it_is_logged_beside_the_others(watched: tuple[LeakageMonitor, Path]) -> None:
+    monitor, folder = watched
     assert monitor.failures == 0
     assert monitor.latest[RIGHT] == 0
     assert monitor.latest["leakage_local/text_count/off"] == 4
     assert f"{RIGHT}_low" in monitor.metric_names()
-    lines = lines_of(tmp_path, "text_count")
+    lines = lines_of(folder, "text_count")
     assert [(line["step"], line["stage"]) for line in lines][:2] == [(0, "local"), (0, "shared")]
     assert lines[-1]["metrics"]["right"]["value"] == 0
-    [board] = tmp_path.rglob("events.out*")
+    [board] = folder.rglob("events.out*")
     events = EventAccumulator(str(board)).Reload()
     shared = [
         line for line in lines if line["stage"] == "shared"
@@ -40,19 +52,14 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * len(shared)
 
 
-@pytest.mark.parametrize("reveal", [True, False])
-def test_it_reveals_what_it_recovered_where_that_is_wanted(tmp_path: Path, reveal: bool) -> None:
-    settings = WatchSettings(reveal=reveal)
-    monitor = LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=4, settings=settings)
-    fit([monitor], tmp_path)
-    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
-    expected = [(step, f"== step {step}, leakage/text_count") for step in (0, 4)]
-    assert channel.revealed == (expected if reveal else [])
+def test_it_reveals_what_it_recovered(watched: tuple[LeakageMonitor, Path]) -> None:
+    revealed = revealed_by(watched[0])
+    heads = [(n, f"== step {n}, leakage{at}/text_count") for n in (0, 2, 4, 6) for at in ("",)]
+    assert [one for one in revealed if "_local" not in one[1]] == heads
 
 
-def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:
-    fit([LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=2)], tmp_path)
-    report = findings(read([tmp_path]))
+def test_the_report_speaks_of_it_in_its_own_words(watched: tuple[LeakageMonitor, Path]) -> None:
+    report = findings(read([watched[1]]))
     [attack] = [one for one in report.runs[0].attacks if one.name == "text_count"]
     assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
     assert report.verdict.worst["counts"] == 0.0
@@ -77,6 +84,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
             enable_checkpointing=True,
             **more,
         )
+        assert revealed_by(monitor) == []
         [(series, channel)] = monitor.engine.series.items()
         return monitor, gate, channel.state_dict()[f"counts of {series.log_name}"]
 

@@ -46,15 +46,6 @@ def test_every_look_finds_what_one_process_finds_on_all_texts(ranks) -> None:
                 assert float(value) == other, metric
 
 
-def test_values_are_of_what_left_noise_and_all(ranks) -> None:
-    for found in of(ranks, "values noised"):
-        assert found["failures"] == 0
-        assert found["noise"] > 1
-        for stage in found["found"].values():
-            assert stage["logged"] == pytest.approx(stage["by hand"], abs=1e-12)
-        assert found["found"]["local"] != found["found"]["shared"]
-
-
 def test_looks_gather_what_their_attack_reads_and_no_more(ranks) -> None:
     for found in of(ranks, "gathered parts"):
         for case in found.values():

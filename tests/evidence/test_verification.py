@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
-from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
 from lightning_fedleak.evidence.chain import ChainedFile, read_chain
 from lightning_fedleak.evidence.signing import STATEMENT
@@ -35,6 +34,7 @@ from lightning_fedleak.report.records import (
     hash_line,
 )
 from lightning_fedleak.trainers import Threshold, Watch
+from tests.helpers import loops
 from tests.helpers.models import tiny_gpt2
 from tests.report.lines import begin, look, result
 
@@ -303,27 +303,21 @@ def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:
 
 
 def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
-    torch.manual_seed(0)
-    model = tiny_gpt2(tied=False).train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    """Watch a loop that saves what is there after two steps."""
+    model = tiny_gpt2(tied=False)
     gate = Threshold("leakage/bag_of_words/f1", at_most=0.9, action="warn")
-    settings = WatchSettings(tensorboard=False, report=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    watch = Watch(
-        model, optimizer, [BagOfWords()], [gate], folder=folder, every_n_steps=1, settings=settings
-    )
-    with watch:
+    made: list[Watch] = []
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
         for step in range(steps):
             ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(step))
-            batch = {"input_ids": ids, "labels": ids}
-            with watch.step(batch):
-                model(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            yield {"input_ids": ids, "labels": ids}
             if step == 1:
-                watch.state_dict()
+                made[0].state_dict()
                 save_file(dict(model.state_dict()), folder / "checkpoint.safetensors")
-    return model, watch
+
+    settings = {"batches": batches(), "gates": [gate], "lr": 0.1, "configure": made.append}
+    return model, loops.watched(folder, [BagOfWords()], model, report=True, **settings)
 
 
 def test_a_watched_run_is_closed_and_its_weights_and_report_are_its_own(

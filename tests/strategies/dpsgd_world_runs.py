@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
-    ClipSettings,
     Defense,
     DefenseError,
     Users,
@@ -31,7 +30,6 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
-from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
@@ -317,29 +315,6 @@ class Runs:
         finally:
             clipped_sum_module.AT_ONCE = original
 
-    def checked_like_trusted(self) -> Found:
-        """A look through the graph leaves training as it is: against runs without any."""
-        weights = []
-        original = loss_graph.check_isolation
-        looks = 0
-
-        def counted(*args: Any, **keywords: Any) -> None:
-            nonlocal looks
-            looks += 1
-            original(*args, **keywords)
-
-        for loss, look in (("checked", counted), ("trusted", lambda *_, **__: None)):
-            loss_graph.check_isolation = look
-            try:
-                L.seed_everything(0, verbose=False)
-                module = self.module(gpt2(dropout=0.2))
-                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss=loss))
-                self.fit(defense, module, max_steps=6)
-            finally:
-                loss_graph.check_isolation = original
-            weights.append([whole(p) for p in module.parameters()])
-        return {"same": all(map(torch.equal, *weights)), "looks": looks}
-
     def noise(self) -> Found:
         """Much of it; accounted as in one process."""
         sigma = 50.0
@@ -395,29 +370,6 @@ class Runs:
         message = self.message(defense, module)
         finite = all(bool(local_part(p).isfinite().all()) for p in module.parameters())
         return {"message": message, "releases": defense.accountant.steps, "finite": finite}
-
-    def broken_stand_in(self) -> Found:
-        """The loss of what stands in for an empty batch is infinite."""
-        module = self.module()
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss="trusted"))
-        watch = Sizes()
-
-        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            loss = module.loss(batch)
-            if watch.empty:
-                module.sizes.append(len(batch["labels"]))
-            return loss * float("inf") if watch.empty else loss
-
-        module.training_step = training_step  # type: ignore[method-assign]
-        module.on_train_batch_start = watch.before  # type: ignore[method-assign]
-        _, _, look = self.fit(
-            [defense], module, twin=LM(), data=loader(n=21, batch_size=1), max_steps=6
-        )
-        return {
-            "ran": module.sizes,
-            "distance": max(look.distances(2.1)),
-            "releases": defense.releases,
-        }
 
     def no_stand_in(self) -> Found:
         """Rank 1 cannot load its own."""

@@ -27,7 +27,7 @@ from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.strategies.ddp_worker import Batches, Probe, distance, flat
+from tests.strategies.ddp_worker import Batches, distance, flat
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
@@ -114,17 +114,6 @@ CASES["identity accumulation and clipping"] = identity(
     accumulate_grad_batches=2, gradient_clip_val=0.05
 )
 CASES["identity manual"] = identity(ShardedManualLM)
-
-
-@CASES.named("processes of one client")
-def processes(_: Path) -> dict[str, Any]:
-    probe = Probe()
-    fit(defended(probe), sgd, devices=2, max_steps=1)
-    entropies = gathered(probe.context.entropy)
-    return {
-        "client": [probe.context.client, probe.context.process],
-        "alike": entropies[0] == entropies[1],
-    }
 
 
 # ----- all ranks one client -------------------------------------------------------------------

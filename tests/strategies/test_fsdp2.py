@@ -31,11 +31,6 @@ def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int)
         assert found == {"same": True, "stages": stages, "sharded": True, "steps": steps}
 
 
-def test_a_defence_knows_its_share_of_the_clients_data(ranks) -> None:
-    for rank, found in enumerate(of(ranks, "processes of one client")):
-        assert found == {"client": [0, rank], "alike": True}
-
-
 def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(ranks) -> None:
     for found in of(ranks, "noise accumulated"):
         assert found["local"] < 1e-5

@@ -7,13 +7,23 @@ import math
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
-from tests.strategies.toy import ManualLM, ToyLM, fit, grads, loader, same, state_of, trainer
+from tests.strategies.toy import (
+    Bursting,
+    ManualLM,
+    ToyLM,
+    fit,
+    grads,
+    loader,
+    same,
+    scaled,
+    state_of,
+    trainer,
+)
 
 
 class Scale(Defense):
@@ -145,15 +155,8 @@ def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
 
 
 def test_a_skipped_amp_step_releases_nothing() -> None:
-    class Bursting(ToyLM):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss * float("inf") if batch_idx == 2 else loss
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     noise = GradientNoise(clip=1.0, sigma=1.0)
-    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
-    fit(DefendedStrategy("auto", [noise]), Bursting, plugins=plugins)
+    fit(DefendedStrategy("auto", [noise]), Bursting, plugins=scaled())
     assert noise.releases == 5
 
 

@@ -34,7 +34,7 @@ from lightning_fedleak.engine.channels import control
 from lightning_fedleak.model import whole_models
 from lightning_fedleak.model.taps import draw_words
 from lightning_fedleak.model.whole_models import whole_model
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Watch
 from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
@@ -478,14 +478,6 @@ def resumes(folder: Path) -> dict[str, Any]:
         "steps": [line["step"] for line in lines(folder / "parts")],
         "f1": callback.latest["leakage/subspace_words/f1"],
     }
-
-
-@CASES.named("trainer's gate")
-def gate(folder: Path) -> dict[str, Any]:
-    one = Threshold("leakage/worst/words", at_most=0.5, patience=1)
-    trainer, _ = trained(folder, [words()], [one])
-    saved = one.fired is not None and Path(str(one.fired.checkpoint)).is_dir()
-    return {"steps": trainer.state.global_step, "saved": saved}
 
 
 if __name__ == "__main__":

@@ -102,8 +102,3 @@ def test_attacks_on_a_lora_choose_themselves_without_the_whole_model(ranks) -> N
 def test_a_resumed_trainer_goes_on_as_one_that_was_not_stopped(ranks) -> None:
     for found in of(ranks, "trainer saves and resumes"):
         assert found == {"same": True, "steps": [0, 1, 2, 3], "f1": 1.0}
-
-
-def test_a_gate_stops_both_processes_at_one_step(ranks) -> None:
-    for found in of(ranks, "trainer's gate"):
-        assert found == {"steps": 2, "saved": True}

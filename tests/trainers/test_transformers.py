@@ -44,6 +44,16 @@ class Recorder(TrainerCallback):
         self.states.append(torch.get_rng_state())
 
 
+class Evaluated(TrainerCallback):
+    """Keeps a metric of each evaluation."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.values = name, list[float]()
+
+    def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
+        self.values.append(metrics[self.name])
+
+
 def trainer_of(
     folder: Path,
     model: Any = None,
@@ -385,15 +395,10 @@ def test_leakage_of_older_weights_chooses_no_checkpoint(tmp_path: Path) -> None:
         accelerator_config={"use_seedable_sampler": False},
     )  # fmt: skip
     watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    chosen: list[float] = []
-
-    class Notes(TrainerCallback):
-        def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
-            chosen.append(metrics["eval_leakage/loss_ratio/auc"])
-
-    trainer.add_callback(Notes())
+    notes = Evaluated("eval_leakage/loss_ratio/auc")
+    trainer.add_callback(notes)
     trainer.train()
-    assert [value < float("inf") for value in chosen] == [False, True, False, True]
+    assert [value < float("inf") for value in notes.values] == [False, True, False, True]
 
 
 def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -> None:
@@ -409,14 +414,9 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
         eval_dataset=rows(4),
     )
     callback = watched(trainer, [FlatChat(n_types=12)])
-    values: list[float] = []
-
-    class Notes(TrainerCallback):
-        def on_evaluate(self, *_: Any, metrics: Any = None, **__: Any) -> None:
-            values.append(metrics["eval_leakage/flatchat/f1"])
-
-    trainer.add_callback(Notes())
+    notes = Evaluated("eval_leakage/flatchat/f1")
+    trainer.add_callback(notes)
     trainer.train()
-    assert values[0] == float("inf")
-    assert trainer.state.best_metric == min(values) < 1
+    assert notes.values[0] == float("inf")
+    assert trainer.state.best_metric == min(notes.values) < 1
     assert callback.watch.utility.keys() == {"loss", "eval_loss", "train_loss"}

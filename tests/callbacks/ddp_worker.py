@@ -10,36 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithFlattening
 
-from lightning_fedleak.attacks import EmbeddingDescent, TextGuess
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.lightning_packages import package_of
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.callbacks.runs import Probe, fit, footprint, logged_losses, monitor_with
+from tests.callbacks.runs import Probe, fit, footprint, logged_losses
 from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-
-
-class TwinModule(pl.LightningModule):
-    """A :class:`CausalLMModule` for the Trainer of ``pytorch_lightning``."""
-
-    def __init__(self, model: nn.Module, optimizer: str) -> None:
-        super().__init__()
-        self.model, self.lr, self.optimizer_name = model, 1e-2, optimizer
-
-    training_step = CausalLMModule.training_step
-    configure_optimizers = CausalLMModule.configure_optimizers
 
 
 class FailsOnOne(Probe):
@@ -82,26 +68,6 @@ class BlindOnOne(FCMembership):
         return guess
 
 
-class ReadsRankZero(EmbeddingDescent):
-    """Guesses token 0 alone on rank 1."""
-
-    default_name = "reads_one"
-
-    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
-        if dist.get_rank() == 1:
-            return TextGuess(torch.zeros(hidden.shape[:2], dtype=torch.int64))
-        return super().reconstruct(hidden, mask, positions)
-
-
-class ReadsFailOnOne(EmbeddingDescent):
-    default_name = "reads_fail_on_one"
-
-    def reconstruct(self, hidden: Tensor, mask: Any, positions: Any) -> TextGuess:
-        if dist.get_rank() == 1:
-            raise RuntimeError("only here")
-        return super().reconstruct(hidden, mask, positions)
-
-
 class FailsThere(RuntimeError):
     pass
 
@@ -114,16 +80,6 @@ def unreadable_on(rank: int, *, at: int) -> Any:
         if next(count) == at and dist.get_rank() == rank:
             raise FailsThere
         return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
-
-    return adapter
-
-
-def out_of_vocabulary_on(rank: int) -> Any:
-    """An adapter that gives labels out of the vocabulary, on one process."""
-
-    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
-        labels = batch["labels"] + (10**6 if dist.get_rank() == rank else 0)
-        return TokenBatch(batch["input_ids"], labels, None, "causal")
 
     return adapter
 
@@ -169,36 +125,6 @@ def run(
     return fit(callbacks, root, module=module, **settings)
 
 
-def run_with_each_package(root: Path) -> dict[str, Any]:
-    """One defended run until its gate stops it, by the Trainer of each package."""
-    found = {}
-    for trainer_class, module_class in ((L.Trainer, CausalLMModule), (pl.Trainer, TwinModule)):
-        model = module_class(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
-        strategy = DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)])
-        monitor = LeakageMonitor(
-            Probe(),
-            every_n_steps=1,
-            settings=WatchSettings(stages=("local", "shared", "aggregate")),
-        )
-        gate = RiskGate("leakage/probe/recall", at_most=0.0, patience=1)
-        trainer = fit(
-            [monitor, gate], root / trainer_class.__module__, module=model, n=32,
-            kind=trainer_class, strategy=strategy, devices=2,
-        )  # fmt: skip
-        found[package_of(trainer)] = {
-            "strategy": type(trainer.strategy).__mro__[3].__module__,
-            "steps": trainer.global_step,
-            "values": {
-                name: value
-                for name, value in monitor.latest.items()
-                if name.startswith("leakage") and not name.endswith("_worst_client")
-            },
-            "weights": sum(float(p.double().abs().sum()) for p in model.parameters()),
-            "saved": gate.fired is not None and Path(str(gate.fired.checkpoint)).exists(),
-        }
-    return found
-
-
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -234,31 +160,24 @@ def main(root: Path) -> None:
     out: dict[str, Any] = {}
     stages = ("local", "shared", "aggregate")
 
-    for case, settings in {
-        "fp32": {},
-        "accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
-    }.items():
-        plain = run(root / f"plain-{case}", [], **settings)
-        before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
-        monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=WatchSettings(stages=stages))
-        gate = RiskGate("leakage/probe/f1", at_most=1.0)
-        watched = run(root / f"watched-{case}", [gate, monitor], **settings)
-        after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
-        out[f"same/{case}"] = same(before[0], after[0]) and before[1] == after[1]
-        out[f"looks/{case}"] = (monitor.looks, watched.global_step, monitor.failures)
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    plain = run(root / "not-watched", [], **settings)
+    before = footprint(plain), logged_losses(plain) if plain.is_global_zero else []
+    monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=WatchSettings(stages=stages))
+    gate = RiskGate("leakage/probe/f1", at_most=1.0)
+    watched = run(root / "watched", [gate, monitor], **settings)
+    after = footprint(watched), logged_losses(watched) if watched.is_global_zero else []
+    out["same"] = same(before[0], after[0]) and before[1] == after[1]
+    out["looks"] = (monitor.looks, watched.global_step, monitor.failures)
     rank = dist.get_rank()
 
-    for case, strategy in {
-        "plain": "ddp",
-        "undefended": DefendedStrategy("ddp"),
-        "world": "ddp",
-    }.items():
+    for case in ("plain", "world"):
         probe = Probe()
         client = "world" if case == "world" else None
         monitor = LeakageMonitor(
             probe, every_n_steps=100, settings=WatchSettings(client=client, stages=stages)
         )
-        run(root / case, [monitor], strategy=strategy)
+        run(root / case, [monitor])
         mine, others = own_gradient(rank), own_gradient(1 - rank)
         mean = (mine + others) / 2
         expected = {"local": mine, "shared": mine, "aggregate": mean}
@@ -275,49 +194,33 @@ def main(root: Path) -> None:
         line = json.loads((Path(monitor.engine.jsonl.path)).read_text().splitlines()[0])
         out[f"line/{case}"] = (line["client"], line["n"])
 
-    for case, strategy in {
-        "plain": lambda: "ddp",
-        "defended": lambda: DefendedStrategy("ddp", defenses=[GradientNoise(1.0, 0.01, seed=0)]),
-    }.items():
-        before = footprint(run(root / f"no-games-{case}", [], strategy=strategy(), n=32))
-        attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
-        monitor = LeakageMonitor(attacks, every_n_steps=1)
-        with GatherSpy() as spied:
-            played = run(root / f"games-{case}", [monitor], strategy=strategy(), n=32)
-        after = footprint(played)
-        games = games_of(monitor)
-        out[f"games/{case}"] = {
-            "same": same(before, after),
-            "looks": monitor.looks,
-            "failures": monitor.failures,
-            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
-            "games": games.tolist(),
-            "clients": sorted(set(games[:, 1].tolist())),
-            "gathered": spied.calls,
-        }
-        path = root / f"games-{case}.ckpt"
-        played.save_checkpoint(path)
-        monitor = LeakageMonitor([GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()], 1)
-        again = run(
-            root / f"again-{case}", [monitor], strategy=strategy(), n=32, max_epochs=2,
-            ckpt_path=str(path),
-        )  # fmt: skip
-        out[f"games again/{case}"] = {
-            "steps": again.global_step,
-            "looks": monitor.looks,
-            "games": len(games_of(monitor)),
-            "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
-        }
-    before = footprint(run(root / "no-passive", [], n=32))
-    public = torch.randint(3, 50, (32, 8), generator=torch.Generator().manual_seed(3))
-    monitor = LeakageMonitor(GradientMembership(public, public_rows=16), every_n_steps=1)
-    after = footprint(run(root / "passive", [monitor], n=32))
-    values = monitor.latest
-    out["passive"] = {
+    before = footprint(run(root / "no-games", [], n=32))
+    attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
+    with GatherSpy() as spied:
+        played = run(root / "games", [monitor], n=32)
+    after = footprint(played)
+    games = games_of(monitor)
+    out["games"] = {
         "same": same(before, after),
-        "auc": values["leakage/gradient_membership/auc"],
+        "looks": monitor.looks,
         "failures": monitor.failures,
+        "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
+        "games": games.tolist(),
+        "clients": sorted(set(games[:, 1].tolist())),
+        "gathered": spied.calls,
     }
+    path = root / "games.ckpt"
+    played.save_checkpoint(path)
+    monitor = LeakageMonitor([GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()], 1)
+    again = run(root / "again", [monitor], n=32, max_epochs=2, ckpt_path=str(path))
+    out["games again"] = {
+        "steps": again.global_step,
+        "looks": monitor.looks,
+        "games": len(games_of(monitor)),
+        "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
+    }
+    public = torch.randint(3, 50, (32, 8), generator=torch.Generator().manual_seed(3))
     packed = DataLoader(documents(), batch_size=4, collate_fn=pack)
     before = footprint(run(root / "no-packed", [], loader=packed))
     attacks = [Probe(), GradientMembership(public, public_rows=16)]
@@ -331,30 +234,6 @@ def main(root: Path) -> None:
         "failures": monitor.failures,
         "n": {line["attack"]: (line["client"], line["n"]) for line in lines if line["step"] == 0},
     }
-    before = footprint(run(root / "no-inversion", []))
-    for client in ("rank", "world"):
-        attacks = [ReadsRankZero(0, steps=40), ReadsFailOnOne(0, steps=1), Probe()]
-        monitor = LeakageMonitor(
-            attacks, every_n_steps=1, settings=WatchSettings(client=client, texts=3)
-        )
-        after = footprint(run(root / f"inversion-{client}", [monitor]))
-        last = monitor.engine.jsonl.path.read_text().splitlines()[0] if rank == 0 else "{}"
-        out[f"inversion/{client}"] = {
-            "same": same(before, after),
-            "looks": monitor.looks,
-            "failures": monitor.failures,
-            "values": {n: str(v) for n, v in monitor.latest.items() if n.startswith("leakage")},
-            "line": json.loads(last),
-        }
-    for case, settings in {
-        "world": {"client": "world"},
-        "aggregate": {"stages": ("shared", "aggregate")},
-    }.items():
-        try:
-            run(root / case, [monitor_with(FCMembership(layer=1), **settings)])
-        except ValueError as error:
-            out[f"refused/{case}"] = str(error)
-
     probe = Probe()
     defended = DefendedStrategy("ddp", defenses=[GradientNoise(clip=1.0, sigma=0.0, seed=0)])
     monitor = LeakageMonitor(probe, every_n_steps=100, settings=WatchSettings(stages=stages))
@@ -383,7 +262,8 @@ def main(root: Path) -> None:
     gate = RiskGate(name, at_most=monitor.latest["leakage/worse_on_one/f1"])
     worst_monitor = LeakageMonitor(WorseOnOne(), every_n_steps=1)
     trainer = run(root / "gate-worst", [gate, worst_monitor])
-    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value)
+    saved = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
+    out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value, saved)
 
     monitor = LeakageMonitor(
         [FailsOnOne(), Probe()], every_n_steps=50, settings=WatchSettings(client="world")
@@ -397,30 +277,16 @@ def main(root: Path) -> None:
     out["overhead looks"] = (monitor.looks, monitor.last_step)
 
     for client in ("rank", "world"):
-        for case, adapter in {
-            "unreadable": unreadable_on(1, at=2),
-            "outside": out_of_vocabulary_on(1),
-        }.items():
-            monitor = LeakageMonitor(
-                Probe(),
-                every_n_steps=1,
-                settings=WatchSettings(client=client, batch_adapter=adapter),
-            )
-            trainer = run(root / f"{case}-{client}", [monitor], FusedLossModule)
-            out[f"{case}/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
+        settings = WatchSettings(client=client, batch_adapter=unreadable_on(1, at=2))
+        monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=settings)
+        trainer = run(root / f"unreadable-{client}", [monitor], FusedLossModule)
+        out[f"unreadable/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
 
     monitor = LeakageMonitor(Probe(), settings=WatchSettings(batch_adapter=unreadable_on(1, at=0)))
     try:
         run(root / "first", [monitor], FusedLossModule)
     except (BatchError, FailsThere) as error:
         out["first"] = type(error).__name__
-
-    gate = RiskGate("leakage/worse_on_one/f1", at_most=0.0)
-    trainer = run(root / "gate", [gate, LeakageMonitor(WorseOnOne(), every_n_steps=1)])
-    out["gate"] = (trainer.global_step, gate.fired is not None and gate.fired.step)
-    out["gate saved"] = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
-
-    out["either package"] = run_with_each_package(root / "either")
 
     (root / f"{rank}.json").write_text(json.dumps(out))
 

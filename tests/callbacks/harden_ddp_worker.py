@@ -12,19 +12,15 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.distributed as dist
 
-from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
 from lightning_fedleak.defenses import (
     DPSGD,
-    ActivationNoise,
     Defense,
     Freeze,
     GradientNoise,
     ReleaseSettings,
 )
-from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.cases import Case, Cases
@@ -50,17 +46,6 @@ class Notches(L.Callback):
         self.seen.append((trainer.global_step, notches))
 
 
-class FailsOnOne(Probe):
-    """Has no result on the second process from its third look on."""
-
-    default_name = "fails_on_one"
-
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
-        if dist.get_rank() == 1 and view.gradients[-1].step > 1:
-            raise RuntimeError("only here")
-        return super().run(view, query)
-
-
 def dp() -> DPSGD:
     return DPSGD(
         1.0,
@@ -74,7 +59,6 @@ def dp() -> DPSGD:
 
 DEFENSES: dict[str, Callable[[], list[Defense]]] = {
     "noise": lambda: [GradientNoise(1.0, 0.01, seed=3, max_hardenings=2)],
-    "activations": lambda: [ActivationNoise(1, 0.01, max_hardenings=2)],
     "freeze": lambda: [Freeze("head", when="hardened")],
     "both": lambda: [
         Freeze("head", when="hardened"),
@@ -94,12 +78,11 @@ def watched(
     defense: str,
     client: str,
     *,
-    attack: Probe | None = None,
     metric: str = F1,
     gate: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[L.Trainer, RiskGate, LeakageMonitor, list[Any], tuple[Defense, ...]]:
-    monitor = LeakageMonitor(attack or Probe(k=20), every_n_steps=1)
+    monitor = LeakageMonitor(Probe(k=20), every_n_steps=1)
     given = {"at_most": -1.0, "action": "harden"} | (gate or {})
     found, notches = RiskGate(metric, **given), Notches()  # type: ignore[arg-type]
     strategy = DefendedStrategy("ddp", DEFENSES[defense](), client=client)  # type: ignore[arg-type]
@@ -174,39 +157,11 @@ def hardened(defense: str, client: str) -> Case:
 
 
 for client in ("rank", "world"):
-    for defense in ("noise", "activations"):
-        CASES[f"{defense} {client}"] = hardened(defense, client)
+    CASES[f"noise {client}"] = hardened("noise", client)
 CASES["freeze rank"] = hardened("freeze", "rank")
 CASES["both rank"] = hardened("both", "rank")
 CASES["dpsgd rank"] = hardened("dpsgd", "rank")
 CASES["dpsgd world"] = hardened("dpsgd", "world")
-
-
-def resumed(client: str) -> Case:
-    """A run that is cut in two and goes on is the run that was not, notches included."""
-
-    def run(folder: Path) -> dict[str, Any]:
-        gate = {"at_most": -1.0, "patience": 3}
-        whole, _, _, seen, _ = watched(folder, "noise", client, gate=gate, max_epochs=2)
-        half, _, _, first, _ = watched(folder, "noise", client, gate=gate)
-        path = folder / f"half-{client}.ckpt"
-        half.save_checkpoint(path)
-        again, _, _, rest, _ = watched(
-            folder, "noise", client, gate=gate, max_epochs=2, ckpt_path=str(path)
-        )
-        both = zip(weights(whole), weights(again), strict=True)
-        return {
-            "seen": seen,
-            "in parts": first + rest,
-            "same": all(torch.equal(a, b) for a, b in both),
-            "steps": [whole.global_step, half.global_step, again.global_step],
-        }
-
-    return run
-
-
-CASES["resumed rank"] = resumed("rank")
-CASES["resumed world"] = resumed("world")
 
 
 @CASES.named("one decides")
@@ -218,20 +173,6 @@ def one_decides(folder: Path) -> dict[str, Any]:
     )
     assert found.fired is not None
     return {"seen": seen, "value": found.fired.value, "own": monitor.latest["monitor/seconds"]}
-
-
-@CASES.named("fails on one")
-def fails_on_one(folder: Path) -> dict[str, Any]:
-    metric = "leakage/fails_on_one/f1"
-    trainer, found, monitor, seen, _ = watched(
-        folder, "noise", "rank", attack=FailsOnOne(), metric=metric, gate={"at_most": 1.0}
-    )
-    return {
-        "seen": seen,
-        "failures": monitor.failures,
-        "equal": ranks_agree(weights(trainer)),
-        "notches": found.notches,
-    }
 
 
 @CASES.named("refused")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,16 +31,15 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.attacks.base import Attack, Query
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.flatchat import flatchat
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.snapshots import Observation, Stage
+from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import gpt2, llama, with_lora
 from tests.callbacks.runs import Probe, fit
-from tests.helpers.cases import Case, Cases, gathered
+from tests.helpers.cases import Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 from tests.strategies.fsdp2_worker import whole
@@ -54,8 +53,8 @@ CASES = Cases()
 class Sharded(CausalLMModule):
     """Shards each block, and all else with the whole."""
 
-    def __init__(self, *, tied: bool = False, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
-        model = tiny_gpt2(layers=2, dropout=dropout, tied=tied).train()
+    def __init__(self, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
+        model = tiny_gpt2(layers=2, dropout=dropout, tied=False).train()
         super().__init__(model, 1.0 if optimizer == "sgd" else 1e-3, optimizer)
 
     def configure_model(self) -> None:
@@ -89,10 +88,8 @@ def run(
     defenses: Sequence[Defense],
     *,
     alone: bool = False,
-    tied: bool = False,
     dropout: float = 0.0,
     optimizer: str = "sgd",
-    plain: bool = False,
     **settings: Any,
 ) -> tuple[L.Trainer, Strategy]:
     inner = (
@@ -100,8 +97,8 @@ def run(
         if alone
         else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     )
-    strategy = inner if plain else DefendedStrategy(inner, defenses, client="world")
-    module = (Alone if alone else Sharded)(tied=tied, dropout=dropout, optimizer=optimizer)
+    strategy = DefendedStrategy(inner, defenses, client="world")
+    module = (Alone if alone else Sharded)(dropout, optimizer)
     trainer = fit(
         list(callbacks),
         root,
@@ -120,16 +117,16 @@ def public_text() -> PublicText:
     return PublicText(torch.randint(3, 97, (32, 12), generator=generator))
 
 
-def attacks(*, tied: bool = False) -> list[Attack]:
-    found: list[Attack] = [
+def attacks() -> list[Attack]:
+    return [
         FlatChat(n_types=40),
         FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
         AlignedFlatChat(public_text(), calibration_tokens=200, lengths=(12,), refresh_every=1),
         AlignedFlatChat(public_text(), readout="sign", lengths=(12,), name="sign"),
         AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
         PrefixInversion(1, public_text(), types=None),
+        BagOfWords(),
     ]
-    return found if tied else [*found, BagOfWords()]
 
 
 def values_of(monitor: LeakageMonitor) -> dict[str, str]:
@@ -145,28 +142,20 @@ def state(trainer: L.Trainer) -> list[Tensor]:
     return [*found, trainer.callback_metrics["train_loss"].clone(), torch.get_rng_state()]
 
 
-def compared(sigma: float, *, tied: bool) -> Case:
+def compared(folder: Path) -> dict[str, Any]:
     """Every look of the sharded run, and of the run of one process on the same texts."""
 
-    def found_in(root: Path, *, alone: bool) -> tuple[dict[str, Any], L.Trainer]:
-        monitor = LeakageMonitor(
-            attacks(tied=tied),
-            every_n_steps=1,
-            settings=WatchSettings(texts=TEXTS * (1 + alone), stages=STAGES),
-        )
+    def found_in(root: Path, *, alone: bool) -> dict[str, Any]:
+        settings = WatchSettings(texts=TEXTS * (1 + alone), stages=STAGES)
+        monitor = LeakageMonitor(attacks(), every_n_steps=1, settings=settings)
         looks: list[dict[str, str]] = []
-        monitor_values = Each(monitor, looks)
-        trainer, _ = run(
-            root, [monitor, monitor_values], [GradientNoise(CLIP, sigma)], alone=alone, tied=tied
-        )
-        return {"looks": looks, "failures": monitor.failures}, trainer
+        run(root, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)], alone=alone)
+        return {"looks": looks, "failures": monitor.failures}
 
-    def both(folder: Path) -> dict[str, Any]:
-        sharded, _ = found_in(folder / "sharded", alone=False)
-        single, _ = found_in(folder / f"alone-{RANK}", alone=True)
-        return {"sharded": sharded, "single": single}
-
-    return both
+    return {
+        "sharded": found_in(folder / "sharded", alone=False),
+        "single": found_in(folder / f"alone-{RANK}", alone=True),
+    }
 
 
 class Each(L.Callback):
@@ -180,67 +169,7 @@ class Each(L.Callback):
             self.looks.append(values_of(self.monitor))
 
 
-@CASES.named("values undefended")
-def undefended(folder: Path) -> dict[str, Any]:
-    """Without a DefendedStrategy."""
-    out: dict[str, Any] = {}
-    for name in ("sharded", "single"):
-        looks: list[dict[str, str]] = []
-        settings = WatchSettings(client="world")
-        monitor = LeakageMonitor(FlatChat(n_types=40), every_n_steps=1, settings=settings)
-        root = folder / f"{name}-{RANK}"
-        run(root, [monitor, Each(monitor, looks)], [], plain=True, alone=name == "single")
-        out[name] = {"looks": looks, "failures": monitor.failures}
-    return out
-
-
-CASES["values clipped"] = compared(0.0, tied=False)
-CASES["values tied"] = compared(0.0, tied=True)
-
-
-class Taken:
-    """The head's whole gradient at each stage, as a tap of the strategy sees it."""
-
-    def __init__(self, strategy: DefendedStrategy, head: Callable[[], Tensor]) -> None:
-        self.head, self.gradients = head, dict[str, list[Tensor]]()
-        strategy.add_tap(self.tap)
-
-    def tap(self, stage: Stage, _: torch.optim.Optimizer) -> None:
-        gradient = self.head().grad
-        assert gradient is not None
-        self.gradients.setdefault(str(stage), []).append(whole(gradient))
-
-
-class Tapped(L.Callback):
-    """Puts a :class:`Taken` in."""
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.taken = Taken(trainer.strategy, lambda: module.model.lm_head.weight)  # type: ignore[arg-type]
-
-
-@CASES.named("values noised")
-def values_noised(folder: Path) -> dict[str, Any]:
-    """What is logged, and the same attack by hand on what really left."""
-    monitor = LeakageMonitor(
-        FlatChat(n_types=40), every_n_steps=1, settings=WatchSettings(stages=STAGES)
-    )
-    looks: list[dict[str, str]] = []
-    tapped = Tapped()
-    run(folder, [monitor, Each(monitor, looks), tapped], [GradientNoise(CLIP, SIGMA)])
-    out: dict[str, Any] = {"failures": monitor.failures, "found": {}}
-    for stage, prefix in zip(
-        STAGES, ("leakage_local", "leakage", "leakage_aggregate"), strict=True
-    ):
-        logged = [float(look[f"{prefix}/flatchat/recall"]) for look in looks]
-        by_hand = []
-        for gradient, batch in zip(tapped.taken.gradients[stage], texts(None), strict=True):
-            true = set(batch["labels"][:, 1:].flatten().tolist())
-            named = set(flatchat(gradient, 40.0).types.tolist())
-            by_hand.append(len(true & named) / len(true))
-        out["found"][stage] = {"logged": logged, "by hand": by_hand}
-    local, shared = (torch.stack(tapped.taken.gradients[s]) for s in STAGES[:2])
-    out["noise"] = float((shared - local).norm() / shared.norm())
-    return out
+CASES["values"] = compared
 
 
 @CASES.named("undisturbed")
@@ -318,18 +247,11 @@ def unreadable_on_one(folder: Path) -> dict[str, Any]:
 
 @CASES.named("refused")
 def refused(folder: Path) -> dict[str, Any]:
-    said = []
-    for monitor in (LeakageMonitor(FCMembership(layer=1)),):
-        try:
-            run(folder, [monitor], [GradientNoise(CLIP, SIGMA)], tied=True)
-        except ValueError as error:
-            said.append(str(error))
-    half = ""
     try:
-        words_of(folder / "half", True, MixedPrecisionPolicy(torch.float16))
+        run(folder, [LeakageMonitor(FCMembership(layer=1))], [GradientNoise(CLIP, SIGMA)])
     except ValueError as error:
-        half = str(error)
-    return {"said": said, "half": half}
+        return {"said": str(error)}
+    return {"said": "nothing was refused"}
 
 
 @CASES.named("hardened")
@@ -365,7 +287,6 @@ class ShardedLlama(CausalLMModule):
         self,
         lora: bool,
         make: Callable[[], nn.Module] = llama,
-        policy: MixedPrecisionPolicy | None = None,
     ) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -374,71 +295,14 @@ class ShardedLlama(CausalLMModule):
                 targets = ["q_proj", "v_proj"] if make is llama else ["c_attn"]
                 model = with_lora(model, 8, targets)
         super().__init__(model.train(), optimizer="adamw")
-        self.policy = policy or MixedPrecisionPolicy()
 
     def configure_model(self) -> None:
         if not isinstance(next(self.model.parameters()), DTensor):
             mesh = self.device_mesh["data_parallel"]
             for module in self.model.modules():
                 if type(module).__name__ in ("LlamaDecoderLayer", "GPT2Block"):
-                    fully_shard(module, mesh=mesh, mp_policy=self.policy)
-            fully_shard(self.model, mesh=mesh, mp_policy=self.policy)
-
-
-@CASES.named("shared rows")
-def shared_rows(folder: Path) -> dict[str, Any]:
-    """Words off the row spaces of sharded gradients."""
-    return {kind: words_of(folder / kind, kind == "lora") for kind in ("lora", "whole")}
-
-
-@CASES.named("mixed precision")
-def mixed_precision(folder: Path) -> dict[str, Any]:
-    """The same under a policy of FSDP2."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    return {kind: words_of(folder / kind, kind == "lora", policy) for kind in ("lora", "whole")}
-
-
-def words_of(folder: Path, lora: bool, policy: MixedPrecisionPolicy | None = None) -> Any:
-    data = random_token_loader(8, length=8, vocab=300).dataset
-    loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
-    monitor = LeakageMonitor(SubspaceWords(capacity_seconds=0), every_n_steps=1)
-    fit(
-        [monitor],
-        folder,
-        module=ShardedLlama(lora, policy=policy),
-        loader=loader,
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        devices=2,
-        use_distributed_sampler=False,
-    )
-    found = {n: monitor.latest[f"leakage/subspace_words/{n}"] for n in ("f1", "certified")}
-    return {**found, "failures": monitor.failures}
-
-
-@CASES.named("auto")
-def auto(folder: Path) -> dict[str, Any]:
-    """Attacks that choose themselves; membership games need whole layers."""
-    out: dict[str, Any] = {}
-    data = random_token_loader(8, length=8, vocab=300).dataset
-    text = torch.randint(3, 300, (40, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    for lora in (True, False):
-        loader = DataLoader(Subset(data, range(4 * RANK, 4 * RANK + 4)), batch_size=2)
-        monitor = LeakageMonitor(
-            every_n_steps=1, settings=WatchSettings(client="world", public_text=text)
-        )
-        fit(
-            [monitor],
-            folder / str(lora),
-            module=ShardedLlama(lora),
-            loader=loader,
-            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-            devices=2,
-            use_distributed_sampler=False,
-        )
-        played = {n.split("/")[1] for n in monitor.latest if n.startswith("leakage/")}
-        worst = monitor.latest["leakage/worst/words"]
-        out["lora" if lora else "whole"] = {"played": sorted(played), "worst": worst}
-    return out
+                    fully_shard(module, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
 
 
 class BroughtBytes(TorchDispatchMode):

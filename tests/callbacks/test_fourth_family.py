@@ -1,6 +1,5 @@
 """A family of leak that the package does not know, in one file of its own."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fedleak.attacks import FCMembership, TextAttack, TextGuess
-from lightning_fedleak.attacks.base import Surfaces
+from lightning_fedleak.attacks import FCMembership
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
-from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT
 from lightning_fedleak.report import findings, page, read
-from lightning_fedleak.report.records import Family
-from lightning_fedleak.threats import Capability, ThreatModel
 from tests.callbacks.runs import Probe, fit
 from tests.callbacks.text_counts import CountsChannel, TextCount
 from tests.helpers.lightning_modules import random_token_loader
@@ -25,20 +19,32 @@ from tests.helpers.notices import announced
 RIGHT = "leakage/text_count/right"
 
 
-def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LeakageMonitor, Path]:
+    """A fit under this attack and others."""
+    folder = tmp_path_factory.mktemp("counts")
+    settings = WatchSettings(stages=("local", "shared"), reveal=True)
     attacks = [Probe(), TextCount(1e9), FCMembership(1)]
-    monitor = LeakageMonitor(
-        attacks, every_n_steps=2, settings=WatchSettings(stages=("local", "shared"))
-    )
-    fit([monitor], tmp_path, logger=TensorBoardLogger(tmp_path), n=32)
+    monitor = LeakageMonitor(attacks, every_n_steps=2, settings=settings)
+    fit([monitor], folder, logger=TensorBoardLogger(folder), n=32)
+    return monitor, folder
+
+
+def revealed_by(monitor: LeakageMonitor) -> list[tuple[int, str]]:
+    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
+    return channel.revealed
+
+
+def test_it_is_logged_beside_the_others(watched: tuple[LeakageMonitor, Path]) -> None:
+    monitor, folder = watched
     assert monitor.failures == 0
     assert monitor.latest[RIGHT] == 0
     assert monitor.latest["leakage_local/text_count/off"] == 4
     assert f"{RIGHT}_low" in monitor.metric_names()
-    lines = lines_of(tmp_path, "text_count")
+    lines = lines_of(folder, "text_count")
     assert [(line["step"], line["stage"]) for line in lines][:2] == [(0, "local"), (0, "shared")]
     assert lines[-1]["metrics"]["right"]["value"] == 0
-    [board] = tmp_path.rglob("events.out*")
+    [board] = folder.rglob("events.out*")
     events = EventAccumulator(str(board)).Reload()
     shared = [
         line for line in lines if line["stage"] == "shared"
@@ -46,19 +52,14 @@ def test_it_is_logged_beside_the_others(tmp_path: Path) -> None:
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * len(shared)
 
 
-@pytest.mark.parametrize("reveal", [True, False])
-def test_it_reveals_what_it_recovered_where_that_is_wanted(tmp_path: Path, reveal: bool) -> None:
-    settings = WatchSettings(reveal=reveal)
-    monitor = LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=4, settings=settings)
-    fit([monitor], tmp_path)
-    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
-    expected = [(step, f"== step {step}, leakage/text_count") for step in (0, 4)]
-    assert channel.revealed == (expected if reveal else [])
+def test_it_reveals_what_it_recovered(watched: tuple[LeakageMonitor, Path]) -> None:
+    revealed = revealed_by(watched[0])
+    heads = [(n, f"== step {n}, leakage{at}/text_count") for n in (0, 2, 4, 6) for at in ("",)]
+    assert [one for one in revealed if "_local" not in one[1]] == heads
 
 
-def test_the_report_speaks_of_it_in_its_own_words(tmp_path: Path) -> None:
-    fit([LeakageMonitor([Probe(), TextCount(1e9)], every_n_steps=2)], tmp_path)
-    report = findings(read([tmp_path]))
+def test_the_report_speaks_of_it_in_its_own_words(watched: tuple[LeakageMonitor, Path]) -> None:
+    report = findings(read([watched[1]]))
     [attack] = [one for one in report.runs[0].attacks if one.name == "text_count"]
     assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
     assert report.verdict.worst["counts"] == 0.0
@@ -83,6 +84,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
             enable_checkpointing=True,
             **more,
         )
+        assert revealed_by(monitor) == []
         [(series, channel)] = monitor.engine.series.items()
         return monitor, gate, channel.state_dict()[f"counts of {series.log_name}"]
 
@@ -99,70 +101,3 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
     assert trainer.global_step == 1
     assert strict.fired is not None
     assert strict.fired.value == 1
-
-
-class Crashing(CountsChannel):
-    """Fails where a channel must not."""
-
-    reads = type("CrashingCount", (TextCount,), {"default_name": "crashing"})
-    leak = Family(name="crashing", headline="right")
-
-    def at_moment(self, moment):
-        raise RuntimeError("a secret word")
-
-
-def test_a_channel_that_crashes_is_unknown_and_harms_no_other(tmp_path: Path) -> None:
-    try:
-        monitor = LeakageMonitor([Crashing.reads(1.0), Probe()], every_n_steps=2)
-        with pytest.warns(UserWarning, match="RuntimeError at test_fourth_family.py") as caught:
-            trainer = fit([monitor], tmp_path)
-    finally:
-        del Channel.registry[Crashing.reads]
-    assert not any("secret" in str(w.message) for w in caught)
-    assert trainer.global_step == 8
-    assert math.isnan(monitor.latest["leakage/crashing/right"])
-    assert monitor.latest["leakage/probe/f1"] > 0
-
-
-# ---- texts from gradients -----------------------------------------------------------------------
-
-
-class FromGradients(TextAttack):
-    """Knows every text of the batch, in another order, and one token of each wrongly."""
-
-    threat_model = ThreatModel.create("a test", Capability.SEES_HEAD_GRADIENT)
-    default_name = "from_gradients"
-    needs_control = False  # it counts what it was shown
-
-    def __init__(self, batches) -> None:
-        super().__init__()
-        self.batches = batches
-        self.stages = []
-
-    def needs(self, anatomy):
-        return Surfaces(gradients=(HEAD_WEIGHT,))
-
-    def run(self, view, query=None):
-        snapshot = view.gradients[-1]
-        self.stages.append(str(snapshot.stage))
-        assert snapshot.tensors[HEAD_WEIGHT].abs().sum() > 0
-        tokens = self.batches[snapshot.step]["input_ids"].flip(0).clone()
-        tokens[:, 1] = 0
-        return TextGuess(tokens)
-
-
-def test_a_text_attack_may_read_gradients(tmp_path: Path) -> None:
-    loader = random_token_loader(16)
-    attack = FromGradients(list(loader))
-    stages = ("local", "shared", "aggregate")
-    monitor = LeakageMonitor(
-        attack, every_n_steps=1, settings=WatchSettings(texts=3, stages=stages)
-    )
-    fit([monitor], tmp_path, loader=loader)
-    assert monitor.failures == 0
-    assert monitor.looks == 4
-    length = attack.batches[0]["input_ids"].shape[1]
-    for prefix in ("leakage_local", "leakage", "leakage_aggregate"):
-        right = monitor.latest[f"{prefix}/from_gradients/token_accuracy"]
-        assert right == pytest.approx((length - 1) / length)
-    assert attack.stages == ["local"] * 4  # the same gradient at all three: run once

@@ -1,22 +1,18 @@
 """Where a live membership game can be played, and what a resumed one goes on with."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.engine import Engine, Options, selected
 from lightning_fedleak.engine.options import known_stages
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers.loop import Loop, LoopRun
-from tests.callbacks.runs import Probe, monitor_with
+from tests.callbacks.runs import Probe
 from tests.helpers.loops import watched
 from tests.helpers.models import tiny_gpt2
 
@@ -40,17 +36,6 @@ def test_each_rank_of_ddp_may_be_a_client_and_nothing_else():
     # Attacks on words are not concerned.
     opened(Probe(), client="world")
     opened(Probe(), stages=("shared", "aggregate"))
-
-
-@pytest.mark.parametrize("defended", [True, False])
-def test_sharded_strategies_are_watched_as_one_client(defended):
-    strategy = ModelParallelStrategy()
-    if defended:
-        strategy = DefendedStrategy(strategy, [Freeze("head")], client="world")
-    monitor = monitor_with(Probe(), client="world")
-    trainer = SimpleNamespace(strategy=strategy, callbacks=[monitor], world_size=2)
-    monitor.setup(trainer, None, "fit")
-    assert monitor.client == "world"
 
 
 def public(seed):

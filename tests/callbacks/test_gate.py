@@ -104,13 +104,6 @@ def test_unknown_is_a_breach_for_a_strict_gate(tmp_path):
     assert not any("use larger batches" in text for text in messages)
 
 
-def test_unknown_is_nothing_for_a_gate_that_is_not_strict(tmp_path):
-    with pytest.warns(UserWarning, match="gave no result"):
-        trainer, gate, _ = run(tmp_path, script=[1, *[None] * 7], at_most=0.5, strict=False)
-    assert trainer.global_step == 8
-    assert gate.fired is None
-
-
 def test_a_value_at_the_threshold_is_allowed(tmp_path):
     _, gate, monitor = run(tmp_path, n=4, at_most=1.0)
     value = monitor.latest[F1]

@@ -8,11 +8,10 @@ import pytest
 
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
-from lightning_fedleak.engine import GateActions
 from lightning_fedleak.engine.channels.base import Channel
-from lightning_fedleak.report.records import Judgement
 from tests.callbacks.runs import fit
 from tests.callbacks.test_gate import F1, Scripted
+from tests.engine.test_worst import look as decide
 
 LOW, HIGH = 1, 20  # right types named: F1 near .05 and .7
 
@@ -27,41 +26,23 @@ def run(tmp_path, script, n=None, ckpt_path=None, **gate):
 AUC = "leakage/fc_membership/auc"
 
 
-def judge(name, value, at_most):
-    return Judgement(value)
-
-
-def look(gate, **monitor):
-    """One look of a monitor that pools over looks, as the gate sees it."""
-    results = {"latest": {}, "look_values": {}, "last_step": 0} | monitor
-    engine = SimpleNamespace(
-        results=SimpleNamespace(
-            **({"untested": {}} | results), judge=judge, channel_of=lambda name: None
-        ),
-        fit=SimpleNamespace(lineup=None),
-        series={},
-        record_decision=lambda facts: None,
-        run=SimpleNamespace(rank=0, broadcast=lambda value: value),
-    )
-    controls = GateActions(lambda values, step: None, lambda name: None, lambda: None)
-    gate._engine = engine
-    events = []
-    gate.action = events.append
-    gate._decide(engine, controls)
+def look(gate, now, **later):
+    """Let a gate decide on the values of a look, which are pooled in the logs."""
+    gate.action = (events := []).append
+    decide(gate, now, **later)
     return events
 
 
 def test_the_value_in_the_logs_counts_with_its_interval():
-    values = {"latest": {AUC: 0.9, f"{AUC}_low": 0.8}, "look_values": {AUC: 0.4, f"{AUC}_low": 0.8}}
-    (event,) = look(RiskGate(AUC, at_most=0.6), **values)
+    now = {AUC: 0.4, f"{AUC}_low": 0.8}
+    (event,) = look(RiskGate(AUC, at_most=0.6), now, latest=now | {AUC: 0.9})
     assert (event.value, event.low) == (0.9, 0.8)
 
 
 def test_a_value_that_is_still_to_come_is_no_breach():
     gate = RiskGate(AUC, at_most=0.6)
-    assert not look(gate, pending=frozenset([AUC]))
-    unknown = {"latest": {AUC: math.nan}, "look_values": {AUC: math.nan}}
-    assert look(gate, **unknown), "unknown: a breach"
+    assert not look(gate, {})
+    assert look(gate, {AUC: math.nan}), "unknown: a breach"
 
 
 @pytest.mark.parametrize(
@@ -80,17 +61,6 @@ def test_a_rate_that_is_never_known_is_refused(tmp_path, fpr, settings, gate, wo
     refused = nullcontext() if words is None else pytest.raises(ValueError, match=words)
     with refused:
         gate.setup(trainer, None, "fit")
-
-
-@pytest.mark.parametrize("metric", ["advantage", "auc"])
-def test_rates_of_games_are_known_from_the_first_look_on(tmp_path, metric):
-    monitor = LeakageMonitor(FCMembership(layer=1), every_n_steps=3)
-    name = f"leakage/fc_membership/{metric}"
-    gate = RiskGate(name, at_most=0.9, action=lambda event: None)
-    fit([gate, monitor], tmp_path)
-    assert monitor.failures == 0
-    assert monitor.engine.results.look_values[gate.metric] == 1
-    assert (gate.fired.step, gate.fired.value) == (1, 1)
 
 
 def test_a_new_fit_counts_breaches_anew(tmp_path):

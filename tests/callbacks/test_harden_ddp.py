@@ -19,8 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return two_processes("tests.callbacks.harden_ddp_worker", tmp_path_factory.mktemp("harden"))
 
 
-TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "activations") for c in ("rank", "world")]
-TWO_NOTCHES += ["dpsgd rank", "dpsgd world"]
+TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "dpsgd") for c in ("rank", "world")]
 ONE_NOTCH = ["freeze rank", "both rank"]
 
 
@@ -68,28 +67,11 @@ def test_what_was_frozen_stays_where_it_was_and_all_else_trains_on(ranks, name: 
         assert found["exposed"] == (0 if name in ONE_NOTCH else 1)
 
 
-@pytest.mark.parametrize("client", ["rank", "world"])
-def test_a_run_in_two_parts_is_the_run_in_one(ranks, client: str) -> None:
-    for found in of(ranks, f"resumed {client}"):
-        notches = [0] * 4 + [1] * 4 + [2] * 4
-        assert found["seen"] == [[step, [n]] for step, n in enumerate(notches)]
-        assert found["in parts"] == found["seen"]
-        assert found["steps"] == [12, 6, 12]
-        assert found["same"]
-
-
 def test_the_first_process_decides_for_all(ranks) -> None:
     first, second = of(ranks, "one decides")
     assert first["own"] != second["own"]
     assert first["value"] == second["value"]
     assert first["seen"] == second["seen"] == [[s, [s // 2]] for s in range(6)]
-
-
-def test_a_result_that_one_process_lacks_hardens_all(ranks) -> None:
-    for found in of(ranks, "fails on one"):
-        assert found["seen"] == [[0, [0]], [1, [0]], [2, [0]], [3, [1]], [4, [2]]]
-        assert (found["failures"], found["notches"]) == (3, 2)
-        assert found["equal"]
 
 
 @pytest.mark.parametrize("name", ["freeze", "both"])

@@ -123,33 +123,6 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
     assert {s.noise_std for _, stage, s, _ in attack.runs if stage == "shared"} == {sigma * clip}
 
 
-@pytest.mark.slow
-def test_under_clip_and_noise_layers_have_one_rung_or_width_and_leak_no_less(tmp_path):
-    text = public(200)
-    attacks = [
-        FCMembership(1, name="default"),
-        FCMembership(1, ladder=(1.0,), name="one"),
-        attention("attention", text),
-        attention("widths", text, widths=(*WIDTHS, 0.6)),
-        FCMembership(1, ladder=(0.25, 0.5, 1, 2, 4), name="ladder"),
-    ]
-    ladder = attacks[0].rungs
-    noise = GradientNoise(clip=3.0, sigma=0.5, seed=0)
-    games = Games(window=200)
-    monitor = defended(tmp_path, attacks, noise, every_n_steps=1, games=games, n=400)
-    assert attacks[0].config()["ladder"] == [1.0]
-    assert attacks[2].config()["widths"] == [0.1]
-    aucs = {a.name: monitor.latest[f"leakage/{a.name}/auc"] for a in attacks}
-    one = "leakage/one/auc"
-    for name in ("default", "ladder"):
-        assert monitor.latest[f"{one}_low"] <= aucs[name] <= monitor.latest[f"{one}_high"]
-        assert aucs[name] > 0.78
-    assert min(aucs["attention"], aucs["widths"]) > 0.7
-    fit([LeakageMonitor(attacks, every_n_steps=3)], tmp_path / "none", module=still())
-    assert attacks[0].rungs == ladder == 14
-    assert tuple(attacks[2].config()["widths"]) == WIDTHS
-
-
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):
     assert defended(tmp_path, Recording(), GradientNoise(clip=None, sigma=1.0)).latest[AUC] == 1
 

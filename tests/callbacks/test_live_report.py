@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.report import files, watched
-from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit
-from tests.helpers.models import tiny_gpt2
 
 LIVE = WatchSettings(report="live")
 F1 = "leakage/probe/f1"
@@ -63,22 +59,6 @@ def test_a_live_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="no live report: no room"):
         trainer = fit([one := monitor(tmp_path)], tmp_path)
     assert one.looks == trainer.global_step
-
-
-def test_a_loop_of_ones_own_has_a_live_page(tmp_path):
-    model = tiny_gpt2(tied=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = WatchSettings(report="live", tensorboard=False)
-    ids = torch.randint(model.config.vocab_size, (4, 2, 8))
-    with Watch(
-        model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=1, settings=settings
-    ) as watch:
-        for batch in ids:
-            with watch.step({"input_ids": batch, "labels": batch}):
-                model(input_ids=batch, labels=batch).loss.backward()
-                optimizer.step()
-            assert "data-live" in (tmp_path / "report.html").read_text()
-    assert "data-live=" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_notebook_shows_sentences_and_the_page(tmp_path, monkeypatch):
@@ -200,13 +180,3 @@ def test_tensorboard_has_the_settings_without_a_value_before_a_look(tmp_path):
     data = plugin_data_pb2.HParamsPluginData.FromString(tables["_hparams_/experiment"])
     assert [one.name.tag for one in data.experiment.metric_infos] == ["leakage/worst/words"]
     assert [one.step for one in events.Scalars("leakage/worst/words")] == [0]
-
-
-def test_all_that_watch_name_their_attacks(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch = Watch(model, optimizer, [BagOfWords()], folder=tmp_path, every_n_steps=3)
-    assert repr(watch) == "Watch([bag_of_words], every_n_steps=3)"
-    assert repr(LeakageMonitor([BagOfWords()], every_n_steps=3)) == repr(watch).replace(
-        "Watch", "LeakageMonitor"
-    )

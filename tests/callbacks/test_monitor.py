@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
@@ -51,17 +50,6 @@ def steps_of(probe: Probe) -> list[int]:
 
 
 # ---- stages and precision -----------------------------------------------------------------------
-
-
-def test_under_a_defence_local_is_before_and_shared_is_after_it(tmp_path: Path) -> None:
-    probe = Probe()
-    monitor = LeakageMonitor(probe, every_n_steps=1, settings=WatchSettings(stages=STAGES))
-    defence = GradientNoise(clip=1e-6, sigma=1e3, seed=1)
-    fit([monitor], tmp_path, strategy=DefendedStrategy("single_device", defenses=[defence]), n=8)
-    for before, after, applied in zip(*map(probe.at, STAGES), strict=True):
-        assert torch.equal(after, applied)
-        assert after.std().item() == pytest.approx(1e-3, rel=0.1)
-        assert abs(torch.corrcoef(torch.stack([before.flatten(), after.flatten()]))[0, 1]) < 0.1
 
 
 def test_one_attack_may_be_at_two_stages_by_two_monitors_but_not_under_one_name(
@@ -223,21 +211,6 @@ def test_a_look_covers_the_batches_of_its_step(
 def test_an_optimizer_that_lightning_does_not_count_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="use_pl_optimizer"):
         fit([LeakageMonitor(Probe(), every_n_steps=2)], tmp_path, module=module(Raw))
-
-
-class Silent(CausalLMModule):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        return None
-
-
-def test_a_fit_in_which_no_look_ends_is_a_breach_for_a_strict_gate(tmp_path: Path) -> None:
-    monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    gate = RiskGate(F1, at_most=0.5, action="raise")
-    with pytest.raises(RuntimeError, match="unknown"):
-        fit([gate, monitor], tmp_path, module=module(Silent))
-    assert gate.fired is not None
-    assert math.isnan(gate.fired.value)
-    assert monitor.failures == 1
 
 
 # ---- what is logged -----------------------------------------------------------------------------
@@ -485,14 +458,10 @@ def waiting(root: Path, n: int = 4, strict: bool = True, **settings: Any) -> tup
 
 
 def test_a_strict_gate_that_never_had_a_result_ends_unknown(tmp_path: Path) -> None:
-    trainer, gate, _ = waiting(tmp_path, strict=False)
-    assert gate.fired is None
-    trainer.save_checkpoint(tmp_path / "1.ckpt")
-    for settings in ({}, {"ckpt_path": tmp_path / "1.ckpt", "max_epochs": 2}):
-        with pytest.warns(UserWarning, match="is unknown"):
-            _, gate, monitor = waiting(tmp_path / "b", **settings)
-        assert math.isnan(gate.fired.value)
-        assert math.isnan(monitor.latest["leakage/fc_membership/auc"])
+    with pytest.warns(UserWarning, match="is unknown"):
+        _, gate, monitor = waiting(tmp_path)
+    assert math.isnan(gate.fired.value)
+    assert math.isnan(monitor.latest["leakage/fc_membership/auc"])
     trainer, *_ = waiting(tmp_path / "over", n=16, strict=False)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     _, gate, _ = waiting(tmp_path / "over", n=16, ckpt_path=tmp_path / "end.ckpt")
@@ -511,13 +480,6 @@ class Unfreezing(BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer)
-
-
-class Freezing(L.Callback):
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
-            pl_module.model.lm_head.weight.requires_grad_(False)
-            pl_module.model.lm_head.weight.grad = None
 
 
 class Unprepared(Probe):
@@ -541,11 +503,3 @@ def test_a_head_that_is_unfrozen_later_is_attacked_from_then_on(
     assert [line["exposed"] for line in lines_of(tmp_path, "probe")] == [False, False, True, True]
     assert monitor.latest[F1] > 0
     assert monitor.failures == 2
-
-
-def test_a_head_that_is_frozen_later_is_not_exposed_from_then_on(tmp_path: Path) -> None:
-    monitor = LeakageMonitor(Probe(), every_n_steps=4)
-    fit([monitor, Freezing()], tmp_path, module=module(tied=False), max_epochs=2)
-    assert monitor.latest["leakage/probe/exposed"] == 0
-    assert monitor.failures == 0
-    assert math.isfinite(monitor.latest[F1])

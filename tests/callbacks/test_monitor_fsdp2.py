@@ -25,12 +25,10 @@ def compared(values):
     return {name: value for name, value in values.items() if not name.endswith(ends)}
 
 
-@pytest.mark.parametrize("name", ["values clipped", "values tied"])
-def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) -> None:
-    for found in of(ranks, name):
+def test_every_look_finds_what_one_process_finds_on_all_texts(ranks) -> None:
+    for found in of(ranks, "values"):
         sharded, single = found["sharded"], found["single"]
-        # In the last, one look of AlignedFlatChat names no type at any of three stages: unknown.
-        assert sharded["failures"] == single["failures"] == {"values tied": 3}.get(name, 0)
+        assert sharded["failures"] == single["failures"] == 0
         assert len(sharded["looks"]) == len(single["looks"]) == 3
         for looks in zip(sharded["looks"], single["looks"], strict=True):
             mine, reference = map(compared, looks)
@@ -46,35 +44,6 @@ def test_every_look_finds_what_one_process_finds_on_all_texts(ranks, name: str) 
                 limits = {"abs": 1e-4, "rel": 0} if is_count else {"rel": 1e-12}
                 other = pytest.approx(float(reference[metric]), nan_ok=True, **limits)
                 assert float(value) == other, metric
-
-
-def test_values_are_of_what_left_noise_and_all(ranks) -> None:
-    for found in of(ranks, "values noised"):
-        assert found["failures"] == 0
-        assert found["noise"] > 1
-        for stage in found["found"].values():
-            assert stage["logged"] == pytest.approx(stage["by hand"], abs=1e-12)
-        assert found["found"]["local"] != found["found"]["shared"]
-
-
-def test_words_are_read_off_the_row_spaces_of_sharded_gradients(ranks) -> None:
-    exact = {"f1": 1.0, "certified": 1.0, "failures": 0}
-    for found in of(ranks, "shared rows"):
-        assert found == {"lora": exact, "whole": exact}
-
-
-def test_words_are_read_in_the_dtypes_of_a_policy(ranks) -> None:
-    exact = {"f1": 1.0, "certified": 0.0, "failures": 0}
-    for found in of(ranks, "mixed precision"):
-        assert found == {"lora": exact, "whole": exact}
-
-
-def test_attacks_choose_themselves(ranks) -> None:
-    for found in of(ranks, "auto"):
-        assert found["lora"] == {"played": ["subspace_words", "worst"], "worst": 1.0}
-        assert {"aligned_flatchat", "subspace_words"} <= set(found["whole"]["played"])
-        assert "subspace_membership" not in found["whole"]["played"]
-        assert found["whole"]["worst"] == 1.0
 
 
 def test_looks_gather_what_their_attack_reads_and_no_more(ranks) -> None:
@@ -109,22 +78,10 @@ def test_a_batch_that_one_process_cannot_read_is_read_off_the_graph(ranks) -> No
         assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 7}
 
 
-def test_without_defences_it_is_what_one_process_finds_too(ranks) -> None:
-    for found in of(ranks, "values undefended"):
-        sharded, single = found["sharded"], found["single"]
-        assert sharded["failures"] == single["failures"] == 0
-        assert len(sharded["looks"]) == 3
-        mine, reference = ([*map(compared, side["looks"])] for side in (sharded, single))
-        assert mine == reference
-        assert float(sharded["looks"][0]["leakage/flatchat/f1"]) > 0.3
-
-
 def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:
     for found in of(ranks, "refused"):
-        [games] = found["said"]
-        assert "'fc_membership' plays membership games, which need whole layers" in games
-        assert "use DDP with client='rank', or train on one device" in games
-        assert "with float16 gradients are scaled" in found["half"]
+        assert "'fc_membership' plays membership games, which need whole layers" in found["said"]
+        assert "use DDP with client='rank', or train on one device" in found["said"]
 
 
 def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:

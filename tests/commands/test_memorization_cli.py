@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks.memorization import Combined
@@ -23,7 +22,6 @@ from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import tokenize, used_up_mark
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
-from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
 
@@ -65,18 +63,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def adapters(folder: Path) -> None:
-    """Train adapters in the same folder."""
-    lines = (folder / "members.jsonl").read_text().splitlines()
-    _, rows = rows_of([json.loads(line)["text"] for line in lines])
-    torch.manual_seed(0)
-    fresh = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    adapted = get_peft_model(fresh, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    train(adapted, rows, 5e-3, 4)
-    adapted.save_pretrained(folder / "adapters")
-
-
 def rows_of(texts: list[str]) -> tuple[PreTrainedTokenizerBase, list[torch.Tensor]]:
     tokenizer = load_tokenizer(None)
     return tokenizer, [text.ids for text in tokenize(texts, tokenizer, 32)]
@@ -112,14 +98,9 @@ def run(folder: Path, model: str = "model", **settings: object) -> tuple[int, st
     )
 
 
-@pytest.mark.parametrize("model", ["model", pytest.param("adapters", marks=pytest.mark.slow)])
-def test_a_trained_model_gives_its_texts_away(
-    folder: Path, tmp_path: Path, model: str, request: pytest.FixtureRequest
-) -> None:
-    if model == "adapters":
-        request.getfixturevalue("adapters")
+def test_a_trained_model_gives_its_texts_away(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    status, text = run(folder, model, drawn=True, at_most=0.6, out=output)
+    status, text = run(folder, drawn=True, at_most=0.6, out=output)
     assert status == BREACH
     assert "combined/auc is shown to be at least" in text
     content = json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -167,62 +148,12 @@ def test_members_that_are_distinguished_wholly_never_pass(
     assert "give more texts" in text.lower() or n == 20
 
 
-@pytest.mark.slow
-def test_members_that_are_copies_are_asked_for_extraction_by_how_often_they_repeat(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Twelve texts stand in the data six times each, and are learned by heart."""
-    tokenizer = load_tokenizer(None)
-    lines = {s: (folder / f"{s}.jsonl").read_text().splitlines() for s in ("members", "others")}
-    members = [json.loads(line)["text"] for line in lines["members"]]
-    often = [row.ids for row in tokenize(members[:12], tokenizer, 32)]
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    train(model, often, 4e-3, 12)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    written = [*lines["members"][:12] * 6, *lines["members"][12:]]
-    (tmp_path / "members.jsonl").write_text("\n".join(written))
-    (tmp_path / "others.jsonl").write_text("\n".join(lines["others"]))
-    output = tmp_path / "result.json"
-    status, text = run(tmp_path, drawn=True, metric="greedy", at_most=0.3, out=output)
-    content = json.loads(output.read_text())
-    values = content["attacks"]["extraction"]
-    queried = find_anatomy(model.eval())
-    texts = tokenize(members[:12], tokenizer, 32)
-    by_heart = [
-        bool(
-            (queried.model(text.ids[None]).logits[0, :-1].argmax(1) == text.ids[1:])
-            .unfold(0, 16, 1)
-            .all(1)
-            .any()
-        )
-        for text in texts
-        if len(text.ids) > 16
-    ]
-    assert values["greedy_x5"] == pytest.approx(sum(by_heart) / len(by_heart))
-    assert values["greedy_x5"] > 0.5
-    assert values["greedy_x1"] == 0
-    assert values["greedy"] == values["greedy_x5"]
-    assert status == BREACH
-    assert "extraction/greedy is shown to be at least" in text
-    assert "5 to 16 times" in text
-    assert content["repeated"] == 72
-    assert content["members"] == len(set(lines["members"][12:]))
-    assert "12 members that have copies" in text
-
-
 def test_non_members_that_are_not_exchangeable_are_unknown_and_a_breach(folder: Path) -> None:
     status, text = run(folder, at_most=0.99)
     assert status == BREACH
     assert "Membership is UNKNOWN" in text
     assert "combined/auc is unknown" in text
     assert run(folder)[0] == 0
-
-
-def test_shown_is_unknown_with_few_others(folder: Path) -> None:
-    status, text = run(folder, drawn=True, metric="shown", at_most=1.0)
-    assert status == BREACH
-    assert "combined/shown is unknown" in text
 
 
 def test_few_texts_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -244,22 +175,8 @@ def mixed(folder: Path, tmp_path: Path) -> Path:
 
 
 def add_short(folder: Path, side: str, n: int) -> None:
-    words = [
-        "Yes",
-        "No",
-        "Maybe",
-        "Later",
-        "Today",
-        "Never",
-        "Monday",
-        "Friday",
-        "Ten",
-        "Two",
-        "Red",
-        "Blue",
-    ]
     with (folder / f"{side}.jsonl").open("a") as file:
-        file.writelines(json.dumps({"text": f"{word} {side}."}) + "\n" for word in words[:n])
+        file.writelines(json.dumps({"text": f"{number} {side}."}) + "\n" for number in range(n))
 
 
 def test_members_of_a_length_that_is_not_compared_are_unknown(mixed: Path) -> None:

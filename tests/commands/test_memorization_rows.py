@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
@@ -23,6 +19,7 @@ from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from tests.commands.test_memorization_cli import _models_are_asked_once  # noqa: F401  (fixture)
+from tests.engine.channels.test_memorization import fit, monitor
 from tests.helpers.commands import run_command
 from tests.helpers.lightning_modules import CausalLMModule
 
@@ -67,18 +64,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         (folder / f"{name}.jsonl").write_text(text)
         text = "".join(json.dumps(rows[n]) + "\n" for n in part)
         (folder / f"{name}_ids.jsonl").write_text(text)
-    L.seed_everything(0)
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    settings = WatchSettings(memorization=Memorization(max_overhead=20, looks=()))
-    monitor = LeakageMonitor(
-        [Combined(), LossRatio(), PromptRatio()], folder=folder, settings=settings
-    )
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=2, callbacks=[monitor], enable_checkpointing=False, **quiet
-    )
-    loader = DataLoader(train, batch_size=8, shuffle=True, collate_fn=padded)
-    trainer.fit(CausalLMModule(model, 2e-3, "adamw"), loader)
+    settings = Memorization(max_overhead=20, looks=())
+    watch = monitor(folder, [Combined(), LossRatio(), PromptRatio()], settings)
+    module = CausalLMModule(model, 2e-3, "adamw")
+    fit([watch], module, train, max_epochs=2, collate_fn=padded)
     model.save_pretrained(folder / "model")
     lines = map(json.loads, (folder / "leakage.jsonl").read_text().splitlines())
     return folder, {line["attack"]: line for line in lines}

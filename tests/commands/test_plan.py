@@ -59,58 +59,24 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--targets", "nothing"], "--targets nothing: Target modules"),
-        (["--targets", "c_attn", "--lora-r", "0"], "give its rank too, --lora-r 8"),
-        (["--batch", "2x65"], "--batch 2 x 65 is longer than the model's context of 64"),
-        (["--peft", "full", "--lora-r", "16"], "leave out --lora-r, or --peft full"),
-    ],
-)
-def test_errors_name_what_to_change(
-    arguments: list[str], match: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--model", model, *arguments]) == 1
-    assert match in capsys.readouterr().err
-
-
-SHAPES = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-32b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "vocab_size": 151_936,
-        "hidden_size": 5120,
-        "intermediate_size": 25_600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": False,
-    },
+QWEN3_32B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "hidden_size": 5120,
+    "intermediate_size": 25_600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
 }
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.030), ("qwen3-32b", 32.762)])
-def test_a_configuration_alone_gives_time_and_memory(
-    name: str, billions: float, tmp_path: Path
-) -> None:
-    shape = SHAPES[name]
+def test_a_configuration_alone_gives_time_and_memory(tmp_path: Path) -> None:
+    shape, billions = QWEN3_32B, 32.762
     (tmp_path / "config.json").write_text(json.dumps(shape))
     output = printed(model=str(tmp_path), batch=(4, 512), peft="lora")
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
@@ -176,42 +142,33 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     assert gigabytes["its control adds at least"][0] >= gigabytes["a look adds"][0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--targets", "foo"], "fedleak: --targets foo: Target modules"),
-        (["--batch", "1x9999"], "--batch 1 x 9999 is longer than the model's context of 2048"),
-    ],
-)
-def test_errors_on_a_configuration_alone_name_what_to_change(
-    arguments: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--model", save_config(tmp_path), *arguments]) == 1
-    error = capsys.readouterr().err
-    assert match in error
-    assert "network" not in error
+LLAMA = ("LlamaForCausalLM", "llama")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "model_type", "match"),
+    ("shape", "arguments", "match"),
     [
-        (
-            "Qwen3MoeForCausalLM",
-            "qwen3_moe",
-            "PEFT knows no default for this model: pass --targets",
-        ),
-        ("BertForMaskedLM", "bert", "name no causal language model"),
+        # Of a model's weights, and of a configuration alone.
+        (None, "--targets nothing", "--targets nothing: Target modules"),
+        (None, "--targets c_attn --lora-r 0", "give its rank too, --lora-r 8"),
+        (None, "--batch 2x65", "--batch 2 x 65 is longer than the model's context of 64"),
+        (None, "--peft full --lora-r 16", "leave out --lora-r, or --peft full"),
+        (LLAMA, "--targets foo", "fedleak: --targets foo: Target modules"),
+        (LLAMA, "--batch 1x9999", "--batch 1 x 9999 is longer than the model's context of 2048"),
+        (("Qwen3MoeForCausalLM", "qwen3_moe"), "", "no default for this model: pass --targets"),
+        (("BertForMaskedLM", "bert"), "", "name no causal language model"),
     ],
 )
-def test_a_configuration_that_cannot_be_planned(
-    architecture: str,
-    model_type: str,
+def test_errors_name_what_to_change(
+    shape: tuple[str, str] | None,
+    arguments: str,
     match: str,
+    model: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = save_config(tmp_path, architecture, model_type)
-    assert main(["plan", "--model", name]) == 1
+    name = model if shape is None else save_config(tmp_path, *shape)
+    assert main(["plan", "--model", name, *arguments.split()]) == 1
     error = capsys.readouterr().err
     assert match in error
     assert "network" not in error

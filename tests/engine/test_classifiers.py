@@ -241,14 +241,6 @@ def test_of_two_vocabularies_the_source_s_words_are_named(lora: bool, tmp_path: 
     assert all(".encoder." in f".{r}" for r in subspace().needs(anatomy).gradients)
 
 
-def test_one_vocabulary_is_distinguished_from_two() -> None:
-    assert (
-        find_anatomy(build_model(lambda: build("T5", "ConditionalGeneration"))).target_rows is None
-    )
-    assert find_anatomy(tiny_marian()).target_rows is None
-    assert find_anatomy(tiny_marian(decoder_vocab=97)).target_rows == 97
-
-
 @pytest.mark.parametrize("family", ["T5", "Bart"])
 def test_an_encoder_decoder_of_one_vocabulary_leaks_both_sides(family: Any, tmp_path: Path) -> None:
     model = build_model(lambda: build(family, "ConditionalGeneration"))

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,19 +53,15 @@ def profiled(callback: Callable[[CodeType], None]) -> Iterator[None]:
     Python takes a profile away once it has raised.
     """
 
-    sys.setprofile(profile_of(callback))
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def profile_of(callback: Callable[[CodeType], None]) -> Callable[[FrameType, str, Any], None]:
     def enter(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             callback(frame.f_code)
 
-    return enter
+    sys.setprofile(enter)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 @contextmanager
@@ -126,8 +122,6 @@ CONTROL = {
     *("precision_recall_f1", "Results._controlled", "Results.judge"),
 }
 """Are entered for the control of a look alone."""
-FACES = ("callbacks", "engine", "attacks")
-"""Folders of the watch alone: what a defence calls is not among them, and must raise."""
 
 
 def nothing(_: CodeType) -> None:
@@ -328,88 +322,6 @@ def test_what_the_end_of_a_watch_raises_does_not_reach_the_loop(
         assert is_reported, f"nothing reports that {name} failed"
 
 
-class Injects(L.Callback):
-    """Lets functions raise, each in a step of a Trainer; the first callback of the fit."""
-
-    def __init__(self, callbacks: list[Callable[[CodeType], None]]) -> None:
-        self.callbacks = callbacks
-        self.losses: list[float] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.at = trainer.global_step
-        sys.setprofile(profile_of(self.callbacks[self.at]))
-
-    def on_before_backward(self, trainer: L.Trainer, _: Any, loss: Tensor) -> None:
-        self.losses.append(loss.item())
-
-    def off(self) -> None:
-        sys.setprofile(None)
-
-
-class Ends(L.Callback):
-    """Ends what :class:`Injects` began; the last callback of the fit."""
-
-    def __init__(self, injects: Injects, monitor: LeakageMonitor | None) -> None:
-        self.injects, self.monitor = injects, monitor
-        self.latest: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.injects.off()
-        if self.monitor is not None and trainer.global_step > 1:
-            self.latest.append(self.monitor.latest)
-
-
-def fit(
-    folder: Path, callbacks: list[Callable[[CodeType], None]], *, watch: bool
-) -> tuple[dict[str, Tensor], Injects, Ends]:
-    """Return the weights of a fit in which each step has a profile of its own."""
-    torch.manual_seed(7)
-    module = CausalLMModule(tiny_gpt2(tied=False, dropout=0.1))
-    settings = WatchSettings(stages=("local", "shared"))
-    monitor = LeakageMonitor([BagOfWords()], every_n_steps=1, settings=settings, folder=folder)
-    injects = Injects(callbacks)
-    ends = Ends(injects, monitor if watch else None)
-    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)])
-    trainer = L.Trainer(
-        max_steps=len(callbacks),
-        max_epochs=-1,
-        strategy=strategy,
-        callbacks=[injects, *([monitor] if watch else []), ends],
-        **QUIET,
-    )
-    rows = [batch_of(step) for step in range(len(callbacks))]
-    with quiet():
-        try:
-            trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None))
-        except Exception as error:
-            injects.off()
-            raise AssertionError(f"step {injects.at} ended the fit") from error
-    return module.state_dict(), injects, ends
-
-
-@pytest.mark.parametrize("quarter", QUARTERS)
-def test_nor_does_it_end_a_fit_or_take_a_defence_away(tmp_path: Path, quarter: int) -> None:
-    """Noise is drawn in each step as in the fit without a monitor: the weights say so."""
-
-    def plain(note: Callable[[CodeType], None]) -> object:
-        return fit(tmp_path / "plain", [nothing, note, note], watch=True)
-
-    targets = [
-        code
-        for code in functions(plain)
-        if code.co_filename.removeprefix(PACKAGE).split("/")[1] in FACES
-        and not code.co_qualname.startswith("LeakageMonitor.")
-    ]
-    assert len(targets) > 100
-    targets = targets[quarter::4]
-    callbacks = [nothing, *map(raises, targets), nothing, nothing]
-    expected, unwatched, _ = fit(tmp_path / "unwatched", callbacks, watch=False)
-    weights, injects, ends = fit(tmp_path / "failing", callbacks, watch=True)
-    assert injects.losses == unwatched.losses
-    assert same(weights, expected)
-    check_logged(tmp_path / "failing", targets, ends.latest)
-
-
 def test_a_state_that_cannot_be_made_ends_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,35 +364,47 @@ def test_a_strict_gate_decides_where_every_look_fails(
     assert (step, gate.fired is not None) == (1, True)
 
 
-def test_a_transformers_trainer_trains_on_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(callback: bool) -> tuple[dict[str, Tensor], Any]:
-        torch.manual_seed(7)
-        rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
-            per_device_train_batch_size=2, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
-        if not callback:
-            trainer.train()
-            return trainer.model.state_dict(), None
-        watch = LeakageCallback(trainer, [BagOfWords()], folder=tmp_path / "l", every_n_steps=1)
-        trainer.add_callback(watch)
-        with quiet():
-            trainer.train()
-        return trainer.model.state_dict(), watch
+def in_lightning(folder: Path, attacks: Sequence[Attack]) -> tuple[nn.Module, Any]:
+    """Fit under noise of a seed, which the weights show; with attacks it is watched."""
+    torch.manual_seed(7)
+    module = CausalLMModule(tiny_gpt2(tied=False))
+    monitor = LeakageMonitor([*attacks] or "auto", every_n_steps=1, folder=folder)
+    strategy = DefendedStrategy(defenses=[GradientNoise(1.0, 1e-3, seed=1)])
+    trainer = L.Trainer(
+        max_steps=3, strategy=strategy, callbacks=[monitor] if attacks else [], **QUIET
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([*map(batch_of, range(3))], batch_size=None))
+    return module.model, monitor
 
-    expected, _ = train(False)
+
+def under_the_trainer(folder: Path, attacks: Sequence[Attack]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(7)
+    rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
+        per_device_train_batch_size=2, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
+    callback = LeakageCallback(trainer, [*attacks] or "auto", folder=folder, every_n_steps=1)
+    if attacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer.model, callback
+
+
+@pytest.mark.parametrize("train", [in_lightning, under_the_trainer])
+def test_a_trainer_trains_on_with_its_defence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
+) -> None:
+    expected, _ = train(tmp_path / "plain", [])
 
     @contained
     def fails(self: StepEngine, *_: object, **__: object) -> None:
         raise Injected
 
     for name in ("loss_computed", "_attack", "_end_batch", "_take_batch"):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, quiet():
             patch.setattr(StepEngine, name, fails)
-            weights, watch = train(True)
-        assert same(weights, expected), name
+            model, watch = train(tmp_path / name, [BagOfWords()])
+        assert same(model.state_dict(), expected.state_dict()), name
         assert math.isnan(watch.latest[F1]), name

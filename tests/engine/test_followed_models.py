@@ -17,11 +17,8 @@ from lightning_fedleak.attacks import (
     SubspaceTexts,
     SubspaceWords,
 )
-from lightning_fedleak.callbacks import LeakageMonitor
 from tests.attacks.row_space.models import VOCABULARY, llama
-from tests.callbacks.runs import fit
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.loops import check_undisturbed, lines_of, model_loss, watched
+from tests.helpers.loops import check_undisturbed, model_loss, watched
 from tests.helpers.models import own_rng
 
 
@@ -126,24 +123,6 @@ def test_training_with_switched_adapters_is_not_disturbed(tmp_path: Path) -> Non
     batches = [batch_at(step) for step in range(6)]
     attacks = [SubspaceWords(capacity_seconds=0)]
     check_undisturbed(tmp_path, attacks, make, loss=loss, batches=batches, optimizer="adamw")
-
-
-class Switching(CausalLMModule):
-    """Chooses the adapter in ``training_step``, after the callbacks have got the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        adapter_at(self.model, batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for n, p in self.named_parameters() if "lora_" in n], lr=1e-3)
-
-
-def test_a_lightning_module_may_switch_in_its_step(tmp_path: Path) -> None:
-    monitor = LeakageMonitor([SubspaceWords(capacity_seconds=0)], every_n_steps=1)
-    data = random_token_loader(n=8, batch_size=2, length=10, vocab=VOCABULARY)
-    fit([monitor], tmp_path, module=Switching(two_adapters().train()), loader=data)
-    assert values(lines_of(tmp_path, "subspace_words"), "f1") == ones(range(2, 4))
 
 
 def test_trained_tokens_are_read_at_every_look(tmp_path: Path) -> None:

@@ -387,13 +387,7 @@ def test_batches_that_train_nothing_are_no_part_of_the_truth(tmp_path: Path) -> 
 
 
 def test_every_n_steps_is_due_at_multiples_of_n() -> None:
-    cadence = Cadence(50)
-    steps = []
-    for step in range(120):
-        if cadence.due(step):
-            steps.append(step)
-            cadence.next_step = cadence.after_look(step, 1.0, 1.0)
-    assert steps == [0, 50, 100]
+    assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
@@ -443,12 +437,6 @@ def test_a_curve_ends_at_the_last_step_and_stays_within_its_price(
         assert len(looks) >= min(10, steps) - first
         gaps = [b - a for a, b in pairwise(looks)]
         assert max(gaps) <= math.ceil((steps - 1) / 9)
-
-
-def test_ten_looks_are_evenly_spread_where_they_fit() -> None:
-    cadence = Cadence(share=0.005, is_curve=True)
-    cadence.begin(0, 100)
-    assert looks_of(cadence, 100, 1.0, 1.0) == [*range(0, 100, 11)]
 
 
 @given(

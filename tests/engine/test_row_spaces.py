@@ -93,15 +93,6 @@ def test_a_penalty_in_the_loss_is_unknown_to_what_cannot_remove_it(
     assert math.isnan(watch.latest[f"{NAME}/f1"])
 
 
-def test_the_first_look_at_a_lora_waits_and_the_next_ones_are_exact(tmp_path: Path) -> None:
-    watch = look(tmp_path, [words(), SubspaceMembership(PUBLIC)], model_of(lora=LORA))
-    f1 = {line["step"]: line["metrics"]["f1"]["value"] for line in watch.lines("subspace_words")}
-    assert f1 == {1: 1.0, 2: 1.0, 3: 1.0}
-    assert watch.failures == 0
-    assert watch.latest[f"{NAME}/certified"] == watch.latest[f"{NAME}/exposed"] == 1
-    assert watch.latest["leakage/subspace_membership/auc"] == 1
-
-
 @pytest.mark.parametrize("family", [llama, gpt2, bert])
 def test_whole_models_are_read_at_every_look(family: Any, tmp_path: Path) -> None:
     watch = look(tmp_path, words(), model_of(family, dropout=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,7 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, Su
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.membership.gradients import TIMED_TEXTS
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.engine.channels import WordsChannel
-from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, pending
 from lightning_fedleak.engine.results import Results
-from lightning_fedleak.engine.run import Look
-from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.callbacks.runs import Probe
@@ -239,42 +232,9 @@ def test_what_would_take_too_long_is_not_calibrated(
     assert line["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"
 
 
-# ---- results ------------------------------------------------------------------------------------
-
-
-def results() -> tuple[Results, Series, Series]:
-    attacks = [SubspaceWords(name=name) for name in ("one", "two")]
-    channel = WordsChannel(attacks, Options(texts=1))
-    first, second = (Series.at(Stage.SHARED, name) for name in ("one", "two"))
-    return Results({first: channel, second: channel}), first, second
-
-
-def f1(value: float) -> Outcome:
-    return Outcome({n: Rate(value, value, value) for n in ("precision", "recall", "f1")}, 9)
-
-
-def test_a_wait_is_kept_in_checkpoints_and_ends() -> None:
-    kept, first, second = results()
-    kept.add(Look(3), {first: f1(0.9), second: pending("b", soon=True)}, {})
-    assert WORST not in kept.look_values
-    assert kept.look_values[f"{WORST}_at_least"] == 0.9
-    again, *_ = results()
-    again.load_state_dict(kept.state_dict())
-    assert again.waiting == {second}
-    tried = Look(1004, scope=frozenset({second}))
-    alone = {second: pending("b", soon=True)}
-    assert again.settled(replace(tried, step=1003), alone) is None
-    assert again.settled(tried, None) is None, "nothing was shared in that step"
-    [outcome] = again.add(tried, again.settled(tried, alone), {}).values()
-    assert outcome.unknown == "b, for more than 1000 steps (or rounds)"
-    assert again.waiting == frozenset()
-    kept.add(Look(4, scope=frozenset({second})), {second: f1(0.3)}, {})
-    assert kept.look_values[WORST] == kept.latest[WORST] == 0.9
-
-
 def test_the_state_of_an_earlier_version_is_refused() -> None:
-    kept, *_ = results()
-    state = kept.state_dict()
+    results = Results({})
+    state = results.state_dict()
     state["ledger"] = state.pop("series")
     with pytest.raises(ValueError, match=r"of an earlier version .* begin a new run"):
-        kept.load_state_dict(state)
+        results.load_state_dict(state)

@@ -91,11 +91,13 @@ def values(a: float, b: float, worst: float | None = None, **more: float) -> dic
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
-def look(gate: RiskGate, logged: dict[str, float], why: str = "") -> None:
+def look(
+    gate: RiskGate, logged: dict[str, float], why: str = "", latest: dict[str, float] | None = None
+) -> None:
     """Let a gate decide on the values of a look."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(
-            latest=logged,
+            latest=logged if latest is None else latest,
             look_values=logged,
             last_step=0,
             untested={"words": why},

@@ -13,12 +13,10 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_fedleak import RiskGate
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, sign_run, verify_run
 from lightning_fedleak.report import write
 from lightning_fedleak.report.records import RECORD, RESULTS
 from lightning_fedleak.trainers import Threshold
-from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.evidence import test_verification as edits
 from tests.evidence.test_honest_runs import Loop, whole
 
@@ -61,13 +59,6 @@ def killed(folder: Path) -> State:
     return loop.model.state_dict()
 
 
-def lightning(folder: Path) -> State:
-    monitor = monitor_with([Probe()], every_n_steps=2)
-    gate = RiskGate("leakage/probe/f1", at_most=0.5, action="warn")
-    trainer = fit([monitor, gate], folder, logger=False)
-    return trainer.lightning_module.model.state_dict()
-
-
 def written(folder: Path) -> State:
     """Of invented numbers: killed between two lines and resumed, finished, and begun again."""
     edits.honest(folder, random.Random(0), runs=4)
@@ -98,7 +89,7 @@ EDITS = (
     *(edits.move_plan, edits.change_commitment, edits.remove, edits.double, edits.swap),
     *(edits.change_number, edits.lower, cut_tail, set_clock_back, lift_gate, leave_out_look),
 )
-KINDS = own_loop, resumed, killed, lightning, written
+KINDS = own_loop, resumed, killed, written
 keys = edits.keys
 
 
@@ -131,7 +122,7 @@ def test_no_drawn_edit_of_a_signed_run_holds(
         named = verdict.notes if goes_on else verdict.contradictions
         assert any(name in text for text in named), verdict
         (folder / name).write_bytes(originals[name])
-    if kind in (own_loop, resumed, lightning):
+    if kind in (own_loop, resumed):
         check_other_weights(folder, state, public)
     check_other_files(folder, tmp_path / "other", public)
 

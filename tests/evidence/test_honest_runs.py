@@ -205,21 +205,6 @@ def save_in(loop: Loop, step: int, unfrozen: Sequence[Parameter] = ()) -> None:
                 save_file(loop.model.state_dict(), loop.watch.folder / "model.safetensors")
 
 
-def test_a_loop_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    first = Loop(tmp_path, every_n_steps=3)
-    with suppress(RuntimeError), first.watch:
-        for number in first.batches():
-            first.step()
-            if number == 4:
-                state = first.watch.state_dict()
-            if number == 7:
-                raise RuntimeError
-    second = Loop(tmp_path, every_n_steps=3)
-    second.watch.load_state_dict(state)
-    whole(second)
-    assert verify_run(tmp_path).verdict.status == HOLDS, verify_run(tmp_path).verdict
-
-
 def test_a_fit_of_lightning_that_is_resumed(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"logger": False, "max_epochs": 2, "enable_checkpointing": True}
     fit([monitor_with([Probe()], every_n_steps=3)], tmp_path, **arguments)

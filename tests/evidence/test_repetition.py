@@ -115,15 +115,6 @@ def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
     assert differing > len(read_lines(run, RECORD)[-1]["weights"]) // 2
 
 
-def test_an_invented_loss_is_found(tmp_path: Path) -> None:
-    first = train(tmp_path / "first")
-    number = next(n for n, one in enumerate(read_lines(first, RECORD)) if one.get("utility"))
-    change(first, RECORD, number, lambda line: line["utility"].update(train_loss=0.1))
-    verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
-    assert verdict.status == CONTRADICTED
-    assert "train_loss is not what" in verdict.contradictions[0]
-
-
 @pytest.mark.parametrize("name", ["metrics", "utility"])
 def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
     """An invented name does not end the comparison of the others."""
@@ -147,28 +138,28 @@ def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path
     assert "leakage is not compared" in check.verdict.notes[0]
 
 
-def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path) -> None:
-    again = train(tmp_path / "again", run)
-    lines = lines_of(again / RESULTS)
-    (again / RESULTS).write_bytes(b"\n".join(lines[:1] + lines[2:]) + b"\n")
-    check = verify_run(run, repetition=again)
-    assert check.verdict.status == OPEN
-    assert "was not compared" in check.verdict.open[0]
-
-
-def test_an_invented_leakage_is_found_although_all_hashes_fit(tmp_path: Path) -> None:
-    first = train(tmp_path / "first")
-
-    def lower(line: dict[str, Any]) -> None:
-        line["metrics"]["f1"]["value"] /= 2
-
-    change(first, RESULTS, 1, lower)
+@pytest.mark.parametrize(
+    ("file", "edit", "named"),
+    [
+        (
+            RESULTS,
+            lambda x: x["metrics"]["f1"].update(value=0.1),
+            "bag_of_words, f1 is not what",
+        ),
+        (RECORD, lambda line: line["utility"].update(train_loss=0.1), "train_loss is not what"),
+    ],
+)
+def test_an_invented_number_is_found_although_all_hashes_fit(
+    tmp_path: Path, file: str, edit: Any, named: str
+) -> None:
+    first, field = train(tmp_path / "first"), "metrics" if file == RESULTS else "utility"
+    number = next(n for n, one in enumerate(read_lines(first, file)) if one.get(field))
+    change(first, file, number, edit)
     assert verify_run(first).verdict.status == HOLDS
     check = verify_run(first, repetition=train(tmp_path / "again", first))
     assert check.verdict.status == CONTRADICTED
     [text] = check.verdict.contradictions
-    step = json.loads(lines_of(first / RESULTS)[1])["step"]
-    assert f"step {step}: leakage, shared, bag_of_words, f1 is not what" in text
+    assert named in text
     assert "1 of" in text
 
 
@@ -189,20 +180,31 @@ def test_what_is_no_repetition_is_open(
     assert reason in verdict.open[0]
 
 
-def test_without_the_key_the_order_is_not_comparable(run: Path, tmp_path: Path) -> None:
-    verdict = verify_run(run, repetition=train(tmp_path / "again")).verdict
-    assert verdict.status == OPEN
-    assert "copy that of the run" in verdict.open[0]
-
-
-@pytest.mark.parametrize(("fact", "value"), [("versions", "1.0"), ("machine", "AVX")])
-def test_another_platform_is_open(run: Path, tmp_path: Path, fact: str, value: str) -> None:
-    again = train(tmp_path / "again", run)
-    name = {"versions": "torch", "machine": "instructions"}[fact]
-    change(again, RECORD, 0, lambda line: line[fact].update({name: value}))
+@pytest.mark.parametrize(
+    ("key", "edit", "reason"),
+    [
+        (False, lambda first: None, "copy that of the run"),
+        (True, lambda first: first["versions"].update(torch="1.0"), "different versions"),
+        (True, lambda first: first["machine"].update(instructions="AVX"), "different machine"),
+    ],
+)
+def test_other_orders_and_platforms_cannot_be_compared(
+    run: Path, tmp_path: Path, key: bool, edit: Any, reason: str
+) -> None:
+    again = train(tmp_path / "again", run if key else None)
+    change(again, RECORD, 0, edit)
     verdict = verify_run(run, repetition=again).verdict
     assert verdict.status == OPEN
-    assert f"different {fact}" in verdict.open[0]
+    assert reason in verdict.open[0]
+
+
+def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "again", run)
+    lines = lines_of(again / RESULTS)
+    (again / RESULTS).write_bytes(b"\n".join(lines[:1] + lines[2:]) + b"\n")
+    check = verify_run(run, repetition=again)
+    assert check.verdict.status == OPEN
+    assert "was not compared" in check.verdict.open[0]
 
 
 def test_a_run_is_no_repetition_of_itself(run: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from lightning_fedleak import DPSGD, BagOfWords, DefendedStrategy
 from lightning_fedleak.cli.command_line import main
@@ -24,6 +24,7 @@ from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.evidence.test_repetition import IDS, change, read_lines
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.trainers.test_transformers import trainer_of
 
 STEPS = (0, 2, 4, 5)
 
@@ -74,20 +75,10 @@ def by_trainer(folder: Path, evidence: Evidence | None = None) -> list[Any]:
     torch.manual_seed(0)
     model = tiny_gpt2(tied=False)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS]
-    arguments = TrainingArguments(
-        str(folder),
-        num_train_epochs=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer = trainer_of(
+        folder, model, kind=Trainer, train_dataset=rows, num_train_epochs=2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    )  # fmt: skip
     settings = WatchSettings(evidence=evidence, tensorboard=False)
     callback = LeakageCallback(trainer, [BagOfWords()], every_n_steps=2, settings=settings)
     trainer.add_callback(callback)

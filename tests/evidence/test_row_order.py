@@ -131,21 +131,6 @@ def test_a_watch_commits_with_a_key_of_its_own(tmp_path: Path) -> None:
     assert end_of(tmp_path)["row_order"] == hmac.digest(key, text.encode(), "sha256").hex()
 
 
-def test_a_repetition_with_the_same_key_has_the_same_code(tmp_path: Path) -> None:
-    """Under Lightning, which takes the first batches before it says that training begins."""
-    codes = {}
-    for name, changes in {"a": {}, "b": {}, "c": {"n": 24}}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / ROW_KEY).write_text(json.dumps({"key": KEY.hex()}))
-        (folder / ROW_KEY).chmod(0o600)
-        monitor = monitor_with([Probe()], every_n_steps=4)
-        fit([monitor], folder, logger=False, **changes)
-        codes[name] = end_of(folder)["row_order"]
-    assert codes["a"] == codes["b"] != codes["c"]
-    assert len(codes["c"]) == 64
-
-
 def test_monitors_of_one_fit_share_a_key(tmp_path: Path) -> None:
     monitors = [monitor_with([Probe(name=n)], every_n_steps=4) for n in ("one", "two")]
     fit(monitors, tmp_path, logger=False)

@@ -10,18 +10,13 @@ import torch
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.federation import (
-    SUM,
     ClientDP,
-    OutgoingUpdates,
-    RoundGate,
     RoundObserver,
     difference,
     moved,
     trained_state,
 )
 from tests.federation.rounds import SGD, batches, model, round_settings, train
-from tests.federation.test_observer import lines
-from tests.helpers.notices import announced
 
 CLIENTS, ROUNDS = 3, 2
 
@@ -51,23 +46,6 @@ def watched(folder, **settings):
     return RoundObserver(copy.deepcopy(model()), SGD, 2, folder=folder, settings=rare, **arguments)
 
 
-def test_watching_changes_no_bit_of_the_model(tmp_path):
-    plain = federation(lambda r, c, sent, returned, data: returned, mean)
-    outs = [OutgoingUpdates(watched(tmp_path / f"{c}"), client=c) for c in range(CLIENTS)]
-    server = watched(tmp_path / "server", side="server")
-
-    def send(round_, client, sent, returned, data):
-        leaving = outs[client].leaves(round_, sent, returned, data).state
-        server.begin(round_, sent)
-        server.look(leaving, client)
-        return leaving
-
-    observed = federation(send, mean)
-    assert all(torch.equal(plain[n], observed[n]) for n in plain)
-    assert all(len(lines(tmp_path / f"{c}")) == ROUNDS for c in range(CLIENTS))
-    assert len(lines(tmp_path / "server")) == ROUNDS * CLIENTS
-
-
 def test_a_trusted_server_with_next_to_no_noise_gives_the_plain_model(tmp_path):
     plain = federation(lambda r, c, sent, returned, data: returned, mean)
     dp = ClientDP(
@@ -83,84 +61,6 @@ def test_a_trusted_server_with_next_to_no_noise_gives_the_plain_model(tmp_path):
         torch.testing.assert_close(private[name], tensor, rtol=1e-4, atol=1e-5)
     assert dp.privacy.releases == ROUNDS
     assert dp.privacy.epsilon == math.inf  # such noise hides nothing, and the account says so
-
-
-def test_whatever_a_client_returns_the_round_ends_and_says_what_happened(tmp_path):
-    """One client is gone, one returns NaN, one another model, one nothing."""
-    net = model()
-    sent = trained_state(net)
-    data = batches(1)
-    good = train(net, data)
-    returned = {
-        "good": good,
-        "gone": None,
-        "nan": {n: torch.full_like(t, math.nan) for n, t in sent.items()},
-        "other": {n: torch.zeros(2, 2) for n in sent},
-        "nothing": {},
-        "same": sent,
-    }
-    server = watched(tmp_path)
-    server.begin(0, sent)
-    message = {
-        client: server.look(state, client, batches=data).unknown.get("leakage/bag_of_words", "")
-        for client, state in returned.items()
-        if state is not None
-    }
-    words = {
-        "good": "",
-        "nan": "NaN or infinity",
-        "other": "shape",
-        "nothing": "only one of both",
-        "same": "exactly what it was sent",
-    }
-    assert all(words[c] in message[c] for c in words)
-    assert not message["good"]
-    dp = ClientDP(1e3, 1e-9, clients=10, target_delta=1e-5, accountant="rdp")
-    updates = {}
-    for client, state in returned.items():
-        try:
-            updates[client] = None if state is None else difference(sent, state)
-        except ValueError:
-            updates[client] = None
-    result = dp.mean(updates, sent)
-    assert result.zeros.keys() == {"gone", "nan", "other", "nothing"}
-    for name, tensor in result.update.items():
-        want = (good[name] - sent[name]) / 10
-        torch.testing.assert_close(tensor, want, rtol=1e-3, atol=1e-6)
-
-
-def test_the_sum_of_many_shows_less_than_one(tmp_path):
-    net = model()
-    sent = trained_state(net)
-    data = [batches(c, 2) for c in range(4)]
-    returned = [train(net, of) for of in data]
-    server = watched(tmp_path)
-    server.begin(0, sent)
-    each = [
-        server.look(r, c, batches=of) for c, (r, of) in enumerate(zip(returned, data, strict=True))
-    ]
-    whole = server.look(mean(0, sent, returned), SUM, batches=[b for of in data for b in of])
-    assert all(look.values["leakage/bag_of_words/f1"] > 0.9 for look in each)
-    # Nothing says any more whose word it was: all clients' words are in the sum.
-    assert whole.values["leakage_aggregate/bag_of_words/f1"] > 0.9
-    counts = {line["client"]: line["n"] for line in lines(tmp_path)}
-    assert counts[SUM] > max(counts[c] for c in range(4))
-
-
-def test_a_gate_of_each_client_leaves_the_round_to_the_others(tmp_path):
-    gates = {
-        c: [RoundGate("leakage/worst/words", at_most=0.0 if c == 1 else 1.0)] for c in range(3)
-    }
-    outs = [OutgoingUpdates(watched(tmp_path / f"{c}"), gates[c], client=c) for c in range(3)]
-    plain = federation(lambda r, c, sent, returned, data: None if c == 1 else returned, mean)
-
-    def send(round_, client, sent, returned, data):
-        return outs[client].leaves(round_, sent, returned, data).state
-
-    with announced("withheld") as messages:
-        gated = federation(send, mean)
-    assert sum("withheld" in text for text in messages) == ROUNDS
-    assert all(torch.equal(plain[n], gated[n]) for n in plain)
 
 
 def test_a_report_says_what_clients_have_spent_and_for_whom_it_holds(tmp_path):

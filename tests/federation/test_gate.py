@@ -292,19 +292,6 @@ def test_what_is_attacked_has_other_noise_than_what_leaves(tmp_path):
     assert out.dp.accountant.steps == 1
 
 
-def test_the_account_of_the_record_is_the_clients(tmp_path):
-    local = dp(accountant="rdp")
-    net = model()
-    watched = observer(tmp_path, net, [Probe(k=14)], defenses=[local])
-    list(rounds(OutgoingUpdates(watched, dp=local), net, n=2))
-    watched.end()
-    [begin, *_, end] = lines(tmp_path, "run.jsonl")
-    assert begin["defenses"][0]["settings"]["trust"] == "local"
-    [spent] = end["privacy"]
-    assert spent["releases"] == 2
-    assert spent["epsilon"] == pytest.approx(local.privacy.epsilon)
-
-
 def test_a_clients_own_account_is_in_the_record_with_what_it_guarantees(tmp_path):
     """Also where the observer, which several clients share, was not told of any."""
     net = model()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, GradientMembership, SubspaceWords
+from lightning_fedleak.attacks import AlignedFlatChat, BagOfWords, SubspaceWords
 from lightning_fedleak.attacks.base import Surfaces
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership
 from lightning_fedleak.callbacks import Games
@@ -195,26 +195,3 @@ def test_what_is_read_of_a_first_round_by_another_attack_is_judged(tmp_path):
     [result] = first_rounds(tmp_path, [gate], ADAMW, n=1, net=net, attacks=[Probe(k=30)])
     assert result.withheld
     assert result.events[0].source == "leakage/probe/f1"
-
-
-def test_membership_is_known_in_a_first_round_and_words_in_a_second(tmp_path):
-    """By the package's own attacks: of B's gradient, and of A's."""
-    net = lora(r=8)
-    attacks = [
-        SubspaceWords(capacity_seconds=0),
-        GradientMembership(texts(), public_rows=8, controls=4),
-    ]
-    games = Games(held_out=texts(5, n=96))
-    watched = observer(tmp_path, net, attacks, steps=1, optimizer=ADAMW, games=games)
-    gates = [RoundGate(name, at_most=1.0) for name in (WORDS, MEMBERSHIP)]
-    out = OutgoingUpdates(watched, gates)
-    looks = []
-    for round_ in range(2):
-        data, sent = batches(round_, n=1, rows=16, length=6), trained_state(net)
-        leaving = out.leaves(round_, sent, train(net, data, ADAMW), data)
-        assert not leaving.withheld
-        looks.append(leaving.look.now)
-        net.load_state_dict(leaving.state, strict=False)
-    assert all(math.isfinite(look[MEMBERSHIP]) for look in looks)
-    assert [WORDS in look for look in looks] == [False, True]
-    assert math.isfinite(looks[1][WORDS])

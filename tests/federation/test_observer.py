@@ -38,7 +38,6 @@ from lightning_fedleak.federation import (
     UpdateError,
     trained_state,
 )
-from lightning_fedleak.report import findings, read
 from tests.callbacks.runs import Probe
 from tests.engine.test_failures import QUARTERS, functions, nothing, profiled, raises
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
@@ -234,21 +233,6 @@ def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
     assert [(one.step, one.value) for one in events.Scalars("privacy/epsilon")] == [(0, 1), (3, 3)]
     [change] = [line for line in lines(tmp_path, "run.jsonl") if line["kind"] == "metrics"]
     assert (change["step"], change["client"], change["privacy"][0]["epsilon"]) == (3, 0, 3.0)
-
-
-def test_observers_of_one_federation_are_one_run_of_the_report(tmp_path):
-    net, data = model(), batches(1)
-    for client in range(2):
-        of = observer(tmp_path / f"process_{client}", net, [Probe()], federation="ward-7")
-        of.begin(0, trained_state(net))
-        of.look(train(net, data), client, batches=data)
-    of.end()
-    result = findings(read([tmp_path]))
-    [run] = result.runs
-    assert (run.monitors, run.end, run.unit) == (2, "finished", "round")
-    [attack] = [one for one in run.attacks if one.name == "probe"]
-    assert {point.client for point in attack.points} == {"0", "1"}
-    assert not result.problems
 
 
 def test_attacks_choose_themselves(tmp_path):

@@ -79,12 +79,6 @@ def test_a_control_that_could_not_be_read_makes_a_low_number_unknown(tmp_path: P
     assert found.verdict.level == "unknown"
 
 
-def test_a_high_number_needs_no_control(tmp_path: Path) -> None:
-    found = found_in(tmp_path, words(0, 0.8, control=0.3))
-    assert found.verdict.level == "high"
-    assert found.runs[0].attacks[0].blind == 0
-
-
 def test_an_area_counts_from_one_half_on(tmp_path: Path) -> None:
     line = result(0, "fc", auc=(0.55, 0.3, 0.8), auc_of_control=0.6)
     found = found_in(tmp_path, line, attacks=[about("fc", "membership")])

@@ -169,13 +169,6 @@ def test_several_runs_are_a_small_page(tmp_path, runs):
     assert ("on a page of that run alone" in html) == (runs > 3)
 
 
-def test_every_value_survives_json(tmp_path):
-    record = [begin(), look(0, utility={"loss": None})]
-    found = findings(read([written(tmp_path, [result(0)], record)]))
-    written_out = json.loads(json.dumps(as_json(found), allow_nan=False))
-    assert written_out["runs"][0]["attacks"][0]["mean"] is None
-
-
 @pytest.mark.parametrize("odd", ["\u202eevil", "\x1b[31mred", "half\ud800", "a\x00b"])
 def test_what_nobody_sees_in_a_name_is_written_out(tmp_path, odd):
     """Direction marks turn sentences round, escapes act on terminals, surrogates are no UTF-8."""

@@ -17,12 +17,22 @@ from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.models import tiny_gpt2
+from tests.helpers.models import own_rng, tiny_gpt2
 from tests.helpers.settings import QUIET
 
 N, BATCH, CLIP = 24, 4, 0.9
 CLIPS = {"lora": 0.25}
 """Of models whose gradients are all shorter than CLIP."""
+
+
+def lora() -> torch.nn.Module:
+    import peft
+
+    with own_rng(1):
+        config = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
 
 
 class CausalLM(L.LightningModule):

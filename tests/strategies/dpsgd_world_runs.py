@@ -23,23 +23,20 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
-    ClipSettings,
     Defense,
     DefenseError,
-    ReleaseSettings,
     Users,
     mean_of_sample_means,
 )
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
-from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import gathered
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, trainer
+from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, lora, trainer
 
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
@@ -49,16 +46,6 @@ Found = dict[str, Any]
 def whole(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
-
-
-def lora() -> nn.Module:
-    import peft
-
-    with own_rng(1):
-        config = peft.LoraConfig(
-            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-        )
-        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
 
 
 def gpt2(**settings: Any) -> nn.Module:
@@ -328,29 +315,6 @@ class Runs:
         finally:
             clipped_sum_module.AT_ONCE = original
 
-    def checked_like_trusted(self) -> Found:
-        """A look through the graph leaves training as it is: against runs without any."""
-        weights = []
-        original = loss_graph.check_isolation
-        looks = 0
-
-        def counted(*args: Any, **keywords: Any) -> None:
-            nonlocal looks
-            looks += 1
-            original(*args, **keywords)
-
-        for loss, look in (("checked", counted), ("trusted", lambda *_, **__: None)):
-            loss_graph.check_isolation = look
-            try:
-                L.seed_everything(0, verbose=False)
-                module = self.module(gpt2(dropout=0.2))
-                defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss=loss))
-                self.fit(defense, module, max_steps=6)
-            finally:
-                loss_graph.check_isolation = original
-            weights.append([whole(p) for p in module.parameters()])
-        return {"same": all(map(torch.equal, *weights)), "looks": looks}
-
     def noise(self) -> Found:
         """Much of it; accounted as in one process."""
         sigma = 50.0
@@ -407,29 +371,6 @@ class Runs:
         finite = all(bool(local_part(p).isfinite().all()) for p in module.parameters())
         return {"message": message, "releases": defense.accountant.steps, "finite": finite}
 
-    def broken_stand_in(self) -> Found:
-        """The loss of what stands in for an empty batch is infinite."""
-        module = self.module()
-        defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, clip=ClipSettings(loss="trusted"))
-        watch = Sizes()
-
-        def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            loss = module.loss(batch)
-            if watch.empty:
-                module.sizes.append(len(batch["labels"]))
-            return loss * float("inf") if watch.empty else loss
-
-        module.training_step = training_step  # type: ignore[method-assign]
-        module.on_train_batch_start = watch.before  # type: ignore[method-assign]
-        _, _, look = self.fit(
-            [defense], module, twin=LM(), data=loader(n=21, batch_size=1), max_steps=6
-        )
-        return {
-            "ran": module.sizes,
-            "distance": max(look.distances(2.1)),
-            "releases": defense.releases,
-        }
-
     def no_stand_in(self) -> Found:
         """Rank 1 cannot load its own."""
         original = EmptyCollate.placeholder
@@ -477,29 +418,6 @@ class Runs:
             return str(error)
         return "nothing was refused"
 
-    def budget(self) -> Found:
-        defense = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        self.fit(defense, max_epochs=2)
-        longer = DPSGD(
-            CLIP,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            accountant="rdp",
-            release=ReleaseSettings(on_budget="raise"),
-        )
-        longer._budget.noise_multiplier = defense.noise_multiplier
-        return {
-            "epsilon": gathered(defense.privacy.epsilon),
-            "message": self.message(longer, max_epochs=4),
-            "releases": longer.accountant.steps,
-        }
-
     def resume(self, folder: Path) -> Found:
         """A checkpoint, a ledger, and releases after the one and before a crash."""
         folder = Path(gathered(str(folder))[0]) / type(self.strategy()).__name__
@@ -535,26 +453,6 @@ class Runs:
             users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
         )
-
-    def hardened(self) -> Found:
-        defense = DPSGD(
-            CLIP, noise_multiplier=20.0, target_epsilon=3.0, target_delta=1e-3, accountant="filter"
-        )
-
-        class Harden(Callback):
-            def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-                if trainer.global_step == 1:
-                    defense.harden()
-
-        module, _, look = self.fit(
-            defense, self.module(lr=1e-4), look=True, callbacks=[Harden()], max_steps=2
-        )
-        return {
-            "std": [float(v.std()) * EXPECTED / CLIP for v in look.stages[Stage.SHARED]],
-            "spent": gathered(defense.accountant.share_spent),
-            "history": [list(row) for row in defense.accountant.history],
-            "agree": self.agree(module),
-        }
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}

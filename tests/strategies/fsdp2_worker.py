@@ -27,7 +27,7 @@ from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.strategies.ddp_worker import Batches, Probe, distance, flat
+from tests.strategies.ddp_worker import Batches, distance, flat
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
@@ -110,23 +110,10 @@ def identity(build: Callable[[], ToyLM] = ShardedLM, **settings: Any) -> Case:
     return run
 
 
-CASES["identity fp32"] = identity()
 CASES["identity accumulation and clipping"] = identity(
     accumulate_grad_batches=2, gradient_clip_val=0.05
 )
-CASES["identity bf16-mixed"] = identity(precision="bf16-mixed")
 CASES["identity manual"] = identity(ShardedManualLM)
-
-
-@CASES.named("processes of one client")
-def processes(_: Path) -> dict[str, Any]:
-    probe = Probe()
-    fit(defended(probe), sgd, devices=2, max_steps=1)
-    entropies = gathered(probe.context.entropy)
-    return {
-        "client": [probe.context.client, probe.context.process],
-        "alike": entropies[0] == entropies[1],
-    }
 
 
 # ----- all ranks one client -------------------------------------------------------------------
@@ -188,21 +175,7 @@ def noised(clip: float | None, accumulate: int = 1) -> Case:
     return run
 
 
-CASES["noise clipped"] = noised(CLIP)
-CASES["noise alone"] = noised(None)
 CASES["noise accumulated"] = noised(CLIP, accumulate=2)
-
-
-@CASES.named("clip binds the joint norm")
-def clip_binds(_: Path) -> dict[str, Any]:
-    tap = Recorder()
-    strategy = defended(GradientNoise(CLIP, 0.0))
-    strategy.add_tap(tap)
-    fit(strategy, sgd, devices=2)
-    return {
-        "before": min(float(g.norm()) for g in tap.whole[Stage.LOCAL]),
-        "after": [float(g.norm()) / CLIP for g in tap.whole[Stage.SHARED]],
-    }
 
 
 @CASES.named("resume")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import scipy.stats
-import torch
 
-from lightning_fedleak.defenses import GradientNoise
-from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import of
-from tests.helpers.processes import Found, free_port, spawn_imported, two_processes
-from tests.strategies.toy import ToyLM, fit
+from tests.helpers.processes import Found, two_processes
 
 pytestmark = pytest.mark.ddp
 
@@ -22,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return two_processes("tests.strategies.ddp_worker", folder, gpus=True)
 
 
-@pytest.mark.parametrize("name", ["fp32", "accumulation and clipping", "bf16-mixed", "manual"])
+@pytest.mark.parametrize("name", ["accumulation and clipping", "manual"])
 def test_without_gradient_defences_it_is_plain_ddp(ranks, name: str) -> None:
     expected = {"same": True, "wrapped": True, "stages": ["aggregate"], "separates": False}
     for found in of(ranks, f"identity {name}"):
@@ -37,9 +33,7 @@ def test_a_defence_knows_its_client_and_its_share_of_the_clients_data(ranks) -> 
         assert not found["rank entropy alike"]
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"), [("fp32", 3), ("accumulation", 1), ("clipping", 3), ("reducer settings", 1)]
-)
+@pytest.mark.parametrize(("name", "steps"), [("clipping", 3), ("reducer settings", 1)])
 def test_each_rank_is_a_client(ranks, name: str, steps: int) -> None:
     (control, _) = of(ranks, "control: plain DDP reduces")
     besides_gradients = control["all-reduces"] - control["steps"]
@@ -56,20 +50,6 @@ def test_each_rank_is_a_client(ranks, name: str, steps: int) -> None:
         assert found["separates"]
 
 
-def test_the_aggregate_is_the_mean_of_what_was_shared(ranks) -> None:
-    for found in of(ranks, "rank huge noise"):
-        assert found["aggregate"] < 1e-6
-        assert found["std"] == pytest.approx(1.0, abs=0.2)
-        assert abs(found["correlation"]) < 0.25
-        assert found["ranks began alike"]
-        assert found["ranks agree"]
-
-
-def test_resume(ranks) -> None:
-    for found in of(ranks, "rank resume"):
-        assert found == {"same": True, "releases": 6, "steps": 6}
-
-
 def test_all_ranks_are_one_client(ranks) -> None:
     for found in of(ranks, "world"):
         assert found["local"] < 1e-5
@@ -78,21 +58,3 @@ def test_all_ranks_are_one_client(ranks) -> None:
         assert low < n * found["noise mean square"] < high
         for fact in ("same noise", "aggregate is shared", "ranks agree", "wrapped", "separates"):
             assert found[fact], fact
-
-
-def test_spawned_processes_are_defended(monkeypatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    spawn_imported(monkeypatch)
-    start: list[torch.Tensor] = []
-
-    def build() -> ToyLM:
-        model = ToyLM("sgd")
-        start.extend(p.detach().clone() for p in model.parameters())
-        return model
-
-    strategy = DefendedStrategy("ddp_spawn", [GradientNoise(clip=1e-3, sigma=0.0)])
-    model, _ = fit(strategy, build, devices=2, max_steps=1)
-    moved = [p.detach() - q for p, q in zip(model.parameters(), start, strict=True)]
-    norm = float(torch.linalg.vector_norm(torch.cat([m.flatten() for m in moved])))
-    # The mean of two updates of norm 1e-3, at a learning rate of 0.1.
-    assert 1e-6 < norm < 1.001e-4

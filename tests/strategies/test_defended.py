@@ -19,11 +19,18 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from lightning_fedleak.defenses import DefenseError, Freeze, GradientNoise
+from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationNoise,
+    DefenseError,
+    Freeze,
+    GradientNoise,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.toy import ToyLM, loader, trainer
 
 NOISE = [GradientNoise(1.0, 1.0)]
+PRIVATE = [DPSGD(1.0, noise_multiplier=1.0)]
 
 
 def choice(strategy: str | Strategy, **settings) -> dict[str, object]:
@@ -129,6 +136,11 @@ class OwnWrapping(DDPStrategy):
             r"client must be 'rank' or 'world'.*got 'company'",
         ),
         (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "named alike"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "Put 'dpsgd' first among"),
+        (
+            lambda: DefendedStrategy(defenses=[*PRIVATE, ActivationNoise(1, 1.0, relative=True)]),
+            "Use relative=False",
+        ),
         (
             lambda: DefendedStrategy(DDPStrategy(ddp_comm_hook=print), NOISE),
             r"`ddp_comm_hook`.*client='world'",

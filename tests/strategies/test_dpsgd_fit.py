@@ -21,45 +21,9 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.strategies import StepError
 from tests.helpers.cases import of
 from tests.helpers.lightning_modules import CausalLMModule
-from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.models import tiny_gpt2
 from tests.helpers.processes import Found, two_processes
-from tests.strategies.dpsgd_runs import BATCH, CLIP, CLIPS, CausalLM, fit, loader, looked
-
-
-def lora() -> torch.nn.Module:
-    peft = pytest.importorskip("peft")
-    with own_rng(1):
-        config = peft.LoraConfig(
-            r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-        )
-        return peft.get_peft_model(tiny_gpt2(dropout=0.0), config).train()
-
-
-MODELS = {
-    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0).train(),
-    "llama": lambda: tiny_llama().train(),
-    "lora": lora,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "most"),
-    [
-        ("gpt2 tied", "32-true", 1e-6),
-        ("llama", "32-true", 1e-6),
-        ("lora", "32-true", 1e-6),
-        ("gpt2 tied", "bf16-mixed", 2e-2),
-        ("lora", "64-true", 1e-12),
-    ],
-)
-def test_what_is_shared_is_the_clipped_sum(name: str, precision: Any, most: float) -> None:
-    module = CausalLM(MODELS[name]())
-    clip = CLIPS.get(name, CLIP)
-    look = looked(DPSGD(clip, noise_multiplier=0.0, seed=1), module, BATCH, precision=precision)
-    assert len(look.distances) == 6
-    assert max(look.norms) > 1.5 * clip
-    assert max(look.distances) < most
-    assert len({len(batch["labels"]) for batch in look.batches}) > 1
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader
 
 
 def test_empty_batches_are_released_and_not_run() -> None:
@@ -87,19 +51,6 @@ def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
     for again in (second, raises):
         assert again.noise_multiplier == first.noise_multiplier
         assert again.accountant.steps == 6
-
-
-def test_the_last_affordable_step_ends_the_fit() -> None:
-    defense = DPSGD(CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp")
-    fit(defense, max_epochs=2)
-    assert defense.accountant.steps == 12
-    _, run = fit(DPSGD(CLIP, noise_multiplier=1.0), max_epochs=2)
-    assert run.global_step == 12
-    longer = DPSGD(CLIP, target_epsilon=5.0, target_delta=1e-3, accountant="rdp")
-    longer._budget.noise_multiplier = defense.noise_multiplier
-    _, run = fit(longer, max_epochs=4)
-    assert run.global_step == longer.accountant.steps == 12
-    assert longer.privacy.epsilon <= 5.0
 
 
 def test_with_freeze_only_what_is_trained_is_clipped() -> None:

@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
-from lightning_fedleak.model.snapshots import Stage
-from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.defenses import DPSGD, DefenseError
 from tests.helpers.dpsgd_settings import grouped
-from tests.helpers.models import tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, Look, fit, loader, trainer
-from tests.strategies.test_dpsgd_fit import lora
+from tests.strategies.dpsgd_runs import CLIP, CausalLM, fit, loader
 
 pytestmark = pytest.mark.slow
-MODELS = {
-    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0).train(),
-    "llama": lambda: tiny_llama().train(),
-    "lora": lora,
-}
 
 
 def quiet(**settings: Any) -> DPSGD:
@@ -35,66 +26,6 @@ def quiet(**settings: Any) -> DPSGD:
         clip,
         **grouped(**{"noise_multiplier": 0.0, "seed": 1, "max_physical_batch_size": 3, **settings}),
     )
-
-
-class Local(Look):
-    """Keeps what was local too."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        super().on_train_start(trainer, module)
-        self.local: list[Tensor] = []
-
-    def tap(self, stage: Stage, optimizer: Any) -> None:
-        if stage == Stage.LOCAL:
-            found = [p.grad for p in self.module.parameters() if p.requires_grad]
-            self.local.append(
-                torch.cat([g.flatten() for g in found if g is not None] or [torch.zeros(0)])
-            )
-        super().tap(stage, optimizer)
-
-
-def looked(defense: DPSGD, module: CausalLM, *, batch: int = 8, **settings: Any) -> Local:
-    strategy = DefendedStrategy("auto", [defense])
-    look = Local(strategy, batch)
-    callbacks = [look, *settings.pop("callbacks", ())]
-    trainer(strategy, callbacks=callbacks, **settings).fit(module, loader(batch_size=batch))
-    return look
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "most"),
-    [
-        ("gpt2 tied", "32-true", 1e-6),
-        ("llama", "32-true", 1e-6),
-        ("lora", "32-true", 1e-6),
-        ("gpt2 tied", "bf16-mixed", 2e-2),
-    ],
-)
-def test_what_is_shared_is_the_clipped_sum_over_all_pieces(
-    name: str, precision: Any, most: float
-) -> None:
-    module = CausalLM(MODELS[name]())
-    defense = quiet(max_grad_norm=CLIPS.get(name, CLIP))
-    look = looked(defense, module, precision=precision, max_epochs=2)
-    assert len(look.distances) == defense.releases == 6
-    assert max(look.distances) < most
-    assert max(look.norms) > 1.5 * float(defense.max_grad_norm)
-    assert max(module.sizes) == 3
-    assert sum(module.sizes) == sum(len(b["labels"]) for b in look.batches)
-    assert max(len(b["labels"]) for b in look.batches) > 6
-
-
-def test_local_is_the_mean_over_the_logical_batch_and_training_is_the_same() -> None:
-    found = []
-    for most in (3, None):
-        module = CausalLM()
-        look = looked(quiet(max_physical_batch_size=most), module, max_epochs=2)
-        found.append((look.local, [p.detach().clone() for p in module.parameters()]))
-    (local, weights), (whole, expected) = found
-    for a, b in zip(local, whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
-    for a, b in zip(weights, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 class Logs(CausalLM):
@@ -204,35 +135,6 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
         assert float(row["sum_epoch"]) == pytest.approx(sum(t["sum"] for t in truth), rel=1e-5)
 
 
-def test_one_broken_example_takes_nothing_away_and_stops_nothing() -> None:
-    class Broken(CausalLM):
-        def loss(self, batch: Any) -> Tensor:
-            inputs = {key: value for key, value in batch.items() if key != "labels"}
-            hidden = self.model(**inputs, use_cache=False).logits
-            bad = (batch["input_ids"][:, 0] == batch["input_ids"][:, 0].max())[:, None, None]
-            return mean_of_sample_means(
-                torch.where(bad, hidden * float("inf"), hidden), batch["labels"], causal=True
-            )
-
-    defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1, max_physical_batch_size=3)
-    module, run = fit(defense, Broken(), data=loader(batch_size=8))
-    assert run.global_step == defense.releases == 3
-    assert all(p.isfinite().all() for p in module.parameters())
-
-
-def test_what_fails_in_a_piece_releases_nothing() -> None:
-    class Fails(CausalLM):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(self.sizes) == 10:
-                raise OSError("no memory")
-            return super().training_step(batch, batch_idx)
-
-    defense = quiet()
-    with pytest.raises(OSError, match="no memory"):
-        fit(defense, Fails(), data=loader(batch_size=24), max_epochs=2)
-    assert defense.releases == 1
-
-
 def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Path) -> None:
     path = tmp_path / "mid.ckpt"
 
@@ -253,17 +155,6 @@ def test_a_checkpoint_within_a_batch_forgets_and_repeats_no_release(tmp_path: Pa
     _, run = fit(second, data=loader(batch_size=24), max_epochs=8, ckpt_path=str(path))
     assert run.global_step == second.releases == second.accountant.steps == 8
     assert len((tmp_path / "ledger").read_text().splitlines()) == 8
-
-
-def test_accumulation_is_refused_with_what_to_write_instead() -> None:
-    mend = "max_physical_batch_size"
-    with pytest.raises(DefenseError, match=mend):
-        fit(DPSGD(CLIP, noise_multiplier=1.0), accumulate_grad_batches=4)
-    with pytest.raises(DefenseError, match=mend):
-        fit(quiet(), callbacks=[GradientAccumulationScheduler({0: 2})])
-    for wrong in (0, True, 2.5):
-        with pytest.raises(DefenseError, match="max_physical_batch_size"):
-            DPSGD(CLIP, noise_multiplier=1.0, max_physical_batch_size=wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_trained_must_stay_the_same_in_all_pieces() -> None:

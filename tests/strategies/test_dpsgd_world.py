@@ -128,12 +128,6 @@ def test_the_same_under_a_policy_of_mixed_precision(fsdp2) -> None:
         check_exact(found, 2e-2)
 
 
-def test_looking_through_the_graph_leaves_training_as_it_is(ranks) -> None:
-    for facts in of(ranks, "checked"):
-        assert facts["same"]
-        assert facts["looks"] >= 1
-
-
 @pytest.mark.parametrize(
     ("strategy", "name", "shards"),
     [("ddp", "noise", 1.0), ("fsdp2", "noise", 0.0), ("fsdp2", "noise replicated", 1.0)],
@@ -162,22 +156,10 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(ranks) -> None:
         assert found["agree"]
 
 
-def test_what_stands_in_for_an_empty_batch_goes_the_way_of_every_batch(ranks) -> None:
-    broken = of(ranks, "broken stand-in")
-    assert [size for facts in broken for size in facts["ran"]]
-    for facts in broken:
-        assert facts["distance"] < 1e-6
-        assert facts["releases"] == 6
+def test_what_cannot_stand_in_for_an_empty_batch_is_refused_by_all(ranks) -> None:
     first, second = of(ranks, "no stand-in")
     assert first["message"] == "process 1 of this client refused: the file is gone"
     assert second["message"] == "the file is gone"
-
-
-def test_the_budget_ends_the_run_on_all_ranks(ranks) -> None:
-    for facts in of(ranks, "budget"):
-        assert facts["epsilon"][0] == facts["epsilon"][1] == pytest.approx(5.0, rel=0.01)
-        assert "after 6 releases one more would cost more" in facts["message"]
-        assert facts["releases"] == 6
 
 
 def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> None:
@@ -188,14 +170,6 @@ def test_resume_with_one_ledger_forgets_nothing_and_repeats_no_noise(ranks) -> N
         assert found["alike"] < 0.1
         assert found["epsilon"][0] == found["epsilon"][1]
         assert found["agree"]
-
-
-def test_noise_is_turned_up_on_all_ranks(ranks) -> None:
-    for facts in of(ranks, "hardened"):
-        assert facts["std"] == pytest.approx([20.0, 40.0], rel=0.05)
-        assert facts["history"] == [[20.0, 1 / 3, 1], [40.0, 1 / 3, 1]]
-        assert facts["spent"][0] == facts["spent"][1] > 0
-        assert facts["agree"]
 
 
 REFUSED = {

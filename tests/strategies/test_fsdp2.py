@@ -23,7 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("fp32", 3), ("accumulation and clipping", 2), ("bf16-mixed", 3), ("manual", 6)],
+    [("accumulation and clipping", 2), ("manual", 6)],
 )
 def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int) -> None:
     stages = ["aggregate", "local", "shared"]
@@ -31,32 +31,16 @@ def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int)
         assert found == {"same": True, "stages": stages, "sharded": True, "steps": steps}
 
 
-def test_a_defence_knows_its_share_of_the_clients_data(ranks) -> None:
-    for rank, found in enumerate(of(ranks, "processes of one client")):
-        assert found == {"client": [0, rank], "alike": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "releases"), [("noise clipped", 6), ("noise alone", 6), ("noise accumulated", 3)]
-)
-def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(
-    ranks, name: str, releases: int
-) -> None:
-    for found in of(ranks, name):
+def test_one_client_shares_the_reduced_gradient_with_noise_of_every_shards_own(ranks) -> None:
+    for found in of(ranks, "noise accumulated"):
         assert found["local"] < 1e-5
         n = found["coordinates"]
         low, high = scipy.stats.chi2.ppf([1e-9, 1 - 1e-9], n)
         assert low < n * found["noise mean square"] < high
         assert abs(found["correlation of shards"]) < 0.35  # about 0.55 if shards got the same noise
-        assert found["releases"] == releases
+        assert found["releases"] == 3
         for fact in ("one update", "aggregate is shared", "finite"):
             assert found[fact], fact
-
-
-def test_the_clip_bounds_the_norm_over_all_shards(ranks) -> None:
-    for facts in of(ranks, "clip binds the joint norm"):
-        assert facts["before"] > 0.06
-        assert facts["after"] == pytest.approx([1.0] * 3, rel=1e-6)
 
 
 def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> None:

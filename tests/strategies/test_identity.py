@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_fedleak.defenses import Freeze
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
-from tests.strategies.toy import ManualLM, ToyLM, fit, loader, same, state_of, trainer
+from tests.strategies.toy import (
+    Bursting,
+    ManualLM,
+    ToyLM,
+    fit,
+    loader,
+    same,
+    scaled,
+    state_of,
+    trainer,
+)
 
 CASES = {
     "fp32": {},
@@ -21,10 +30,6 @@ CASES = {
     "clipping": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
-
-
-def fp16() -> list[MixedPrecision]:
-    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,16 +50,11 @@ def test_manual_optimization_is_the_plain_one() -> None:
 
 
 def test_a_skipping_grad_scaler_is_the_plain_one() -> None:
-    class Bursting(ToyLM):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss * float("inf") if batch_idx == 2 else loss
-
     stages: list[object] = []
-    plain = state_of(*fit("auto", Bursting, plugins=fp16()))
+    plain = state_of(*fit("auto", Bursting, plugins=scaled()))
     strategy = DefendedStrategy()
     strategy.add_tap(lambda stage, _: stages.append(stage))
-    assert same(plain, state_of(*fit(strategy, Bursting, plugins=fp16())))
+    assert same(plain, state_of(*fit(strategy, Bursting, plugins=scaled())))
     assert len(stages) == 5 * 3
 
 

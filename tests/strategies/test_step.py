@@ -103,39 +103,6 @@ def test_learning_rate_schedulers_keep_their_own_patch(scheduler_first: bool) ->
     assert optimizer.step._wrapped_by_lr_sched
 
 
-def test_a_grad_scaler_unscales_first_and_skips_without_a_call() -> None:
-    model, x = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    gradients: list[torch.Tensor] = []
-    expected: list[torch.Tensor] = []
-    before_real_step(optimizer, lambda: gradients.append(model.weight.grad.clone()))
-    for factor in (1.0, float("inf")):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        expected.append(torch.autograd.grad(loss, model.weight, retain_graph=True)[0])
-        scaler.scale(loss * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert len(gradients) == 1
-    torch.testing.assert_close(gradients[0], expected[0])
-    assert scaler.get_scale() == 512.0
-
-
-def test_what_raises_stops_the_update() -> None:
-    model, x = problem()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = model.weight.detach().clone()
-
-    def refuse() -> None:
-        raise ValueError("no")
-
-    before_real_step(optimizer, refuse)
-    with pytest.raises(ValueError, match="no"):
-        optimizer.step(closure_of(model, optimizer, x))
-    assert torch.equal(model.weight, before)
-
-
 def test_optimizers_without_one_moment_are_refused() -> None:
     model, x = problem()
 

@@ -148,9 +148,3 @@ def test_a_resumed_process_remembers_what_only_it_released(ranks) -> None:
     for one in of(ranks, "resume uneven"):
         assert one["releases"] == BATCH + 1
         assert one["epsilon"] == (BATCH + 1) * (LENGTH + 4) * EPSILON
-
-
-def test_the_update_is_of_the_replaced_words_alone(ranks) -> None:
-    for facts in of(ranks, "update"):
-        assert facts["replaced"] < 1e-5
-        assert facts["true"] > 1e-3

@@ -11,28 +11,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_fedleak.defenses import TokenLDP
 from lightning_fedleak.strategies import DefendedStrategy
-from tests.helpers.cases import Cases
+from tests.helpers.cases import Cases, gathered
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import VOCAB, tiny_gpt2
-from tests.helpers.settings import QUIET
 
 ROWS, LENGTH, BATCH, LR = 64, 12, 16, 0.5
 EPSILON = 4.5
 """Half of the words survive GRR over 94 of them."""
 Rows = list[list[int]]
-
-
-def gathered(value: Any) -> list[Any]:
-    results: list[Any] = [None, None]
-    dist.all_gather_object(results, value)
-    return results
 
 
 class Recording(CausalLMModule):
@@ -134,33 +126,6 @@ def uneven(folder: Path) -> dict[str, Any]:
     return run(ldp(False), data=rows, max_epochs=2, path=folder / "last.ckpt")
 
 
-def update() -> dict[str, Any]:
-    """One step of SGD on both ranks against the gradient of what both modules were given."""
-    module, truth = Recording(), Truth()
-    trainer = pl.Trainer(
-        strategy=DefendedStrategy("ddp", [ldp()]),
-        devices=2,
-        use_distributed_sampler=False,
-        callbacks=[truth],
-        max_steps=1,
-        **QUIET,
-    )
-    trainer.fit(module, loader(shuffle=False))
-    fresh = tiny_gpt2(dropout=0.0)
-    start = [p.detach().clone() for p in fresh.parameters()]
-    results = {}
-    for name, rows in (("replaced", module.batches[0]["input_ids"].tolist()), ("true", truth.rows)):
-        fresh.zero_grad()
-        for ids in map(torch.tensor, gathered(rows)):
-            (fresh(input_ids=ids, labels=ids).loss / 2).backward()
-        errors = [
-            float((p.detach() - (q - LR * r.grad)).abs().max())
-            for p, q, r in zip(module.model.parameters(), start, fresh.parameters(), strict=True)
-        ]
-        results[name] = max(errors)
-    return results
-
-
 CASES = Cases(
     {
         "rank memoised": lambda _: run(ldp()),
@@ -172,7 +137,6 @@ CASES = Cases(
         "resume memoised": lambda folder: resumed(folder, True),
         "resume fresh": lambda folder: resumed(folder, False),
         "resume uneven": uneven,
-        "update": lambda _: update(),
     }
 )
 

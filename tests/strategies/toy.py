@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -80,6 +81,19 @@ class ManualLM(ToyLM):
         below.step()
         above.step(closure=lambda: None)
         self.losses.append(float(loss.detach()))
+
+
+class Bursting(ToyLM):
+    """Has a loss that is infinite at its third batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 else loss
+
+
+def scaled() -> list[MixedPrecision]:
+    """Return the plugin of 16-mixed, on a CPU."""
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
 
 
 def loader(n: int = 24, batch_size: int = 4, shuffle: bool = False) -> DataLoader[Any]:

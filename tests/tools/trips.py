@@ -33,16 +33,21 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
 
 import lightning_fedleak as fedleak
 from lightning_fedleak.federation import RoundObserver
 from lightning_fedleak.trainers import Watch
-from tests.tools import seeded_runs as runs
+from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.models import tiny_gpt2
+from tests.strategies.dpsgd_runs import CausalLM, fit
 
 ROOT = str(Path(fedleak.__file__).parent)
 PASSED_OVER = ("model/anatomy/", "attacks/")
 STEP = 2
+PUBLIC = fedleak.PublicText(
+    [[(i * i + 7 * i * j + 3 * j * j) % 90 + 3 for j in range(12)] for i in range(120)]
+)
 CEILINGS = {"look": (26, 209, 17), "dpsgd": (18, 131, 16), "round": (30, 166, 14)}
 """Most files, functions and depth of each trip."""
 _INNER = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
@@ -92,13 +97,17 @@ class Trip:
             self.moves += bool(self._stack) and self._stack[-1] != file
 
 
+def untied() -> nn.Module:
+    return tiny_gpt2(tied=False, dropout=0.0, seed=3).train()
+
+
 def trip_of_look(folder: Path) -> Trip:
     """Return the trip of one look of FLATCHAT."""
     torch.manual_seed(0)
-    model, trip = runs.untied(), Trip()
+    model, trip = untied(), Trip()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    attack = fedleak.FlatChat(runs.public(), n_types="predicted")
-    batches = [*DataLoader(runs.rows(16), batch_size=4)]
+    attack = fedleak.FlatChat(PUBLIC, n_types="predicted")
+    batches = [*random_token_loader(16, length=10, vocab=96, seed=3)]
     with Watch(model, optimizer, [attack], folder=folder, every_n_steps=1) as watch:
         for number, batch in enumerate(batches):
             context = watch.step(batch)
@@ -139,8 +148,9 @@ class _Between(L.Callback):
 def trip_of_dpsgd(folder: Path) -> Trip:
     """Return the trip of one step of DP-SGD, without a monitor."""
     trip = Trip()
-    run = runs.Run(list, runs.dpsgd, runs.untied)
-    runs.fit(run, folder, callbacks=[_Between(trip)], max_steps=STEP + 2)
+    defense = fedleak.DPSGD(0.9, noise_multiplier=0.5, seed=1)
+    data, callbacks = random_token_loader(40, length=10), [_Between(trip)]
+    fit(defense, CausalLM(untied()), data=data, callbacks=callbacks, max_steps=STEP + 2)
     trip.off()
     return trip
 
@@ -148,11 +158,11 @@ def trip_of_dpsgd(folder: Path) -> Trip:
 def trip_of_round(folder: Path) -> Trip:
     """Return the trip of one round of a federation of one client."""
     torch.manual_seed(0)
-    model, trip = runs.untied(), Trip()
-    attack = fedleak.FlatChat(runs.public(), n_types="predicted")
+    model, trip = untied(), Trip()
+    attack = fedleak.FlatChat(PUBLIC, n_types="predicted")
     optimizer = partial(torch.optim.SGD, lr=0.05)
-    observer = RoundObserver(runs.untied(), optimizer, 1, attacks=[attack], folder=folder)
-    for number, batch in enumerate(DataLoader(runs.rows(16), batch_size=4)):
+    observer = RoundObserver(untied(), optimizer, 1, attacks=[attack], folder=folder)
+    for number, batch in enumerate(random_token_loader(16, length=10, vocab=96, seed=3)):
         sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         if number == STEP:
             trip.on()

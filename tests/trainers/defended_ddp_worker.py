@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.trainers import DefendedLoop
+from tests.helpers.cases import gathered
 from tests.helpers.models import tiny_llama
 from tests.trainers.hosts import (
     BATCH,
@@ -26,12 +27,6 @@ from tests.trainers.hosts import (
     traced,
     trainer_of,
 )
-
-
-def gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None, None]
-    distributed.all_gather_object(values, value)
-    return values
 
 
 def distances(trace: Trace, clip: float) -> list[float]:

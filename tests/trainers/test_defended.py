@@ -14,6 +14,7 @@ from dp_accounting.rdp import RdpAccountant
 from safetensors import safe_open
 from transformers import Trainer, TrainerCallback
 
+from lightning_fedleak import BagOfWords, FCMembership
 from lightning_fedleak.defenses import (
     DPSGD,
     BudgetSpent,
@@ -24,8 +25,12 @@ from lightning_fedleak.defenses import (
     ReleaseSettings,
     TokenLDP,
 )
-from lightning_fedleak.trainers import DefendedMixin
+from lightning_fedleak.engine import Games, WatchSettings
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
+from lightning_fedleak.trainers import DefendedMixin, LeakageCallback
 from lightning_fedleak.trainers.defended_loop import DEFENSES
+from tests.callbacks.runs import Probe
+from tests.helpers.models import tiny_gpt2
 from tests.trainers.hosts import (
     BATCH,
     CLIP,
@@ -33,6 +38,7 @@ from tests.trainers.hosts import (
     MODELS,
     N,
     clipped_sum,
+    in_a_loop,
     rows,
     traced,
     trainer_of,
@@ -47,7 +53,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b).norm() / b.norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("host", [host for host in HOSTS if host != "lightning"])
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
@@ -59,13 +64,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     ],
 )
 def test_what_is_shared_is_the_clipped_sum(
-    host: str, name: str, settings: dict[str, Any], most: float, tmp_path: Path
+    name: str, settings: dict[str, Any], most: float, tmp_path: Path
 ) -> None:
-    """Lightning's are in tests/strategies, and shares the same bits."""
+    """In a loop; the other hosts share the same bits."""
     settings = dict(settings)
     pieces, clip = settings.pop("pieces", None), CLIPS.get(name, CLIP)
     defense = DPSGD(clip, noise_multiplier=0.0, seed=1, max_physical_batch_size=pieces)
-    trace = HOSTS[host](tmp_path, MODELS[name](), [defense], 0.0, **settings)
+    trace = in_a_loop(tmp_path, MODELS[name](), [defense], 0.0, **settings)
     batch = settings.get("per_device_train_batch_size", BATCH)
     assert trace.steps == defense.releases == N // batch == len(trace.drawn)
     assert len({len(drawn) for drawn in trace.drawn}) > 1
@@ -269,3 +274,26 @@ def test_a_second_training_adds_to_the_account(tmp_path: Path) -> None:
     trainer.train()
     assert defense.releases == defense.accountant.steps == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+
+
+def test_a_watch_reads_what_is_released_and_before_it_the_bare_gradient(tmp_path: Path) -> None:
+    probe = Probe(role=EMBEDDING_WEIGHT)
+    trainer = trainer_of(tmp_path, tiny_gpt2(tied=False, dropout=0.0), [DPSGD(CLIP, 4.0, seed=3)])
+    callback = LeakageCallback(
+        trainer,
+        [BagOfWords(), FCMembership(1), probe],
+        folder=tmp_path,
+        every_n_steps=2,
+        games=Games(targets=2),
+        settings=WatchSettings(stages=("local", "shared")),
+    )
+    trainer.add_callback(callback)
+    trace, latest = traced(trainer), callback.latest
+    size = probe.seen[0][2].numel()
+    for step, stage, gradient in probe.seen:
+        released = {"local": trace.local, "shared": trace.shared}[stage][step]
+        assert torch.equal(gradient.flatten(), released[:size])
+    assert latest["leakage_local/bag_of_words/f1"] > 0.9 > latest["leakage/bag_of_words/f1"] + 0.1
+    assert latest["privacy/noise_multiplier"] == 4.0
+    (record,) = tmp_path.rglob("run.jsonl")
+    assert json.loads(record.read_text().splitlines()[0])["defenses"][0]["name"] == "dpsgd"

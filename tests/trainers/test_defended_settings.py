@@ -112,6 +112,10 @@ def flattened(trainer: Any) -> None:
             "fp16 .*use bf16=True",
         ),
         (lambda t: setattr(t, "compute_loss", print), "changes the loss outside of the defences"),
+        (
+            lambda t: setattr(t.args, "push_to_hub", True),
+            r"from before the defence.*trainer.model.push_to_hub",
+        ),
         (lambda t: setattr(t.args, "packing", True), "packed or padding-free .*packing=False"),
     ],
 )
@@ -182,25 +186,6 @@ def test_models_and_defences_that_do_not_fit(
 ) -> None:
     with pytest.raises(DefenseError, match=message):
         trainer_of(tmp_path, build(), defenses()).train()
-
-
-def test_private_values_are_not_pushed(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, tiny_llama(), [DPSGD(CLIP, 1.0)])
-    trainer.args.push_to_hub = True
-    with pytest.raises(DefenseError, match=r"from before the defence.*trainer.model.push_to_hub"):
-        trainer.train()
-
-
-class OfAMetric(Trainer):
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
-        return self.lr_scheduler
-
-
-def test_a_scheduler_on_a_metric_that_the_trainer_makes_is_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, tiny_llama(), [private()], kind=OfAMetric, **PUBLIC)
-    with pytest.raises(DefenseError, match=r"ReduceLROnPlateau decides .*outside_epsilon=True"):
-        trainer.train()
 
 
 def test_a_loader_that_is_split_keeps_its_settings() -> None:

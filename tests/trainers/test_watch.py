@@ -218,16 +218,11 @@ def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:
-    model, optimizer = model_and_optimizer()
-    gate = Threshold(F1, at_most=0.5, patience=4)
-    with Watch(model, optimizer, [BagOfWords()], [gate], every_n_steps=1, folder=tmp_path) as first:
-        run(model, optimizer, first, batches(3))
-        state = first.state_dict()
-    gate = Threshold(F1, at_most=0.5, patience=4)
-    again = Watch(model, optimizer, [BagOfWords()], [gate], every_n_steps=1, folder=tmp_path)
-    again.load_state_dict(state)
-    with again:
-        run(model, optimizer, again, batches())
+    model, state = tiny_gpt2(tied=False), None
+    for steps in (3, 8):
+        gate = Threshold(F1, at_most=0.5, patience=4)
+        given = {"batches": batches(steps), "gates": [gate], "state": state}
+        state = watched(tmp_path, [BagOfWords()], model, **given).state_dict()
     assert gate.fired is not None
     assert gate.fired.step == 4
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]

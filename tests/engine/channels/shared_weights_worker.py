@@ -12,18 +12,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor
-from lightning_fedleak.attacks.memorization import Combined
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine.channels import memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from tests.engine.channels.test_canaries import planted, watch
-from tests.engine.channels.test_memorization import SETTINGS, fit, rows
-
-
-def monitor(folder: Path) -> LeakageMonitor:
-    return LeakageMonitor(
-        [Combined()], folder=folder, settings=WatchSettings(memorization=SETTINGS)
-    )
+from tests.engine.channels.test_memorization import combined, fit, rows
 
 
 def latest(watching: LeakageMonitor) -> dict[str, float]:
@@ -44,7 +36,7 @@ def account(folder: Path) -> dict[str, Any]:
     defense = DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)
     strategy = DefendedStrategy("ddp", [defense], client="world")
     data = leave_out(rows(), 140, seed=1, coins=True)[0]
-    watching = monitor(folder)
+    watching = combined(folder)
     fit([watching], data=data, devices=2, strategy=strategy, max_epochs=1)
     return {"latest": latest(watching), "step": watching.last_step}
 
@@ -52,12 +44,14 @@ def account(folder: Path) -> dict[str, Any]:
 def lost(folder: Path, rank: int) -> dict[str, Any]:
     """A resumed fit whose second process does not see the base's answers."""
     keep = ModelCheckpoint(folder / "ckpt", save_last=True)
-    fit([monitor(folder), keep], devices=2, strategy="ddp", max_epochs=1, enable_checkpointing=True)
+    fit(
+        [combined(folder), keep], devices=2, strategy="ddp", max_epochs=1, enable_checkpointing=True
+    )
     path = folder / "ckpt" / "last.ckpt"
     load = memorization.load_private
     if rank:
         memorization.load_private = refuse  # type: ignore[assignment]
-    watching = monitor(folder / "resumed")
+    watching = combined(folder / "resumed")
     fit([watching], devices=2, strategy="ddp", max_epochs=2, ckpt_path=str(path))
     memorization.load_private = load
     return {"latest": latest(watching)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch
 from lightning_fedleak.evaluation.metrics.within import spent_at
-from tests.engine.channels.test_memorization import fit, rows, tiny
+from tests.engine.channels.test_memorization import fit, lines, rows, tiny
 
 SUFFIX = 4
 
@@ -35,11 +34,6 @@ def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> Leaka
         folder=folder,
         settings=WatchSettings(memorization=Memorization(max_overhead=budget)),
     )
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    text = (folder / "leakage.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, text) if line["attack"] == name]
 
 
 def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> None:

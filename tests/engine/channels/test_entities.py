@@ -18,7 +18,7 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_entities
 from lightning_fedleak.report import findings, model_card, page, read
 from tests.canaries.test_with_entities import PHONE, TOKENIZER
-from tests.engine.channels.test_memorization import fit
+from tests.engine.channels.test_memorization import fit, lines
 
 
 @cache
@@ -43,11 +43,6 @@ def watch(data: Any, folder: Path, **more: Any) -> LeakageMonitor:
         folder=folder,
         settings=WatchSettings(**more),
     )
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    text = (folder / "leakage.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, text) if line["attack"] == name]
 
 
 @pytest.fixture(scope="module")

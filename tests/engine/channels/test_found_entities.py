@@ -25,7 +25,7 @@ from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers import Threshold
-from tests.engine.channels.test_memorization import fit, lines
+from tests.engine.channels.test_memorization import fit, lines, monitor
 from tests.engine.test_inversion import Recording
 from tests.helpers.loops import lines_of, train
 
@@ -142,9 +142,7 @@ def rows(n: int = 200) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
 def watch(folder: Path, attacks: Any = (), **more: Any) -> LeakageMonitor:
     settings = {"memorization": Memorization(max_overhead=20, looks=()), "tokenizer": TOKENIZER}
     settings |= {"entities": ("phone", "email")} | more
-    return LeakageMonitor(
-        attacks or [Combined()], folder=folder, settings=WatchSettings(**settings)
-    )
+    return monitor(folder, attacks or [Combined()], **settings)
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +150,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("found")
     data, numbers = rows()
     train, _ = leave_out(data, 100, seed=1)
-    monitor = watch(folder, report=True)
+    watching = watch(folder, report=True)
     gates = [
         RiskGate(f"leakage/entity/phone/{place}/auc", at_most=0.6, action="warn")
         for place in ("label", "prompt")
     ]
-    fit([monitor, *gates], model(), train, lr=5e-3, max_epochs=12)
-    return SimpleNamespace(folder=folder, numbers=numbers, latest=monitor.latest, gates=gates)
+    fit([watching, *gates], model(), train, lr=5e-3, max_epochs=12)
+    return SimpleNamespace(folder=folder, numbers=numbers, latest=watching.latest, gates=gates)
 
 
 def test_values_in_labels_are_shown_and_those_in_prompts_are_not(run: SimpleNamespace) -> None:
@@ -204,17 +202,13 @@ def test_all_rows_are_searched_as_is_said_and_compared_once(
         FoundEntities, "compare", lambda *args: said.append("compared") or compare(*args)
     )
     train, _ = leave_out(rows(70)[0], 70 // 2, seed=1)
-    monitor = watch(tmp_path, attacks=[Combined(), PromptRatio()])
-    fit([monitor], model(), train, lr=5e-3, max_epochs=1)
+    fit(
+        [watch(tmp_path, attacks=[Combined(), PromptRatio()])],
+        model(),
+        train,
+        lr=5e-3,
+        max_epochs=1,
+    )
     text, *compared = said
     assert "10 more rows are searched" in text
     assert len(compared) == len(lines(tmp_path, "combined"))
-
-
-def test_training_is_the_same_without(tmp_path: Path) -> None:
-    train, _ = leave_out(rows(60)[0], 30, seed=1)
-    weights = [
-        fit(callbacks, model(), train, max_epochs=1)[1].model.state_dict()
-        for callbacks in ([], [watch(tmp_path)])
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -36,7 +35,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.taps import texts_in, token_log_probs, unmasked
 from lightning_fedleak.trainers import LeakageCallback, Watch
-from tests.engine.channels.test_memorization import lines
+from tests.engine.channels.test_memorization import fit, lines
 from tests.engine.channels.test_short_rows import Classifying, watching
 
 WORDS, LENGTH, MASK = 64, 16, 4
@@ -110,16 +109,8 @@ def settings(records: bool = False) -> WatchSettings:
 
 def test_a_token_classifier_that_memorizes_in_lightning_shows_it(tmp_path: Path) -> None:
     train = leave_out(data("token"), 100, seed=1)[0]
-    L.seed_everything(0)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=14,
-        callbacks=[watching(tmp_path, [Combined(), LossRatio()], records=True)],
-        enable_checkpointing=False,
-        **quiet,
-    )
-    trainer.fit(Classifying(encoder("token")), loader_of(train, "token"))
+    watch = watching(tmp_path, [Combined(), LossRatio()], records=True)
+    fit([watch], Classifying(encoder("token")), train, max_epochs=14, collate_fn=collate("token"))
     assert values(tmp_path)["auc"]["low"] > 0.7
     assert values(tmp_path)["members"]["value"] == len(train)
     assert RecordList.load(tmp_path / "records.jsonl").head["at_least"] > 10
@@ -150,18 +141,15 @@ def test_a_row_that_holds_the_mask_token_is_left_out_alone(tmp_path: Path) -> No
     rows = data("masked", 240)
     rows[3]["input_ids"][5] = rows[50]["input_ids"][5] = MASK
     train = leave_out(rows, 100, seed=1)[0]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[watching(tmp_path, [Combined()])], **quiet
-    )
-    trainer.fit(Classifying(encoder("masked")), loader_of(train, "masked"))
+    watch, module = watching(tmp_path, [Combined()]), Classifying(encoder("masked"))
+    fit([watch], module, train, max_epochs=1, collate_fn=collate("masked"))
     n = [values(tmp_path)[side]["value"] for side in ("members", "others")]
     assert sum(n) == 238
 
 
-@pytest.mark.parametrize("head", ["token", "masked"])
-def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path, head: str) -> None:
+def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path) -> None:
     """The rows that are watched are not those that the loss is computed on."""
+    head = "masked"
     model = encoder(head)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     rows, fresh = data(head, 480)[:240], data(head, 480)[240:]

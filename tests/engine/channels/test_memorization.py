@@ -68,12 +68,12 @@ def tiny(positions: int = 32) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.1, bos_token_id=0, eos_token_id=0))
 
 
-def monitor(folder: Path, **settings: Any) -> LeakageMonitor:
-    return LeakageMonitor(
-        [Combined(), Loss(), Extraction(tokens=4)],
-        folder=folder,
-        settings=WatchSettings(memorization=SETTINGS, **settings),
-    )
+def monitor(
+    folder: Path, attacks: Any = None, memorization: Memorization = SETTINGS, **settings: Any
+) -> LeakageMonitor:
+    attacks = [Combined(), Loss(), Extraction(tokens=4)] if attacks is None else attacks
+    settings = {"memorization": memorization, **settings}
+    return LeakageMonitor(attacks, folder=folder, settings=WatchSettings(**settings))
 
 
 def fit(
@@ -84,19 +84,19 @@ def fit(
     module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
     path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
+    collate = settings.pop("collate_fn", None)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet | settings)
     data = leave_out(rows(), 140, seed=1)[0] if data is None else data
     validation = DataLoader(data, batch_size=8) if validate else None
-    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), validation, ckpt_path=path)
+    loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate)
+    trainer.fit(module, loader, validation, ckpt_path=path)
     return trainer, module
 
 
 def combined(folder: Path, settings: Memorization = SETTINGS) -> LeakageMonitor:
     """Return a monitor with one attack on membership."""
-    return LeakageMonitor(
-        [Combined()], folder=folder, settings=WatchSettings(memorization=settings)
-    )
+    return monitor(folder, [Combined()], settings)
 
 
 def lines(folder: Path, attack: str = "combined") -> list[dict[str, Any]]:
@@ -390,11 +390,7 @@ def test_texts_that_repeat_are_asked_for_extraction_by_how_often(tmp_path: Path)
     often = [{"input_ids": row.clone(), "labels": row.clone()} for row in ids for _ in range(6)]
     data = leave_out([*rows(180, 24), *often], 120, seed=1)[0]
     settings = Memorization(max_overhead=10, looks=())
-    watching = LeakageMonitor(
-        [Combined(), Extraction(tokens=4)],
-        folder=tmp_path,
-        settings=WatchSettings(memorization=settings),
-    )
+    watching = monitor(tmp_path, [Combined(), Extraction(tokens=4)], settings)
     pool = collect(DataLoader(data, batch_size=8, shuffle=True), settings, READ)
     _, module = fit([watching], data=data, max_epochs=6, lr=2e-2)
     inside = [tuple(data[n]["input_ids"].tolist()) for n in range(len(data))]

@@ -13,10 +13,9 @@ from sklearn.metrics import roc_auc_score
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, PromptRatio
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from tests.engine.channels.test_memorization import fit, lines, tiny
+from tests.engine.channels.test_memorization import fit, lines, monitor, tiny
 
 
 def rows(n: int = 420, prompt: int = 14, answer: int = 12) -> list[dict[str, torch.Tensor]]:
@@ -28,10 +27,7 @@ def rows(n: int = 420, prompt: int = 14, answer: int = 12) -> list[dict[str, tor
 
 
 def watch(folder: Path, *attacks: Any, others: Any = None) -> LeakageMonitor:
-    settings = Memorization(max_overhead=4 / 3, others=others)
-    return LeakageMonitor(
-        list(attacks), folder=folder, settings=WatchSettings(memorization=settings)
-    )
+    return monitor(folder, list(attacks), Memorization(max_overhead=4 / 3, others=others))
 
 
 def test_prompts_have_a_series_and_answers_keep_their_numbers(tmp_path: Path) -> None:
@@ -116,10 +112,9 @@ def test_auto_asks_about_prompts_and_not_about_short_rows_where_there_are_none(
     tmp_path: Path,
 ) -> None:
     data, _ = leave_out(rows(), 150, seed=1)
-    settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3))
-    monitor = LeakageMonitor(folder=tmp_path, settings=settings)
-    fit([monitor], data=data, max_epochs=1)
-    assert "leakage/prompt_ratio/auc" in monitor.latest
+    auto = monitor(tmp_path, "auto", look_seconds=1e-9)
+    fit([auto], data=data, max_steps=1)
+    assert "leakage/prompt_ratio/auc" in auto.latest
     log = (tmp_path / "leakage.jsonl").read_text()
     assert "prompt_ratio" in log
     assert "loss_ratio_short" not in log

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.evaluation.auditing import curve_auc
-from tests.engine.channels.test_canaries import lines
+from tests.engine.channels.test_memorization import lines
 from tests.helpers.processes import two_processes
 
 

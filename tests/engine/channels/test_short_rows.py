@@ -14,7 +14,6 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -24,14 +23,13 @@ from transformers import (
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, ShortAnswers
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.taps.tokens import answer_groups, texts_in, token_log_probs
-from tests.engine.channels.test_memorization import fit, lines, rows
+from tests.engine.channels.test_memorization import fit, lines, monitor, rows
 
 SIZES = {"n_embd": 24, "n_head": 2, "n_layer": 1, "resid_pdrop": 0.0}
 
@@ -47,8 +45,7 @@ def short(data: list[dict[str, torch.Tensor]], n: int = 3) -> list[dict[str, tor
 
 
 def watching(folder: Path, attacks: Any, **settings: Any) -> LeakageMonitor:
-    memorization = Memorization(max_overhead=10, looks=(), **settings)
-    return LeakageMonitor(attacks, folder=folder, settings=WatchSettings(memorization=memorization))
+    return monitor(folder, attacks, Memorization(max_overhead=10, looks=(), **settings))
 
 
 def classes(n: int = 400) -> list[dict[str, torch.Tensor]]:
@@ -110,16 +107,10 @@ def test_short_rows_are_a_pool_of_their_own(tmp_path: Path) -> None:
 
 def test_a_classifier_gives_its_rows_away(tmp_path: Path) -> None:
     train = leave_out(classes(), 140, seed=1)[0]
-    L.seed_everything(0)
-    module = Classifying(classifier("bert"))
-    monitor = watching(tmp_path, [ShortAnswers()], records=True)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=6, callbacks=[monitor], enable_checkpointing=False, **quiet
-    )
-    trainer.fit(module, DataLoader(train, batch_size=8, shuffle=True))
+    watch = watching(tmp_path, [ShortAnswers()], records=True)
+    fit([watch], Classifying(classifier("bert")), train, max_epochs=8)
     looks = lines(tmp_path, "loss_ratio_short")
-    assert len(looks) == 6
+    assert len(looks) == 8
     last = looks[-1]["metrics"]
     assert last["auc"]["value"] > 0.8
     assert last["members"]["value"] == len(train)
@@ -199,11 +190,7 @@ def test_pairs_of_texts_are_unknown_to_a_classifier(tmp_path: Path, pairs: bool)
         {**row, "token_type_ids": (torch.arange(len(row["input_ids"])) > 3).long() * pairs}
         for row in classes(300)
     ]
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    monitor = watching(tmp_path, [ShortAnswers()])
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, callbacks=[monitor], enable_checkpointing=False, **settings
-    )
+    watch, module = watching(tmp_path, [ShortAnswers()]), Classifying(classifier("bert"))
     train = leave_out(data, 140, seed=1)[0]
     refusal = (
         pytest.raises(ValueError, match="token_type_ids that are not zero")
@@ -211,5 +198,5 @@ def test_pairs_of_texts_are_unknown_to_a_classifier(tmp_path: Path, pairs: bool)
         else nullcontext()
     )
     with refusal:
-        trainer.fit(Classifying(classifier("bert")), DataLoader(train, batch_size=8, shuffle=True))
+        fit([watch], module, train, max_steps=2)
     assert (tmp_path / "leakage.jsonl").exists() is not pairs

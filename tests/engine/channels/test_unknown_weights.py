@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Loss
-from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import ReleasedModel
-from tests.engine.channels.test_memorization import SETTINGS, Validated, fit, lines, rows, tiny
+from tests.engine.channels.test_memorization import Validated, fit, lines, monitor, rows, tiny
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.notices import announced
 
@@ -34,10 +33,7 @@ class Failing(Loss):
 
 
 def watch(folder: Path, *attacks: Any, **more: Any) -> LeakageMonitor:
-    settings = {"memorization": SETTINGS, **more}
-    return LeakageMonitor(
-        list(attacks) or [Combined()], folder=folder, settings=WatchSettings(**settings)
-    )
+    return monitor(folder, list(attacks) or [Combined()], **more)
 
 
 def test_one_unknown_attack_makes_the_worst_unknown_to_a_strict_gate(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.noise import (
     NoiseGauge,
-    add_standard_normal,
+    add_noise,
     base_of,
     noise_key,
     standard_normal,
@@ -283,7 +283,7 @@ class DPSGD(Defense):
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling
-            self._step.adopt()
+            self._step.adopt(context)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -313,6 +313,8 @@ class DPSGD(Defense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
+        if self.max_physical_batch_size is None:
+            return step(batch)
         return self._fit_step.run_whole(step, batch, self.releases, context)
 
     def on_training_step(
@@ -323,8 +325,9 @@ class DPSGD(Defense):
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
-        with self._team.together():
-            self._budget.check_affords_another()
+        if self.target_epsilon is not None:
+            with self._team.together():
+                self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Write the clipped and noised mean into ``p.grad``, and account it.
@@ -334,12 +337,12 @@ class DPSGD(Defense):
                 Nothing is released.
         """
         team, step = self._team, self._fit_step
-        expected, release = step.sampling.expected, self.releases
-        sigma, base = self._client_noise(context), self._base(context)
-        # What follows would send other messages where these differ.
-        norm = self._clip.norm
+        expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
+        noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
+        sigma = self._of_client(noise_multiplier, context)
         std = sigma * norm
-        team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
+        if team.size > 1:  # what follows would send other messages where these differ
+            team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
@@ -352,22 +355,19 @@ class DPSGD(Defense):
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
-            self._budget.record(self._budget.noise_now)
+            count()
         self.releases += 1
         gauge = NoiseGauge(std, expected) if checking else None
-
-        def add(number: int, target: Tensor, scale: float) -> None:
-            key = noise_key(base, release, number, client=context.client, name=self.name)
-            add_standard_normal(key, target, scale)
-
-        clipped.release(parameters, team, std, expected, add, gauge)
+        key = self._base(context), release, context.client, self.name
+        clipped.release(parameters, team, std, expected, functools.partial(add_noise, *key), gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
         step.released(unchecked=not compared)
-        self._stop_if_spent(context)
+        if self.target_epsilon is not None:
+            self._stop_if_spent(context)
 
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -387,7 +387,7 @@ class DPSGD(Defense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        std = self._client_noise(context) * self._clip.norm
+        std = self._of_client(self._budget.noise_now, context) * self._clip.norm
         return std / self._fit_step.sampling.expected
 
     def noise_variances(
@@ -439,10 +439,10 @@ class DPSGD(Defense):
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         return self._step
 
-    def _client_noise(self, context: DefenseContext) -> float:
+    def _of_client(self, noise_multiplier: float, context: DefenseContext) -> float:
         """Return the noise multiplier of this client's noise."""
         share = context.clients if self.release.trust == "central" else 1
-        return self._budget.noise_now / math.sqrt(share)
+        return noise_multiplier / math.sqrt(share)
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)

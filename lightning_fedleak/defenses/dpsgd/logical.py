@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.dpsgd.poisson import rebuilt, tensors_of
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 

@@ -109,9 +109,9 @@ def test_noise_that_did_not_follow_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     run.step(first(0))
     for _ in range(3):
         assert defense.harden() is not None
-    add = dpsgd.add_standard_normal
-    weak: Any = lambda key, onto, scale: add(key, onto, scale / 8)  # noqa: E731
-    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
+    add = dpsgd.add_noise
+    weak: Any = lambda *place: add(*place[:-1], place[-1] / 8)  # noqa: E731
+    monkeypatch.setattr(dpsgd, "add_noise", weak)
     with pytest.raises(DefenseError, match="the noise measured has a standard deviation of 0"):
         run.step(first(0))
 

@@ -228,8 +228,17 @@ class UpdateRelease:
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             if self.gradient_defenses:
-                parameters = _released(optimizer)
-                self._defend(parameters)
+                context, parameters = self._now(), _released(optimizer)
+                for defense in self.gradient_defenses:
+                    for canary in tuple(self._canaries.values()):
+                        canary(defense, parameters, context)
+                    returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
+                    if returned is not None:
+                        raise DefenseError(
+                            f"{type(defense).__name__}.on_gradients returned "
+                            f"{type(returned).__name__}, which is ignored: it must rewrite "
+                            "`p.grad` itself and return nothing. The update was not released."
+                        )
                 self._just_released.update(map(id, parameters))
                 self._tap(Stage.SHARED, optimizer)
                 if self.reduces:
@@ -289,19 +298,6 @@ class UpdateRelease:
                 "set up: nothing was released."
             )
         return dataclasses.replace(self._context, step=self._step())
-
-    def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
-        context = self._now()
-        for defense in self.gradient_defenses:
-            for fn in tuple(self._canaries.values()):
-                fn(defense, parameters, context)
-            returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
-            if returned is not None:
-                raise DefenseError(
-                    f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
-                    "which is ignored: it must rewrite `p.grad` itself and return nothing. The "
-                    "update was not released."
-                )
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):

@@ -133,6 +133,7 @@ class DPSGD(Defense):
         )
         norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
         self._clip = Clip(norm, gamma, clip.form)
+        self._shares_noise = release.trust == "central"
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -225,7 +226,6 @@ class DPSGD(Defense):
             team,
             clip=self._clip,
             trusted=self.clip.loss == "trusted",
-            max_rows=self.max_physical_batch_size,
         )
         if self._sampling is not None:  # set up again: batches are drawn as before
             self._step.sampling = self._sampling
@@ -313,9 +313,10 @@ class DPSGD(Defense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
-        if self.max_physical_batch_size is None:
+        max_rows = self.max_physical_batch_size
+        if max_rows is None:
             return step(batch)
-        return self._fit_step.run_whole(step, batch, self.releases, context)
+        return self._fit_step.run_in_pieces(step, batch, max_rows, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -339,7 +340,7 @@ class DPSGD(Defense):
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
         noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
-        sigma = self._of_client(noise_multiplier, context)
+        sigma = noise_multiplier / math.sqrt(context.clients if self._shares_noise else 1)
         std = sigma * norm
         if team.size > 1:  # what follows would send other messages where these differ
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -387,8 +388,8 @@ class DPSGD(Defense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        std = self._of_client(self._budget.noise_now, context) * self._clip.norm
-        return std / self._fit_step.sampling.expected
+        share = math.sqrt(context.clients if self._shares_noise else 1)
+        return self._budget.noise_now / share * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -438,11 +439,6 @@ class DPSGD(Defense):
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         return self._step
-
-    def _of_client(self, noise_multiplier: float, context: DefenseContext) -> float:
-        """Return the noise multiplier of this client's noise."""
-        share = context.clients if self.release.trust == "central" else 1
-        return noise_multiplier / math.sqrt(share)
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)

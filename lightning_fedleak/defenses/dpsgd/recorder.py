@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, parts_of, refusal
-from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -106,8 +104,6 @@ class Recorder:
         self._lone_samples: set[int] = set()
         self._handles: list[Any] = []
         self.root = root
-        self._compilation = ExitStack()
-        self._compilation.enter_context(_compiled_with_hooks(root))
         self._failure: Exception | None = None
         self.read_parameters()
         for name, module in root.named_modules():
@@ -208,7 +204,6 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._compilation.close()
 
     def _expand_ids(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not (self._recording and torch.is_grad_enabled() and self.samples > 1):
@@ -395,22 +390,6 @@ def _shares_all(module: nn.Module) -> bool:
     inside = {p for child in module.children() for p in child.parameters()}
     trained = {p for p in module._parameters.values() if p is not None and p.requires_grad}
     return bool(inside) and trained <= inside
-
-
-@contextmanager
-def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
-    """Let compiled code run the hooks within this context, and backward run more than once.
-
-    The checks run backward before the user does. Code that was compiled with donated buffers frees
-    its memory in the first backward.
-    """
-    if not is_compiled(root):
-        yield
-        return
-    reset_compiled(root)
-    with functorch.patch(donated_buffer=False):
-        yield
-    reset_compiled(root)
 
 
 def count_samples(batch: Any) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces
+from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces, with_loss
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.recorder import (
     SMALL_BATCH,
@@ -33,6 +34,7 @@ from lightning_fedleak.defenses.dpsgd.recorder import (
 )
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.processes import Team
+from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
 SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
 USUAL_SAMPLES = 8  # expected samples of a batch; below, rows are compared in small ones. Not tuned
@@ -48,7 +50,6 @@ class WatchedStep:
         team: the processes of this client.
         clip: how samples are clipped.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
-        max_rows: rows that are run at once; None for all.
 
     Attributes:
         check: checks the loss.
@@ -60,9 +61,7 @@ class WatchedStep:
 
     sampling: Sampling
 
-    def __init__(
-        self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool, max_rows: int | None = None
-    ) -> None:
+    def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
         self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
         self.weights = Weights()
         self._team = team
@@ -70,11 +69,12 @@ class WatchedStep:
         self._batch: Any = None
         self._released_batch: Any = None
         self._waits = False
+        self._compilation = ExitStack()
+        self._compilation.enter_context(_compiled_with_hooks(root))
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._earlier: EarlierPieces | None = None
         self._users: Sequence[int] | None = None
-        self._max_rows = max_rows
         self._reduces, self._shards = False, list[nn.Parameter]()
         self._scaling = list[Any]()
         self._in_logical_batch = self._stands_in = False
@@ -86,7 +86,8 @@ class WatchedStep:
         self._recorder.read_parameters()
         self._reduces = context.host.reducer is not None
         self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
-        self.weights.restart()
+        self.weights.remove()
+        self.weights = Weights()  # of a checkpoint, perhaps
 
     def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or one example that does not count in place of an empty one."""
@@ -99,14 +100,20 @@ class WatchedStep:
             self._failure = error
         return batch
 
-    def run_whole(
-        self, step: Callable[[Any], Any], batch: Any, releases: int, context: DefenseContext
+    def run_in_pieces(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        max_rows: int,
+        releases: int,
+        context: DefenseContext,
     ) -> Any:
         """Run a logical batch, in pieces where it has more rows than are to be run at once.
 
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
+            max_rows: of a piece.
             releases: how many were made.
             context: where the step runs.
 
@@ -120,12 +127,12 @@ class WatchedStep:
         samples = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
-            if self._max_rows is None:
-                return step(batch)
-            pieces = pieces_of(batch, samples, self._max_rows, self._team, self._users)
+            pieces = pieces_of(batch, samples, max_rows, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
-            parameters = _released_parameters(context)
+            groups = [g["params"] for o in context.host.optimizers for g in o.param_groups]
+            given = [p for group in groups for p in group] or context.root.parameters()
+            parameters = [p for p in given if p.requires_grad]
             by_user = self._users is not None
 
             def begin(piece: Piece) -> None:
@@ -196,7 +203,7 @@ class WatchedStep:
 
         Args:
             training_step: of the module.
-            batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
+            batch: that it gets: a logical one, or a piece of it within :meth:`run_in_pieces`.
             releases: how many were made.
             context: where the step runs.
 
@@ -216,7 +223,8 @@ class WatchedStep:
         samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
-            return zero_on_the_graph(context.root)
+            parameter = next(p for p in context.root.parameters() if p.requires_grad)
+            return parameter.flatten()[:1].sum() * 0.0
         last = self._last_comparison
         contents = last is None or releases >= last + loss_graph.CHECK_EVERY
         self._last_comparison = releases if contents else last
@@ -237,7 +245,7 @@ class WatchedStep:
         recorder.calls = []
         if self._stands_in:
             recorder.clear()
-            return times_zero(output)
+            return with_loss(output, loss * 0.0)
         sharded = any(p.requires_grad for p in self._shards)
         if context.clients == context.processes == 1 and not sharded:
             self._begin_with_ones(loss, context.root)
@@ -277,8 +285,12 @@ class WatchedStep:
         if self._clipped is None:
             recorder, earlier = self._recorder, self._earlier
             recorder.check()
-            if earlier is not None and earlier.parameters is not None:
-                _check_same(earlier.parameters, parameters)
+            trained = {p for p in parameters if p.requires_grad}
+            if earlier is not None and trained != set(earlier.parameters or trained):
+                raise DefenseError(
+                    "DPSGD: what is trained changed between the first piece of a batch and its "
+                    "release. Freeze or unfreeze between batches; nothing was released."
+                )
             self._clipped = ClippedSum(
                 parameters,
                 recorder,
@@ -332,36 +344,23 @@ class WatchedStep:
         self._end_scaling()
         self._recorder.remove()
         self.weights.remove()
+        self._compilation.close()
 
 
-def _released_parameters(context: DefenseContext) -> list[nn.Parameter]:
-    """Return what the optimizer step will release, in its order; without a Trainer all trained."""
-    optimizers = context.host.optimizers
-    groups = [g["params"] for o in optimizers for g in o.param_groups]
-    parameters = [p for group in groups for p in group] if optimizers else context.root.parameters()
-    return [p for p in parameters if p.requires_grad]
+@contextmanager
+def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
+    """Let compiled code run the hooks within this context, and backward run more than once.
 
-
-def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
-    trained = [p for p in parameters if p.requires_grad]
-    if {id(p) for p in trained} != {id(p) for p in earlier}:
-        raise DefenseError(
-            "DPSGD: what is trained changed between the first piece of a batch and its release. "
-            "Freeze or unfreeze between batches; nothing was released."
-        )
-
-
-def zero_on_the_graph(root: nn.Module) -> Tensor:
-    """Return the loss of an empty batch: 0, with a graph."""
-    parameter = next(p for p in root.parameters() if p.requires_grad)
-    return parameter.flatten()[:1].sum() * 0.0
-
-
-def times_zero(output: Any) -> Any:
-    """Return the output of ``training_step`` with its loss times 0, on the same graph."""
-    if isinstance(output, Mapping):
-        return {**output, "loss": output["loss"] * 0.0}
-    return output * 0.0
+    The checks run backward before the user does. Code that was compiled with donated buffers frees
+    its memory in the first backward.
+    """
+    if not is_compiled(root):
+        yield
+        return
+    reset_compiled(root)
+    with functorch.patch(donated_buffer=False):
+        yield
+    reset_compiled(root)
 
 
 def _loss_with_graph(output: Any, samples: int) -> Tensor:
@@ -488,10 +487,6 @@ class Weights:
     def remove(self) -> None:
         """Remove the hook on optimizers."""
         self._handle.remove()
-
-    def restart(self) -> None:
-        """Read the weights again at the next batch: training starts, perhaps from a checkpoint."""
-        self._states, self._trained, self._not_finite = {}, None, []
 
     def begin(self, root: nn.Module) -> None:
         """Begin a batch.

@@ -76,12 +76,16 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(float(square))
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this process's part of ``whole``, which all processes have, split as ``like`` is.
+def own_part(whole: Tensor, like: Tensor, now: Placement | None = None) -> Tensor:
+    """Return this process's part of ``whole``, split as ``like`` is.
 
-    Sends nothing.
+    Sends nothing where all processes have ``whole``; with ``now=Partial()`` it is an addend.
     """
-    return _split(whole, like, Replicate())
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    spread = DTensor.from_local(whole, mesh, [now or Replicate()] * mesh.ndim, run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +99,10 @@ def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> lis
     first = addends[0]
     one_kind = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
     if len(addends) == 1 or not one_kind:
-        return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
+        for addend, like in zip(addends, likes, strict=True):
+            if not isinstance(like, DTensor):
+                dist.all_reduce(addend)
+        return [own_part(a, like, Partial()) for a, like in zip(addends, likes, strict=True)]
     joint = torch.cat([addend.flatten() for addend in addends])
     dist.all_reduce(joint)
     start = 0
@@ -137,21 +144,6 @@ def _is_whole(module: Any) -> bool:
     parameters = [*module.parameters(recurse=False)]
     inner = [child for child in module.children() if not isinstance(child, FSDPModule)]
     return any(not isinstance(p, DTensor) for p in parameters) or any(map(_is_whole, inner))
-
-
-def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
-    if isinstance(like, DTensor):
-        return _split(addend, like, Partial())
-    dist.all_reduce(addend)
-    return addend
-
-
-def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
-    if not isinstance(like, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    spread = DTensor.from_local(tensor, mesh, [now] * mesh.ndim, run_check=False)
-    return spread.redistribute(placements=like.placements).to_local()
 
 
 class Team:

@@ -20,6 +20,7 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     Privacy,
     State,
+    refuse,
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
@@ -239,7 +240,9 @@ class DPSGD(Defense):
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self._team = team = Team(context)
-        first_step = 0 if self._sampling is None else self._sampling.next_step
+        # The next loader continues where the last one is.
+        drawn: Any = None if self._sampling is None else self._sampling.loader.batch_sampler
+        first_step = 0 if drawn is None else drawn.step
         team.check_alike(
             max_grad_norm=self._clip.norm,
             noise_multiplier=self.noise_multiplier or 0.0,
@@ -373,9 +376,22 @@ class DPSGD(Defense):
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, with separate noise."""
+        """Return the canary clipped together with each sample's gradient, with separate noise.
+
+        Raises:
+            DefenseError: the canary is of other samples than the batch, or was noised before.
+        """
         step = self._fit_step
-        released = step.clipped_canary(canary, parameters, context)
+        refusals = {
+            "what the samples of the client's other processes add to a canary is not computed; use "
+            "client='rank', or one process": self._team.size > 1,
+            "noise on the sum of samples cannot be clipped sample by sample": (
+                canary.noise is not None
+            ),
+        }
+        refuse("DPSGD: ", refusals)
+        clipped = step.clipped(parameters, context)
+        released = clipped.with_canary(canary.samples, step.sampling.expected)
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1

@@ -152,11 +152,7 @@ class LossCheck:
         while stack:
             node, reduced, path, above = stack.pop()
             name = node.name()
-            if node in outputs:
-                label = f"layer {outputs[node].name}"
-            else:
-                saved = (getattr(node, attribute, None) for attribute in _DIMENSIONS)
-                label = f"{name} {[dims for dims in saved if isinstance(dims, int | tuple)]}"
+            label = f"layer {outputs[node].name}" if node in outputs else _signature(node, name)
             form.add((above, label))
             if (node, reduced) in visited:
                 continue
@@ -247,13 +243,8 @@ class LossCheck:
         if name == "MeanBackward0":
             shape = node._saved_self_sym_sizes
             if len(shape) and shape[0] != 1:
-                losses = _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
-                for below, _ in node.next_functions:
-                    stacks = below is not None and below.name() == "StackBackward0"
-                    if stacks and below._saved_dim == 0:  # of numbers that are losses
-                        terms = [term for term, _ in below.next_functions if term is not None]
-                        if all(term.name() in losses for term in terms):
-                            return False
+                if any(below is not None and _scalar(below) for below, _ in node.next_functions):
+                    return False
                 _check_mean(True, shape, samples, name)
                 self._means.append(None)
                 return True
@@ -303,6 +294,12 @@ def under_ddp(loss: Tensor) -> Tensor | GradientEdge:
         if node is not None:
             start = GradientEdge(node, number)
     return start
+
+
+def _signature(node: Any, name: str) -> str:
+    """Return an operation's name and the dimensions it works along."""
+    dimensions = (getattr(node, attribute, None) for attribute in _DIMENSIONS)
+    return f"{name} {[dims for dims in dimensions if isinstance(dims, int | tuple)]}"
 
 
 def outputs_of(loss: Tensor, calls: Sequence[Call]) -> list[Call]:
@@ -373,15 +370,7 @@ def check_isolation(
     del gradients
     layers: Sequence[Tensor | None] = ()
     if below:
-        inside = [call.edge for call in below]
-        try:
-            layers = torch.autograd.grad(
-                edges, inside, masked, retain_graph=True, allow_unused=True
-            )
-        except RuntimeError as error:
-            if "use_reentrant" in str(error):
-                raise DefenseError(_CHECKPOINTING) from error
-            raise
+        layers = _layer_gradients(edges, below, masked)
         restore()
     if mixed is not None:
         raise mixed
@@ -394,6 +383,20 @@ def check_isolation(
                 "(1, T)). Mend that, or freeze it."
             )
     return len(rows) > 1
+
+
+def _layer_gradients(
+    edges: Sequence[GradientEdge], calls: Sequence[Call], gradients: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Return the gradients that reach calls of layers from edges above them."""
+    try:
+        return torch.autograd.grad(
+            edges, [call.edge for call in calls], gradients, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "use_reentrant" in str(error):
+            raise DefenseError(_CHECKPOINTING) from error
+        raise
 
 
 def _mixing_error(
@@ -516,6 +519,14 @@ def _check_mean(is_mean: bool, shape: Sequence[int], samples: int, name: str) ->
     _refuse_if(not is_mean, f"{name} is a sum over the batch")
     reason = f"{name} is over a shape {tuple(shape)}, of a batch of {samples} samples"
     _refuse_if(not len(shape) or shape[0] % samples != 0, reason)
+
+
+def _scalar(node: Any) -> bool:
+    """Return whether a node stacks numbers that are losses."""
+    return bool(node.name() == "StackBackward0" and node._saved_dim == 0) and all(
+        below is None or below.name() in _LIKELIHOODS | _ELEMENTWISE | {"MeanBackward0"}
+        for below, _ in node.next_functions
+    )
 
 
 def _refuse_if(condition: bool, reason: str) -> None:

@@ -84,6 +84,10 @@ class Dense:
 
 Part = Outer | EmbeddingRows | Dense
 
+Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
+"""Returns the part of each parameter by name. Its arguments: the module, its input (whose first
+dimension counts samples, or samples times positions), the gradient of its output, and B."""
+
 
 @contextmanager
 def full_precision() -> Iterator[None]:
@@ -111,11 +115,22 @@ def full_precision() -> Iterator[None]:
 def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> Sequence[Part]:
     """Return a parameter's gradients in at most one part of each kind, in the form of ``clipping``.
 
-    Uses become further positions. ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out,
-    ``"auto"`` multiplies out where the result is smaller than its factors, as in LoRA's thin
-    matrices, which also saves the second product. Factors beside a part in full are always
-    multiplied out: their sum has no ghost norm.
+    ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
+    the result is smaller than its factors, as in LoRA's thin matrices, which also saves the second
+    product. Factors beside a part in full are always multiplied out: their sum has no ghost norm.
     """
+    parts = _merged(parts) if len(parts) > 1 else parts
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        return parts
+    full = any(isinstance(part, Dense) for part in parts) or clipping == "per_sample"
+    if clipping == "auto" and all(isinstance(part, Outer) for part in parts):
+        size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, Outer))
+        full = full or shape.numel() <= size
+    return [Dense(in_full(parts, shape))] if full else parts
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Return at most one part of each kind; uses of a parameter become further positions."""
     outer = [part for part in parts if isinstance(part, Outer)]
     if len(outer) > 1:
         left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
@@ -124,17 +139,9 @@ def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> Seq
     if len(rows) > 1:
         values = torch.cat([_wide(part.values) for part in rows], 1)
         rows = [EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
-    merged: list[Part] = [*outer, *rows]
     dense = [part.values for part in parts if isinstance(part, Dense)]
-    if dense:
-        merged.append(Dense(functools.reduce(torch.add, dense)))
-        if len(merged) == 1:
-            return merged
-    full = bool(dense) or clipping == "per_sample"
-    if clipping == "auto" and not rows and not dense:
-        size = sum(p.left[0].numel() + p.right[0].numel() for p in outer)
-        full = full or shape.numel() <= size
-    return [Dense(in_full(merged, shape))] if full else merged
+    full = [Dense(functools.reduce(torch.add, dense))] if dense else []
+    return [*outer, *rows, *full]
 
 
 def forms_of(
@@ -409,13 +416,26 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def refusal(name: str, module: nn.Module) -> str:
-    """Return why the module's parameters have no per-sample gradients; "" where they have.
+def rule_of(name: str, module: nn.Module) -> Rule:
+    """Return the rule by which a layer's input and output gradient give per-sample gradients.
 
     Args:
         name: of the module in the root, "" for the root itself.
         module: has trainable parameters itself.
+
+    Raises:
+        DefenseError: its parameters have no per-sample gradients; says why.
     """
+    if reason := _refusal(name, module):
+        raise DefenseError(f"DPSGD: {reason}")
+    kind = _plain_type(module)
+    # Hugging Face's Linear with its weight transposed.
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return _conv1d
+    return _RULES.get(kind, _any)
+
+
+def _refusal(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     inside = {p for child in module.children() for p in child.parameters()}
     trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
@@ -446,26 +466,6 @@ def refusal(name: str, module: nn.Module) -> str:
                 "it without"
             )
     return ""
-
-
-def parts_of(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> dict[str, Part]:
-    """Return the per-sample gradients of each trainable parameter of the module itself, by name.
-
-    Args:
-        module: see :func:`refusal`.
-        source: its input; the first dimension counts samples, or samples times positions.
-        gradient: of its output.
-        samples: B.
-    """
-    return _rule_of(module)(module, source, gradient, samples)
-
-
-def has_ghost_rule(module: nn.Module) -> bool:
-    """Return whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
-    return _rule_of(module) in (_linear, _conv1d, _embedding)
-
-
-Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
 
 
 def _linear(
@@ -559,19 +559,13 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def _rule_of(module: nn.Module) -> Rule:
-    kind = _plain_type(module)
-    # Hugging Face's Linear with its weight transposed.
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return _conv1d
-    return _RULES.get(kind, _any)
-
-
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: _linear,
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
+GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)
+"""Rules of layers whose matrices stay factors."""
 
 
 def zeros_of(parameter: Tensor) -> Tensor:

@@ -277,20 +277,9 @@ class Sampling:
     users: Mapping[Any, Sequence[int]] | None = None
 
     @property
-    def next_step(self) -> int:
-        """Return the number of the next Poisson batch, where the next loader continues."""
-        assert isinstance(self.loader.batch_sampler, PoissonBatchSampler)
-        return self.loader.batch_sampler.step
-
-    @property
     def users_digest(self) -> int:
         """Return a digest, of 48 bits, of the rows of every user; 0 where examples are drawn."""
         if self.users is None:
             return 0
         text = ";".join(",".join(map(str, rows)) for rows in self.users.values())
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
-    def placeholder(self) -> Any:
-        """Return a batch of one example that was not drawn and must not count."""
-        assert isinstance(self.loader.collate_fn, EmptyCollate)
-        return self.loader.collate_fn.placeholder()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, parts_of, refusal
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, Rule, rule_of
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -208,7 +208,7 @@ class Recorder:
     def _expand_ids(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not (self._recording and torch.is_grad_enabled() and self.samples > 1):
             return None
-        ids = first_input(args, kwargs)
+        ids = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
             return None
         if ids.dim() == 1 or len(ids) == 1:
@@ -233,7 +233,7 @@ class Recorder:
     def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._recording and torch.is_grad_enabled()):
             return
-        inputs = first_input(args, kwargs)
+        inputs = args[0] if args else next(iter(kwargs.values()), None)
         try:
             self._check_rows(name, inputs)
             if not trains(module):
@@ -243,9 +243,7 @@ class Recorder:
                 return
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
-            reason = refusal(name, module)
-            if reason:
-                raise DefenseError(f"DPSGD: {reason}")
+            rule = rule_of(name, module)
             layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
@@ -253,7 +251,8 @@ class Recorder:
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
-            hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
+            call = module, rule, inputs.detach(), self.parts
+            hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
 
     def _record_frozen(self, name: str, output: Any) -> None:
@@ -340,14 +339,19 @@ class Recorder:
         return None if self._paused else torch.zeros_like(gradient)
 
     def _record_gradient(
-        self, module: nn.Module, inputs: Tensor, parts: dict[Tensor, list[Part]], gradient: Tensor
+        self,
+        module: nn.Module,
+        rule: Rule,
+        inputs: Tensor,
+        parts: dict[Tensor, list[Part]],
+        gradient: Tensor,
     ) -> None:
         # The hooks of an earlier step's graph have that step's parts.
         if parts is not self.parts or self._paused:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in parts_of(module, inputs, gradient.detach(), self.samples).items():
+            for key, part in rule(module, inputs, gradient.detach(), self.samples).items():
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
@@ -378,11 +382,6 @@ def owns_parameters(module: nn.Module) -> bool:
 def trains(module: nn.Module) -> bool:
     """Return whether the module trains parameters of its own, not only in modules inside it."""
     return any(p is not None and p.requires_grad for p in module._parameters.values())
-
-
-def first_input(args: Any, kwargs: Any) -> Any:
-    """Return the first argument of a layer's call."""
-    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _shares_all(module: nn.Module) -> bool:

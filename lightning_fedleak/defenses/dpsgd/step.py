@@ -16,11 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import (
-    CanaryGradient,
     DefenseContext,
     DefenseError,
     parameter_name,
-    refuse,
 )
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
@@ -63,7 +61,7 @@ class WatchedStep:
 
     def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
         self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
-        self.weights = Weights()
+        self.weights, self._buffers = Weights(), Buffers(root)
         self._team = team
         self.clip = clip
         self._batch: Any = None
@@ -94,7 +92,8 @@ class WatchedStep:
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = context.host.to_device(self.sampling.placeholder())
+                collate: Any = self.sampling.loader.collate_fn
+                batch = context.host.to_device(collate.placeholder())
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
@@ -228,7 +227,8 @@ class WatchedStep:
         last = self._last_comparison
         contents = last is None or releases >= last + loss_graph.CHECK_EVERY
         self._last_comparison = releases if contents else last
-        buffers = Buffers(context.root, contents=contents)
+        buffers = self._buffers
+        buffers.read(contents=contents)
         synchronized = buffers.read_at_root_call() if self._reduces else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
@@ -302,25 +302,6 @@ class WatchedStep:
             )
         return self._clipped
 
-    def clipped_canary(
-        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, without noise.
-
-        Raises:
-            DefenseError: the canary is of other samples than the batch, or was noised before.
-        """
-        refusals = {
-            "what the samples of the client's other processes add to a canary is not computed; use "
-            "client='rank', or one process": self._team.size > 1,
-            "noise on the sum of samples cannot be clipped sample by sample": (
-                canary.noise is not None
-            ),
-        }
-        refuse("DPSGD: ", refusals)
-        clipped = self.clipped(parameters, context)
-        return clipped.with_canary(canary.samples, self.sampling.expected)
-
     @property
     def can_compare(self) -> bool:
         """Return whether the gradients of all pieces can be compared with autograd's."""
@@ -380,10 +361,7 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
     )
 
 
-# ---- weights and buffers -----------------------------------------------------------------------
-
-# Noise covers the optimizer's updates and nothing else: what is written to a model in another way
-# leaves with it uncovered, so these classes compare contents and refuse such a write.
+# ---- weights and buffers: noise covers the optimizer's updates, and no other write to a model ----
 
 
 class Buffers:
@@ -398,15 +376,18 @@ class Buffers:
 
     Args:
         root: the module that is trained.
-        contents: whether to compare the contents of large buffers and of parameters too.
     """
 
-    def __init__(self, root: nn.Module, *, contents: bool) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._contents = contents
-        self._read()
 
-    def _read(self) -> None:
+    def read(self, *, contents: bool) -> None:
+        """Read what a training step that begins must leave as it is.
+
+        Args:
+            contents: whether to compare the contents of large buffers and of parameters too.
+        """
+        self._contents = contents
         self._buffers: dict[str, tuple[Tensor, int, Tensor | None]] = {}
         parameters: dict[nn.Parameter, str] = {}
         sharded = False
@@ -416,14 +397,14 @@ class Buffers:
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     dense = buffer.layout == torch.strided and not buffer.is_meta
-                    compared = dense and (self._contents or buffer.numel() <= SMALL)
+                    compared = dense and (contents or buffer.numel() <= SMALL)
                     copy = buffer.detach().clone() if compared else None
                     self._buffers[prefix + key] = buffer, _version(buffer), copy
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     parameters.setdefault(parameter, prefix + key)
         self._parameters = [
-            (name, p, _version(p), fingerprint(p) if self._contents else None)
+            (name, p, _version(p), fingerprint(p) if contents else None)
             for p, name in ({} if sharded else parameters).items()
         ]
 
@@ -436,7 +417,7 @@ class Buffers:
         """
 
         def read_once(*_: Any) -> None:
-            self._read()
+            self.read(contents=self._contents)
             handle.remove()
 
         handle = self._root.register_forward_pre_hook(read_once)
@@ -468,6 +449,7 @@ class Buffers:
                     "covers the optimizer's updates alone. Let a gradient train it, or move what "
                     "follows from the weights alone to on_train_batch_end."
                 )
+        self._buffers, self._parameters = {}, []  # the memory of the copies
 
 
 class Weights:

@@ -510,7 +510,7 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
 def test_a_canary_among_several_processes_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
     run.backward(first(3))
-    run.defense._fit_step._team.size = 2
+    run.defense._team.size = 2
     with pytest.raises(DefenseError, match="use client='rank', or one process"):
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 

@@ -187,9 +187,8 @@ class Accountant(Ledger):
         if self._file is not None:
             return functools.partial(self.record, noise_multiplier, sample_rate)
         check_release(noise_multiplier, sample_rate)
-        return functools.partial(
-            self._counts.update, [(float(noise_multiplier), float(sample_rate))]
-        )
+        event = float(noise_multiplier), float(sample_rate)
+        return functools.partial(self._counts.update, [event])
 
     def _check_same(self, noise_multiplier: float, sample_rate: float) -> None:
         kinds = self._counts

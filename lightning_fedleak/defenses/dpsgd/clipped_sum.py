@@ -93,14 +93,9 @@ class EarlierPieces:
         self.parameters: list[nn.Parameter] | None = None
 
     @property
-    def norms(self) -> Tensor:
-        """Return the norms of the pieces' n samples, (n,)."""
-        return self._norms_and_weights[0, : self._count]
-
-    @property
-    def weights(self) -> Tensor:
-        """Return the weights of the pieces' n samples, (n,)."""
-        return self._norms_and_weights[1, : self._count]
+    def rows(self) -> Tensor:
+        """Return norms and weights of the pieces' n samples, (2, n)."""
+        return self._norms_and_weights[:, : self._count]
 
     def add(self, clipped: ClippedSum, parameters: Sequence[nn.Parameter], team: Team) -> None:
         """Add a piece; a collective where parameters are sharded.
@@ -237,10 +232,8 @@ class ClippedSum:
                 "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
                 "together"
             )
-        norms, weights = self.norms, self.mean_weights
-        if self._earlier is not None:
-            norms = torch.cat([self._earlier.norms, norms])
-            weights = torch.cat([self._earlier.weights, weights])
+        rows = torch.stack([self.norms, self.mean_weights])
+        norms, weights = rows if self._earlier is None else torch.cat([self._earlier.rows, rows], 1)
         if len(samples) != len(norms):  # one would be broadcast to all
             raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
@@ -352,11 +345,14 @@ class ClippedSum:
         over the client's processes, whole in each (DDP) or a shard (FSDP2).
 
         Returns:
-            Whether all could be compared: no gradient holds NaN or infinity.
+            Whether all could be compared: no gradient holds NaN or infinity, and those of earlier
+            pieces were probed.
 
         Raises:
             DefenseError: names the parameter.
         """
+        if self._earlier is not None and not self._earlier.probed:
+            return False
         with team.together():
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)

@@ -222,12 +222,8 @@ class DPSGD(Defense):
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
-        self._step = WatchedStep(
-            context.root,
-            team,
-            clip=self._clip,
-            trusted=self.clip.loss == "trusted",
-        )
+        trusted = self.clip.loss == "trusted"
+        self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         if self._sampling is not None:  # set up again: batches are drawn as before
             self._step.sampling = self._sampling
 
@@ -352,9 +348,7 @@ class DPSGD(Defense):
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
-        compared = not checking or (
-            step.can_compare and clipped.check_complete(parameters, context, team)
-        )
+        compared = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):

@@ -233,7 +233,7 @@ class Recorder:
     def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._recording and torch.is_grad_enabled()):
             return
-        inputs = args[0] if args else next(iter(kwargs.values()), None)
+        inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
             self._check_rows(name, inputs)
             if not trains(module):

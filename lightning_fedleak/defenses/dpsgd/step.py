@@ -302,11 +302,6 @@ class WatchedStep:
             )
         return self._clipped
 
-    @property
-    def can_compare(self) -> bool:
-        """Return whether the gradients of all pieces can be compared with autograd's."""
-        return self._earlier is None or self._earlier.probed
-
     def released(self, *, unchecked: bool = False) -> None:
         """Discard all that was recorded for a release that was made.
 

@@ -69,9 +69,12 @@ def standard_normal(
     return result
 
 
-def add_standard_normal(key: bytes, target: Tensor, scale: float) -> None:
-    """Add ``scale`` times the numbers of :func:`standard_normal`, in place."""
-    target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=scale)
+def add_noise(
+    base: bytes, release: int, client: int, name: str, index: int, target: Tensor, std: float
+) -> None:
+    """Add noise of standard deviation ``std`` in place, by the key of the first five arguments."""
+    key = noise_key(base, release, index, client=client, name=name)
+    target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
 
 
 class NoiseGauge:

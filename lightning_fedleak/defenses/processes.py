@@ -1,15 +1,15 @@
 """The processes that together are one client: sums, agreement, and parts of gradients (FSDP2).
 
 Where one of them raises an error, all must: the others would wait for it in their next collective.
-So code that may raise in one of them runs in :meth:`Team.together`. Code that computes from sums
+So code that may raise in one of them runs in :attr:`Team.together`. Code that computes from sums
 raises in all of them anyway.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,12 +76,16 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(float(square))
 
 
-def own_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this process's part of ``whole``, which all processes have, split as ``like`` is.
+def own_part(whole: Tensor, like: Tensor, now: Placement | None = None) -> Tensor:
+    """Return this process's part of ``whole``, split as ``like`` is.
 
-    Sends nothing.
+    Sends nothing where all processes have ``whole``; with ``now=Partial()`` it is an addend.
     """
-    return _split(whole, like, Replicate())
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    spread = DTensor.from_local(whole, mesh, [now or Replicate()] * mesh.ndim, run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
 
 
 def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +99,10 @@ def own_parts_of_sums(addends: Sequence[Tensor], likes: Sequence[Tensor]) -> lis
     first = addends[0]
     one_kind = all((a.dtype, a.device) == (first.dtype, first.device) for a in addends)
     if len(addends) == 1 or not one_kind:
-        return [_own_part_of_sum(a, like) for a, like in zip(addends, likes, strict=True)]
+        for addend, like in zip(addends, likes, strict=True):
+            if not isinstance(like, DTensor):
+                dist.all_reduce(addend)
+        return [own_part(a, like, Partial()) for a, like in zip(addends, likes, strict=True)]
     joint = torch.cat([addend.flatten() for addend in addends])
     dist.all_reduce(joint)
     start = 0
@@ -123,14 +130,6 @@ def unshard(layers: Sequence[FSDPModule]) -> None:
         layer.unshard()
 
 
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a layer had before FSDP2 replaced it."""
-    kind = type(module)
-    if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
-        return kind.__bases__[1]
-    return kind
-
-
 def copies(tensor: Tensor) -> float:
     """Return how many processes hold the same part of ``tensor``."""
     world = dist.get_world_size()
@@ -147,33 +146,27 @@ def _is_whole(module: Any) -> bool:
     return any(not isinstance(p, DTensor) for p in parameters) or any(map(_is_whole, inner))
 
 
-def _own_part_of_sum(addend: Tensor, like: Tensor) -> Tensor:
-    if isinstance(like, DTensor):
-        return _split(addend, like, Partial())
-    dist.all_reduce(addend)
-    return addend
-
-
-def _split(tensor: Tensor, like: Tensor, now: Placement) -> Tensor:
-    if not isinstance(like, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    spread = DTensor.from_local(tensor, mesh, [now] * mesh.ndim, run_check=False)
-    return spread.redistribute(placements=like.placements).to_local()
-
-
 class Team:
     """The processes of one client; every method with a result is a collective of all of them.
 
     Attributes:
         size: number of processes. With one nothing is sent anywhere.
         process: number of this one.
+        largest: returns the largest of each number over processes; a boolean counts as 0 or 1.
+        together: returns a context in which all processes raise where one of them raises; a
+            collective inside would wait. Its error in the others says which refused and why.
     """
+
+    largest: Callable[[Sequence[float]], list[float]]
+    together: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, context: DefenseContext | None = None) -> None:
         self.size = 1 if context is None else context.processes
         self.process = 0 if context is None else context.process
         self._device = torch.device("cpu") if context is None else context.device
+        self.largest, self.together = list, nullcontext
+        if self.size > 1:
+            self.largest, self.together = self._largest, self._together
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over processes, in place."""
@@ -181,10 +174,7 @@ class Team:
             dist.all_reduce(values)
         return values
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each number over processes; a boolean counts as 0 or 1."""
-        if self.size == 1:
-            return [float(value) for value in values]
+    def _largest(self, values: Sequence[float]) -> list[float]:
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         maxima: list[float] = numbers.tolist()
@@ -216,15 +206,7 @@ class Team:
                 )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Let all processes raise where one of them raises inside; a collective inside would wait.
-
-        Raises:
-            DefenseError: another process refused; says which and why.
-        """
-        if self.size == 1:
-            yield
-            return
+    def _together(self) -> Iterator[None]:
         error: Exception | None = None
         try:
             yield

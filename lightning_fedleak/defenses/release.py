@@ -40,6 +40,9 @@ class UpdateRelease:
         client: who is a client.
         owner: the class that has them, for messages.
 
+    Attributes:
+        guarded: optimizers before whose update the release is, by id, and what removes it.
+
     Raises:
         DefenseError: an unknown ``client``, defences of one name, or a wrong order.
     """
@@ -72,6 +75,10 @@ class UpdateRelease:
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
         self.client: Client = client
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
+        self._of_batches = list[Defense]()
+        self._of_steps = _overriding("on_training_step", self.defenses[::-1])
+        self._of_logical_batches = _overriding("on_logical_batch", self.defenses[::-1])
+        self._of_releases = _overriding("before_release", self.defenses)
         self.separates_stages = True
         self.reduces = False
         self._paused = False
@@ -79,7 +86,7 @@ class UpdateRelease:
         self._step: Callable[[], int] | None = None
         self._taps: dict[object, Tap] = {}
         self._canaries: dict[object, CanaryHook] = {}
-        self._removers: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
+        self.guarded: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._watch: RemovableHandle | None = None
         self._just_released: set[int] = set()
         self._unreleased: list[tuple[nn.Parameter, int]] | None = None
@@ -110,6 +117,9 @@ class UpdateRelease:
         for defense in self.defenses:
             if fitting or defense.acts_in_inference:
                 defense.before_setup(context)
+        # Per-sample defences first: what they put in place of an empty batch is then defended too.
+        in_order = sorted(self.defenses, key=lambda d: not d.per_sample)
+        self._of_batches = [defense for defense in in_order if defense.acts_on_batches]
 
     def train_starts(self) -> None:
         """Call every defence right before training."""
@@ -132,26 +142,24 @@ class UpdateRelease:
             return run(batch, *arguments)
         context = self._now()
         self._just_released.clear()
-        if self.gradient_defenses:
+        if self.gradient_defenses and self._unreleased != []:
             self._check_unmoved(context)
-        # Per-sample defences first: what they put in place of an empty batch is then defended too.
-        for defense in sorted(self.defenses, key=lambda d: not d.per_sample):
-            if defense.acts_on_batches:
-                if isinstance(batch, Iterator):
-                    raise DefenseError(
-                        f"{type(defense).__name__} replaces batches, but `training_step` takes an "
-                        "iterator over them. Let it take `batch` and `batch_idx`."
-                    )
-                batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
+        for defense in self._of_batches:
+            if isinstance(batch, Iterator):
+                raise DefenseError(
+                    f"{type(defense).__name__} replaces batches, but `training_step` takes an "
+                    "iterator over them. Let it take `batch` and `batch_idx`."
+                )
+            batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
             inner = functools.partial(run, rows, *arguments)
-            for defense in reversed(self.defenses):
+            for defense in self._of_steps:
                 inner = functools.partial(defense.on_training_step, inner, rows, context)
             return inner()
 
         logical_step: Callable[[Any], Any] = step
-        for defense in reversed(self.defenses):
+        for defense in self._of_logical_batches:
             logical_step = functools.partial(
                 defense.on_logical_batch, logical_step, context=context
             )
@@ -159,10 +167,10 @@ class UpdateRelease:
 
     def guard(self, optimizer: Optimizer) -> None:
         """Put the release before the optimizer's update, once."""
-        if id(optimizer) in self._removers:
+        if id(optimizer) in self.guarded:
             return
         remove = before_real_step(optimizer, lambda: self._release(optimizer))
-        self._removers[id(optimizer)] = (optimizer, remove)
+        self.guarded[id(optimizer)] = (optimizer, remove)
         _GUARDED[optimizer] = self
 
     @contextmanager
@@ -178,10 +186,10 @@ class UpdateRelease:
         """Undo after a fit everything that was done since ``open``."""
         if self._context is None:
             return
-        for optimizer, remove in self._removers.values():
+        for optimizer, remove in self.guarded.values():
             remove()
             _GUARDED.pop(optimizer, None)
-        self._removers.clear()
+        self.guarded.clear()
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
@@ -214,14 +222,23 @@ class UpdateRelease:
     def _release(self, optimizer: Optimizer) -> None:
         if self._paused:
             return
-        for defense in self.defenses:
+        for defense in self._of_releases:
             defense.before_release()
         self._unreleased = []
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             if self.gradient_defenses:
-                parameters = _released(optimizer)
-                self._defend(parameters)
+                context, parameters = self._now(), _released(optimizer)
+                for defense in self.gradient_defenses:
+                    for canary in tuple(self._canaries.values()):
+                        canary(defense, parameters, context)
+                    returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
+                    if returned is not None:
+                        raise DefenseError(
+                            f"{type(defense).__name__}.on_gradients returned "
+                            f"{type(returned).__name__}, which is ignored: it must rewrite "
+                            "`p.grad` itself and return nothing. The update was not released."
+                        )
                 self._just_released.update(map(id, parameters))
                 self._tap(Stage.SHARED, optimizer)
                 if self.reduces:
@@ -246,7 +263,7 @@ class UpdateRelease:
         changed = {id(p) for p, version in self._unreleased if p._version != version}
         if not changed:
             return
-        guarded = [p for optimizer, _ in self._removers.values() for p in _released(optimizer)]
+        guarded = [p for optimizer, _ in self.guarded.values() for p in _released(optimizer)]
         waits = any(p.grad is not None for p in guarded) and changed.isdisjoint(map(id, guarded))
         if not waits:
             raise DefenseError(
@@ -262,7 +279,7 @@ class UpdateRelease:
         """
         if self._paused or self._context is None:
             return
-        if id(optimizer) in self._removers:
+        if id(optimizer) in self.guarded:
             self._just_released.clear()  # gradients that come from here on are new
             return
         host = self._context.host
@@ -281,19 +298,6 @@ class UpdateRelease:
                 "set up: nothing was released."
             )
         return dataclasses.replace(self._context, step=self._step())
-
-    def _defend(self, parameters: Sequence[nn.Parameter]) -> None:
-        context = self._now()
-        for defense in self.gradient_defenses:
-            for fn in tuple(self._canaries.values()):
-                fn(defense, parameters, context)
-            returned: object = defense.on_gradients(parameters, context)  # type: ignore[func-returns-value]
-            if returned is not None:
-                raise DefenseError(
-                    f"{type(defense).__name__}.on_gradients returned {type(returned).__name__}, "
-                    "which is ignored: it must rewrite `p.grad` itself and return nothing. The "
-                    "update was not released."
-                )
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         for fn in tuple(self._taps.values()):
@@ -324,6 +328,11 @@ def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None
         functions.pop(key, None)
 
     return remove
+
+
+def _overriding(hook: str, defenses: Sequence[Defense]) -> list[Defense]:
+    """Return the defences that override a hook, the others of which do nothing in it."""
+    return [d for d in defenses if getattr(type(d), hook) is not getattr(Defense, hook)]
 
 
 def _returned(defense: Defense, hook: str, value: Any) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fedleak.defenses.host import Host, Piece
 
@@ -33,26 +33,13 @@ class LightningHost(Host):
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer: Any = trainer
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
-        """Return the Trainer's optimizers."""
-        optimizers: Sequence[Optimizer] = self._trainer.optimizers
-        return optimizers
-
-    @property
-    def loader(self) -> object:  # type: ignore[override]
-        """Return the Trainer's training loader, or several."""
-        return self._trainer.train_dataloader
-
-    @property
-    def batch_number(self) -> int:  # type: ignore[override]
-        """Return the number of the batch in all fits."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
-
-    @property
-    def model(self) -> object:  # type: ignore[override]
-        """Return the strategy's model."""
-        return self._trainer.strategy.model
+    optimizers = property(attrgetter("_trainer.optimizers"))
+    loader = property(attrgetter("_trainer.train_dataloader"))
+    batch_number = property(
+        attrgetter("_trainer.fit_loop.epoch_loop.batch_progress.total.ready"),
+        doc="Number of the batch in all fits.",
+    )
+    model = property(attrgetter("_trainer.strategy.model"))
 
     @property
     def finds_learning_rate(self) -> bool:  # type: ignore[override]

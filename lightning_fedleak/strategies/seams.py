@@ -179,7 +179,8 @@ class Seam(Strategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Guard the optimizer too where it was set after setup."""
-        self._guard(optimizer)
+        if id(optimizer) not in self._fedleak.guarded:
+            self._guard(optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
 
     def save_checkpoint(

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fedleak.defenses import noise
 from lightning_fedleak.defenses.noise import (
-    add_standard_normal,
+    add_noise,
     base_of,
     noise_key,
     standard_normal,
@@ -24,12 +24,12 @@ def draw(key: bytes, n: int = 4096, dtype: torch.dtype = torch.float32) -> torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2 * noise._BLOCK + 1,)])
 def test_what_is_added_is_bit_for_bit_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    key = b"k" * 32
+    key = noise_key(b"k" * 32, 3, 2, client=1, name="n")
     for form in (lambda x: x, lambda x: x.mT if x.dim() == 2 else x):
         onto = form(torch.linspace(-1, 1, int(np.prod(shape)), dtype=dtype).reshape(shape))
         expected = onto.clone()
         expected.add_(standard_normal(key, onto.shape, CPU, dtype), alpha=0.3)
-        add_standard_normal(key, onto, 0.3)
+        add_noise(b"k" * 32, 3, 1, "n", 2, onto, 0.3)
         assert torch.equal(onto, expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -45,7 +46,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._file = None if path is None else LedgerFile(path)
-        self._counts: dict[Event, int] = {} if self._file is None else self._file.counts
+        self._counts = Counter[Event]() if self._file is None else self._file.counts
 
     @property
     def steps(self) -> int:
@@ -69,7 +70,7 @@ class Ledger:
             check_release(noise_multiplier, sample_rate, count)
         if self._file is not None:
             self._file.append(event, int(count))
-        self._counts[event] = self._counts.get(event, 0) + int(count)
+        self._counts[event] += int(count)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return ``releases``: (K, 3) float64, noise multiplier, sample rate and count."""
@@ -88,7 +89,7 @@ class Ledger:
         for sigma, rate, count in rows.tolist():
             check_release(sigma, rate, count)
         for sigma, rate, count in rows.tolist():
-            counted = self._counts.get((sigma, rate), 0)
+            counted = self._counts[sigma, rate]
             if count > counted:
                 self.record(sigma, rate, int(count) - counted)
 
@@ -168,14 +169,35 @@ class Accountant(Ledger):
         Raises:
             DefenseError: a value out of range, or a change that was not ``planned``.
         """
+        if not planned:
+            self._check_same(noise_multiplier, sample_rate)
+        self.record(noise_multiplier, sample_rate, count)
+
+    def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
+        """Return a function that counts one such release, which is about to happen.
+
+        Args:
+            noise_multiplier: standard deviation of the noise over the clip norm.
+            sample_rate: chance of each example to be in the batch.
+
+        Raises:
+            DefenseError: a value out of range, or other ones than those of earlier releases.
+        """
+        self._check_same(noise_multiplier, sample_rate)
+        if self._file is not None:
+            return functools.partial(self.record, noise_multiplier, sample_rate)
+        check_release(noise_multiplier, sample_rate)
+        event = float(noise_multiplier), float(sample_rate)
+        return functools.partial(self._counts.update, [event])
+
+    def _check_same(self, noise_multiplier: float, sample_rate: float) -> None:
         kinds = self._counts
-        if kinds and not planned and (noise_multiplier, sample_rate) not in kinds:
+        if kinds and (noise_multiplier, sample_rate) not in kinds:
             raise DefenseError(
                 f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} differ from "
                 f"those of earlier releases, {sorted(kinds)}. If they were fixed before the run, "
                 "pass planned=True, else use a RenyiFilter."
             )
-        self.record(noise_multiplier, sample_rate, count)
 
     def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
         """Return the epsilon of all releases so far, at ``delta``: an upper bound.
@@ -328,6 +350,10 @@ class RenyiFilter(Ledger):
                 f"{self.steps} releases: stop here, or turn the noise up"
             )
         self.record(noise_multiplier, sample_rate, count)
+
+    def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
+        """Return a function that does one :meth:`step`, as :meth:`Accountant.counter` does."""
+        return functools.partial(self.step, noise_multiplier, sample_rate)
 
     def state_dict(self) -> dict[str, Tensor | float]:  # type: ignore[override]
         """Return the counts, the budget and the order."""

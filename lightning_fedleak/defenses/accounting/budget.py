@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Budget:
         notches: how often the noise was turned up.
         rate: chance of each example to be in a batch; None until the training data are known.
         delta: of the guarantee; None until then, unless it was passed.
+        next_release: what :meth:`settle_next` returned; None once anything else has changed.
     """
 
     kind: Account
@@ -62,6 +63,14 @@ class Budget:
     max_hardenings: int | None
     sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
+    next_release: tuple[float, Callable[[], None]] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and forget the next release, which may follow from it."""
+        vars(self)["next_release"] = None
+        vars(self)[name] = value
 
     def __post_init__(self) -> None:
         self.notches = 0
@@ -254,6 +263,20 @@ class Budget:
         if self.accountant.steps < self._covered:
             return True
         return self.accountant.allows(self.target_epsilon, self.delta, self.noise_now, self.rate)
+
+    def settle_next(self) -> tuple[float, Callable[[], None]]:
+        """Return sigma of the next releases, and a function that counts one before it happens.
+
+        Both hold until an attribute of this budget changes.
+
+        Raises:
+            DefenseError: before the training data are known, or releases before had another noise
+                or rate. The function: the account cannot be written.
+        """
+        assert self.rate is not None
+        sigma = self.noise_now
+        self.next_release = sigma, self.accountant.counter(0.0 if self.seeded else sigma, self.rate)
+        return self.next_release
 
     def record(self, noise_multiplier: float) -> None:
         """Count a release that is about to happen; noise that can be guessed counts as 0.

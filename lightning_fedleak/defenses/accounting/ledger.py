@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def _check_file(path: Path, mode: int) -> None:
         )
 
 
-def _read(path: Path) -> tuple[dict[Event, int], int, int]:
+def _read(path: Path) -> tuple[Counter[Event], int, int]:
     """Return counts by event, the file's bytes, and how many of these are half a line at its end.
 
     The release of a line without its end was never made.
@@ -198,8 +199,8 @@ def _read(path: Path) -> tuple[dict[Event, int], int, int]:
         raise DefenseError(f"ledger={str(path)!r} cannot be read ({error})") from error
 
 
-def _read_counts(path: Path) -> tuple[dict[Event, int], int, int]:
-    counts: dict[Event, int] = {}
+def _read_counts(path: Path) -> tuple[Counter[Event], int, int]:
+    counts = Counter[Event]()
     if not _is_there(path):
         return counts, 0, 0
     with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
@@ -207,7 +208,7 @@ def _read_counts(path: Path) -> tuple[dict[Event, int], int, int]:
         size, line = 0, file.readline(LONGEST_LINE)
         while line.endswith(b"\n"):
             event, more = _release(path, line)
-            counts[event] = counts.get(event, 0) + more
+            counts[event] += more
             size, line = size + len(line), file.readline(LONGEST_LINE)
     if line:
         *whole, last = line.rstrip(b"\r").split(b" ")

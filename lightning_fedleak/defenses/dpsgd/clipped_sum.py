@@ -93,14 +93,9 @@ class EarlierPieces:
         self.parameters: list[nn.Parameter] | None = None
 
     @property
-    def norms(self) -> Tensor:
-        """Return the norms of the pieces' n samples, (n,)."""
-        return self._norms_and_weights[0, : self._count]
-
-    @property
-    def weights(self) -> Tensor:
-        """Return the weights of the pieces' n samples, (n,)."""
-        return self._norms_and_weights[1, : self._count]
+    def rows(self) -> Tensor:
+        """Return norms and weights of the pieces' n samples, (2, n)."""
+        return self._norms_and_weights[:, : self._count]
 
     def add(self, clipped: ClippedSum, parameters: Sequence[nn.Parameter], team: Team) -> None:
         """Add a piece; a collective where parameters are sharded.
@@ -126,13 +121,14 @@ class EarlierPieces:
                     terms = clipped.unit * float(value), clipped.unit**2 * float(squares)
                     self.probes[parameter] = earlier[0] + terms[0], earlier[1] + terms[1]
 
-        for parameter in clipped.parts:
-            if not isinstance(parameter, DTensor):
-                self.sums[parameter] = clipped.sum_of(parameter, self.sums.get(parameter))
         sharded = [p for p in parameters if isinstance(p, DTensor)]
-        for _, parameter, piece_sum in clipped.sums(sharded, team, clipped.sum_of):
-            total = self.sums.get(parameter)
-            self.sums[parameter] = piece_sum if total is None else total.add_(piece_sum)
+        with per_sample.full_precision():
+            for used in clipped.parts:
+                if not isinstance(used, DTensor):
+                    self.sums[used] = clipped.sum_of(used, self.sums.get(used))
+            for _, parameter, piece_sum in clipped.sums(sharded, team, {}):
+                total = self.sums.get(parameter)
+                self.sums[parameter] = piece_sum if total is None else total.add_(piece_sum)
 
 
 class ClippedSum:
@@ -162,6 +158,7 @@ class ClippedSum:
             because whether a run goes on must not depend on one example.
     """
 
+    @per_sample.full_precision()
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -175,15 +172,13 @@ class ClippedSum:
     ) -> None:
         samples, parts, device = recorder.samples, recorder.parts, context.device
         self.samples = samples if users is None else len(users)
-        self._earlier = earlier or EarlierPieces(samples, device, probed=True)
+        self._earlier, in_batch = earlier, samples if earlier is None else earlier.samples
         weights = torch.ones(samples, dtype=torch.float64) if weights is None else weights.double()
-        self.mean_weights, self.unit = self._earlier.samples * weights.to(device), 1.0
+        self.mean_weights, self.unit = in_batch * weights.to(device), 1.0
         if recorder.terms is not None:
-            self.unit = samples / recorder.terms / max(1, self._earlier.samples)
+            self.unit = samples / recorder.terms / max(1, in_batch)
         self.weights = self.mean_weights * self.unit
-        self.parts = {
-            p: per_sample.in_form(parts[p], p.shape, clip.form) for p in parameters if p in parts
-        }
+        self.parts = per_sample.forms_of({p: parts[p] for p in parameters if p in parts}, clip.form)
         self._users, row_weights = users, self.weights
         owners: Tensor | None = None
         if users is not None:
@@ -191,15 +186,12 @@ class ClippedSum:
             owners = torch.arange(len(users)).repeat_interleave(counts).to(device)
             row_weights = self.weights / counts.to(device)[owners]
             self.weights = torch.ones(len(users), dtype=torch.float64, device=device)
+            by_layer = per_sample.squared_norms_of_users(self.parts, row_weights, users, clip.form)
+        else:
+            by_layer = per_sample.squared_norms(self.parts.values())
         squares = torch.zeros(self.samples, dtype=torch.float64, device=device)
-        for parameter, layer in self.parts.items():
-            if users is None:
-                layer_squares = per_sample.squared_norms(layer)
-            else:
-                layer_squares = per_sample.squared_norms_of_users(
-                    layer, row_weights, users, parameter.shape, clip.form
-                )
-            squares += layer_squares.to(device)
+        for layer in by_layer:
+            squares += layer.to(device)
         self.norms = squares.sqrt() * self.weights
         self._finite = torch.isfinite(self.norms)
         self._all_finite = bool(self._finite.all())
@@ -208,9 +200,10 @@ class ClippedSum:
         if owners is not None:
             factors, self._finite = factors[owners], self._finite[owners]
         self.factors = row_weights * factors
-        self.clip, self.half = clip, recorder.half
+        self.clip = clip
+        self.half = recorder.half or (earlier is not None and earlier.half)
 
-    def sum_of(self, parameter: nn.Parameter, target: Tensor | None = None) -> Tensor:
+    def sum_of(self, parameter: Tensor, target: Tensor | None = None) -> Tensor:
         """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
 
         Args:
@@ -239,8 +232,8 @@ class ClippedSum:
                 "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
                 "together"
             )
-        norms = torch.cat([self._earlier.norms, self.norms])
-        weights = torch.cat([self._earlier.weights, self.mean_weights])
+        rows = torch.stack([self.norms, self.mean_weights])
+        norms, weights = rows if self._earlier is None else torch.cat([self._earlier.rows, rows], 1)
         if len(samples) != len(norms):  # one would be broadcast to all
             raise base.DefenseError(
                 f"DPSGD: a canary of {len(samples)} samples in a batch of {len(norms)}"
@@ -251,6 +244,7 @@ class ClippedSum:
         finite = torch.isfinite(joint)[..., None]
         return base.CanaryGradient((samples * factors[..., None]).masked_fill(~finite, 0.0))
 
+    @per_sample.full_precision()
     def release(
         self,
         parameters: Sequence[nn.Parameter],
@@ -273,13 +267,8 @@ class ClippedSum:
                 noise to the tensor in place.
             gauge: measures the noise.
         """
-        earlier = self._earlier.sums
-
-        def addend(parameter: nn.Parameter) -> Tensor:
-            target = None if isinstance(parameter, DTensor) else earlier.pop(parameter, None)
-            return self.sum_of(parameter, target)
-
-        for index, parameter, total in self.sums(parameters, team, addend):
+        earlier = {} if self._earlier is None else self._earlier.sums
+        for index, parameter, total in self.sums(parameters, team, earlier):
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
@@ -296,10 +285,7 @@ class ClippedSum:
                 gauge.after(exact, released)
 
     def sums(
-        self,
-        parameters: Sequence[nn.Parameter],
-        team: Team,
-        addend: Callable[[nn.Parameter], Tensor],
+        self, parameters: Sequence[nn.Parameter], team: Team, earlier: dict[Tensor, Tensor]
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Yield the index of each parameter, the parameter, and this process's part of its sum.
 
@@ -308,19 +294,21 @@ class ClippedSum:
         Args:
             parameters: in the same order in all processes.
             team: the processes of this client; a collective of them.
-            addend: returns this process's addend, in whole shape; it may be overwritten.
+            earlier: this process's sums, in whole shape, of parameters that are not sharded; they
+                are removed, and these samples added to them.
         """
-        if team.size == 1:
-            for index, parameter in enumerate(parameters):
-                yield index, parameter, addend(parameter)
-            return
-        start = 0
+        at_once, start = AT_ONCE if team.size > 1 else 0, 0
         while start < len(parameters):
             end, numbers = start + 1, parameters[start].numel()
-            while end < len(parameters) and numbers + parameters[end].numel() <= AT_ONCE:
+            while end < len(parameters) and numbers + parameters[end].numel() <= at_once:
                 numbers, end = numbers + parameters[end].numel(), end + 1
             group = parameters[start:end]
-            totals = processes.own_parts_of_sums([addend(parameter) for parameter in group], group)
+            totals = [
+                self.sum_of(p, None if isinstance(p, DTensor) else earlier.pop(p, None))
+                for p in group
+            ]
+            if team.size > 1:
+                totals = processes.own_parts_of_sums(totals, group)
             for index, (parameter, total) in enumerate(zip(group, totals, strict=True), start):
                 yield index, parameter, total
             start = end
@@ -333,7 +321,8 @@ class ClippedSum:
         Raises:
             DefenseError: names the parameter.
         """
-        used = team.largest([p in self.parts or p in self._earlier.used for p in parameters])
+        earlier = set() if self._earlier is None else self._earlier.used
+        used = team.largest([p in self.parts or p in earlier for p in parameters])
         unused = [p for p, is_used in zip(parameters, used, strict=True) if not is_used]
         if not unused:
             return
@@ -356,16 +345,19 @@ class ClippedSum:
         over the client's processes, whole in each (DDP) or a shard (FSDP2).
 
         Returns:
-            Whether all could be compared: no gradient holds NaN or infinity.
+            Whether all could be compared: no gradient holds NaN or infinity, and those of earlier
+            pieces were probed.
 
         Raises:
             DefenseError: names the parameter.
         """
+        if self._earlier is not None and not self._earlier.probed:
+            return False
         with team.together():
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]
         numbers = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(numbers).tolist()
-        half = self.half or self._earlier.half or context.precision.startswith("bf16")
+        half = self.half or context.precision.startswith("bf16")
         coarse = half or per_sample.rounds_products(context)
         tolerance = COARSE if team.largest([coarse])[0] else FINE
         pairs = zip(parameters, sums, strict=True)
@@ -392,7 +384,7 @@ class ClippedSum:
         """
         gradient = parameter.grad
         parts = self.parts.get(parameter, [])
-        probes = self._earlier.probes
+        probes = {} if self._earlier is None else self._earlier.probes
         if gradient is None or (team.size == 1 and not parts and parameter not in probes):
             return 0.0, 0.0, 0.0
         shard = processes.local_part(gradient).to(where_whole(gradient))

@@ -20,6 +20,7 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     Privacy,
     State,
+    refuse,
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
@@ -30,7 +31,7 @@ from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSetti
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.noise import (
     NoiseGauge,
-    add_standard_normal,
+    add_noise,
     base_of,
     noise_key,
     standard_normal,
@@ -133,6 +134,7 @@ class DPSGD(Defense):
         )
         norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
         self._clip = Clip(norm, gamma, clip.form)
+        self._shares_noise = release.trust == "central"
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -220,13 +222,8 @@ class DPSGD(Defense):
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
         self._read_ledger(context)
-        self._step = WatchedStep(
-            context.root,
-            team,
-            clip=self._clip,
-            trusted=self.clip.loss == "trusted",
-            max_rows=self.max_physical_batch_size,
-        )
+        trusted = self.clip.loss == "trusted"
+        self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         if self._sampling is not None:  # set up again: batches are drawn as before
             self._step.sampling = self._sampling
 
@@ -239,7 +236,9 @@ class DPSGD(Defense):
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self._team = team = Team(context)
-        first_step = 0 if self._sampling is None else self._sampling.next_step
+        # The next loader continues where the last one is.
+        drawn: Any = None if self._sampling is None else self._sampling.loader.batch_sampler
+        first_step = 0 if drawn is None else drawn.step
         team.check_alike(
             max_grad_norm=self._clip.norm,
             noise_multiplier=self.noise_multiplier or 0.0,
@@ -283,7 +282,7 @@ class DPSGD(Defense):
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling
-            self._step.adopt()
+            self._step.adopt(context)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -313,7 +312,10 @@ class DPSGD(Defense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
-        return self._fit_step.run_whole(step, batch, self.releases, context)
+        max_rows = self.max_physical_batch_size
+        if max_rows is None:
+            return step(batch)
+        return self._fit_step.run_in_pieces(step, batch, max_rows, self.releases, context)
 
     def on_training_step(
         self, training_step: Callable[[], Any], batch: Any, context: DefenseContext
@@ -323,8 +325,9 @@ class DPSGD(Defense):
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
-        with self._team.together():
-            self._budget.check_affords_another()
+        if self.target_epsilon is not None:
+            with self._team.together():
+                self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Write the clipped and noised mean into ``p.grad``, and account it.
@@ -334,47 +337,55 @@ class DPSGD(Defense):
                 Nothing is released.
         """
         team, step = self._team, self._fit_step
-        expected, release = step.sampling.expected, self.releases
-        sigma, base = self._client_noise(context), self._base(context)
-        # What follows would send other messages where these differ.
-        norm = self._clip.norm
+        expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
+        noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
+        sigma = noise_multiplier / math.sqrt(context.clients if self._shares_noise else 1)
         std = sigma * norm
-        team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
+        if team.size > 1:  # what follows would send other messages where these differ
+            team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
-        compared = not checking or (
-            step.can_compare and clipped.check_complete(parameters, context, team)
-        )
+        compared = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
-            self._budget.record(self._budget.noise_now)
+            count()
         self.releases += 1
         gauge = NoiseGauge(std, expected) if checking else None
-
-        def add(number: int, target: Tensor, scale: float) -> None:
-            key = noise_key(base, release, number, client=context.client, name=self.name)
-            add_standard_normal(key, target, scale)
-
-        clipped.release(parameters, team, std, expected, add, gauge)
+        key = self._base(context), release, context.client, self.name
+        clipped.release(parameters, team, std, expected, functools.partial(add_noise, *key), gauge)
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
         step.released(unchecked=not compared)
-        self._stop_if_spent(context)
+        if self.target_epsilon is not None:
+            self._stop_if_spent(context)
 
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, with separate noise."""
+        """Return the canary clipped together with each sample's gradient, with separate noise.
+
+        Raises:
+            DefenseError: the canary is of other samples than the batch, or was noised before.
+        """
         step = self._fit_step
-        released = step.clipped_canary(canary, parameters, context)
+        refusals = {
+            "what the samples of the client's other processes add to a canary is not computed; use "
+            "client='rank', or one process": self._team.size > 1,
+            "noise on the sum of samples cannot be clipped sample by sample": (
+                canary.noise is not None
+            ),
+        }
+        refuse("DPSGD: ", refusals)
+        clipped = step.clipped(parameters, context)
+        released = clipped.with_canary(canary.samples, step.sampling.expected)
         std = self.noise_std(context)
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
@@ -387,8 +398,8 @@ class DPSGD(Defense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        std = self._client_noise(context) * self._clip.norm
-        return std / self._fit_step.sampling.expected
+        share = math.sqrt(context.clients if self._shares_noise else 1)
+        return self._budget.noise_now / share * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -438,11 +449,6 @@ class DPSGD(Defense):
         if self._step is None or self._sampling is None:
             raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
         return self._step
-
-    def _client_noise(self, context: DefenseContext) -> float:
-        """Return the noise multiplier of this client's noise."""
-        share = context.clients if self.release.trust == "central" else 1
-        return self._budget.noise_now / math.sqrt(share)
 
     def _base(self, context: DefenseContext) -> bytes:
         return base_of(context.entropy, self.seed if self._budget.seeded else None)

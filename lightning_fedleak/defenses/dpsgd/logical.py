@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseContext
-from lightning_fedleak.defenses.dpsgd.poisson import rebuilt, tensors_of
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 
@@ -122,7 +123,7 @@ def run_pieces(
             _accumulate_wide(halves, wide)
             rows = counts[number] if number < len(counts) else 0
             if rows:
-                value = _with_loss(output, loss)
+                value = with_loss(output, loss)
                 combined = _combined(combined, value, start, rows, total)
                 start += rows
                 del value
@@ -134,7 +135,7 @@ def run_pieces(
     mean = _loss_in(combined).to(dtype)
     anchor = torch.zeros((), device=mean.device, requires_grad=True)
     loss = _RestoredGradients.apply(anchor, mean, gradients)  # type: ignore[no-untyped-call]
-    return _with_loss(combined, loss)
+    return with_loss(combined, loss)
 
 
 def _pop_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -150,7 +151,8 @@ def _loss_in(output: Any) -> Tensor:
     return loss
 
 
-def _with_loss(output: Any, loss: Tensor) -> Any:
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Return an output of ``training_step`` with another loss."""
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 

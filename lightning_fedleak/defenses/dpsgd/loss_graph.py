@@ -6,11 +6,11 @@ find mistakes, and prove nothing about a loss that was built to pass them.
 
 - *form*, in every step: from the loss down to the outputs of layers, the reduction is a mean over
   equally many terms of every sample. A token mean is not, where samples have different numbers of
-  labels. If it is all of the loss and a sample's labels are adjacent, :attr:`FormCheck.weights`
+  labels. If it is all of the loss and a sample's labels are adjacent, :attr:`LossCheck.weights`
   makes each sample's gradient that of its own mean; with another term it is refused. An unknown
   operation above the mean may pass where it keeps the number of terms; then the next check is made
   in that step.
-- *loss*, whenever layers are used in a new way or the loss has a new :attr:`~FormCheck.form`, and
+- *loss*, whenever layers are used in a new way or the loss has a new :attr:`~LossCheck.form`, and
   now and then: each operation from the mean down to the layers works on one sample's numbers at a
   time. Where that does not follow from its name, the second derivative between one sample's output
   and the others' must be zero, which it is not for contrastive losses. It takes several times the
@@ -38,7 +38,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.recorder import Call
+from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
+from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
+
+CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
+
+StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
+"""How layers were used in a step, and the operations of its loss."""
 
 MEND = (
     "Return `mean_of_sample_means(logits, labels, causal=...)` (from lightning_fedleak.defenses) "
@@ -84,14 +90,18 @@ _CHECKPOINTING = (
 )
 
 
-class FormCheck:
-    """A check of the form of every loss, and of numbers in it that must be constant.
+class LossCheck:
+    """Checks of the loss: its form in every step, the graph when something is new and at times.
 
     A number that scales the loss, a Python number or a float64 tensor without dimensions, must not
     change from step to step, because ``mask.sum().item()`` is one too. A factor with several
     elements may be anything that needs no gradient.
 
+    Args:
+        trusted: whether the user has proved that the loss is a mean of per-sample means.
+
     Attributes:
+        unchecked: whether something in the step since the last release was new.
         separate: whether the last loss's operations show that samples stay separate.
         weights: (B,) by which each sample's gradient becomes that of its own mean; None for ones.
         terms: of which the loss is a mean: samples, or where there are weights labels.
@@ -99,16 +109,23 @@ class FormCheck:
             and the dimensions that they work along.
     """
 
-    def __init__(self) -> None:
-        self.separate = False
+    def __init__(self, *, trusted: bool = False) -> None:
+        self.unchecked = self.separate = False
         self.weights: Tensor | None = None
         self.terms = 0
-        self._means: list[Tensor | None] = []
         self.form: frozenset[tuple[str, str]] = frozenset()
+        self._trusted = trusted
+        self._means: list[Tensor | None] = []
         self._constants: dict[str, float] = {}
+        self._checked_forms: set[StepForm] = set()
+        self._last_check = 0
 
-    def __call__(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
-        """Check one loss, and return the calls that it is computed from directly.
+    def is_due(self, releases: int) -> bool:
+        """Return whether the next release is to be checked for what is checked now and then."""
+        return self.unchecked or releases % CHECK_EVERY == 0
+
+    def check_form(self, loss: Tensor, calls: Sequence[Call], samples: int) -> list[Call]:
+        """Follow the graph down to the layers, and return the calls that the loss is directly of.
 
         Args:
             loss: scalar with a graph.
@@ -118,6 +135,9 @@ class FormCheck:
         Raises:
             DefenseError: its form is not known to be a mean over equal numbers of terms.
         """
+        if self._trusted:
+            self.separate, self.terms = True, samples
+            return outputs_of(loss, calls)
         _refuse_if(loss.numel() != 1 or loss.grad_fn is None, "it is not one number with a graph")
         start = under_ddp(loss)
         first = start.grad_fn if isinstance(start, Tensor) else start.node
@@ -160,6 +180,48 @@ class FormCheck:
         [counted] = self._means if self.weights is not None else [None]
         self.terms = samples if counted is None else int(counted.sum())
         return list(top.values())
+
+    def check_graph(
+        self, loss: Tensor, top: Sequence[Call], recorder: Recorder, releases: int, team: Team
+    ) -> None:
+        """Check that neither network nor loss mixes samples, if it is time to.
+
+        All processes of the client check where one of them has to, because backward may be a
+        collective.
+
+        Args:
+            loss: as in :meth:`check_form`, which comes first.
+            top: what that returned.
+            recorder: holds the calls of this step's layers.
+            releases: how many were made.
+            team: the processes of this client.
+
+        Raises:
+            DefenseError: samples are mixed.
+        """
+        layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
+        form = layouts, self.form
+        is_new = form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
+        new = recorder.counts and is_new
+        due = new and recorder.samples > 1
+        new, due, joint = map(bool, team.largest([new, due, not self.separate]))
+        self.unchecked = self.unchecked or new
+        if not due:
+            return
+        with team.together(), recorder.paused():
+            conclusive = check_isolation(
+                under_ddp(loss),
+                top,
+                recorder.calls,
+                recorder.samples,
+                separate=not joint,
+                # FSDP2 shards them after any backward, and not all of them know of the next one.
+                restore=functools.partial(unshard, whole_layers(recorder.root)),
+            )
+        if recorder.samples == 1 or conclusive:
+            self._last_check = releases
+        if recorder.samples > 1 and conclusive:
+            self._checked_forms.add(form)
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
         """Return whether a mean has been taken at this node; raise an error if it breaks one."""

@@ -13,19 +13,19 @@ All shapes have the samples first, B of them. T counts positions of a sample, of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
-from lightning_fedleak.defenses.processes import plain_type
 from lightning_fedleak.model.anatomy import where_whole
 
 Clipping = Literal["auto", "per_sample", "ghost"]
@@ -84,9 +84,13 @@ class Dense:
 
 Part = Outer | EmbeddingRows | Dense
 
+Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
+"""Returns the part of each parameter by name. Its arguments: the module, its input (whose first
+dimension counts samples, or samples times positions), the gradient of its output, and B."""
+
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Compute products of float32 matrices in float32 within this context, not in TF32.
 
     In TF32 (``set_float32_matmul_precision("high")``) norm and sum would each be rounded to 11 bits
@@ -108,33 +112,14 @@ def _full_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def merge(parts: Sequence[Part]) -> list[Part]:
-    """Return the same gradients in at most one part of each kind; uses become further positions."""
-    result: list[Part] = []
-    outer = [part for part in parts if isinstance(part, Outer)]
-    if len(outer) > 1:
-        left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
-        result.append(Outer(torch.cat(left, 1), torch.cat(right, 1)))
-    else:
-        result += outer
-    rows = [part for part in parts if isinstance(part, EmbeddingRows)]
-    if len(rows) > 1:
-        values = torch.cat([_wide(part.values) for part in rows], 1)
-        result.append(EmbeddingRows(torch.cat([part.ids for part in rows], 1), values))
-    else:
-        result += rows
-    dense = [part.values for part in parts if isinstance(part, Dense)]
-    return [*result, Dense(functools.reduce(torch.add, dense))] if dense else result
-
-
-def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> list[Part]:
-    """Return merged parts in the form of ``clipping``.
+def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> Sequence[Part]:
+    """Return a parameter's gradients in at most one part of each kind, in the form of ``clipping``.
 
     ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
     the result is smaller than its factors, as in LoRA's thin matrices, which also saves the second
     product. Factors beside a part in full are always multiplied out: their sum has no ghost norm.
     """
-    parts = merge(parts)
+    parts = _merged(parts) if len(parts) > 1 else parts
     if len(parts) == 1 and isinstance(parts[0], Dense):
         return parts
     full = any(isinstance(part, Dense) for part in parts) or clipping == "per_sample"
@@ -144,7 +129,28 @@ def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> lis
     return [Dense(in_full(parts, shape))] if full else parts
 
 
-@_full_precision()
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Return at most one part of each kind; uses of a parameter become further positions."""
+    outer = [part for part in parts if isinstance(part, Outer)]
+    if len(outer) > 1:
+        left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
+        outer = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
+    rows = [part for part in parts if isinstance(part, EmbeddingRows)]
+    if len(rows) > 1:
+        values = torch.cat([_wide(part.values) for part in rows], 1)
+        rows = [EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
+    dense = [part.values for part in parts if isinstance(part, Dense)]
+    full = [Dense(functools.reduce(torch.add, dense))] if dense else []
+    return [*outer, *rows, *full]
+
+
+def forms_of(
+    parts: Mapping[Tensor, Sequence[Part]], clipping: Clipping
+) -> dict[Tensor, Sequence[Part]]:
+    """Return all parameters' gradients :func:`in_form`."""
+    return {p: in_form(of_uses, p.shape, clipping) for p, of_uses in parts.items()}
+
+
 def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
     """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None
@@ -218,42 +224,44 @@ def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> li
     return result
 
 
-@_full_precision()
-def squared_norms(parts: Sequence[Part]) -> Tensor:
-    """Return the squared 2-norm of every sample's gradient, (B,).
+def squared_norms(layers: Iterable[Sequence[Part]]) -> list[Tensor]:
+    """Return the squared 2-norm of every sample's gradient, (B,), for each parameter.
 
     Args:
-        parts: from :func:`in_form`.
+        layers: parts of each parameter from :func:`in_form`.
     """
-    if len(parts) == 1 and isinstance(parts[0], Dense):
-        return _wide(parts[0].values).flatten(1).square().sum(1)
-    samples = len(next(iter(vars(parts[0]).values())))
-    numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
-    chunk = max(1, CHUNK // max(1, numbers))
-    chunks = [_squared_norms(parts, slice(b, b + chunk)) for b in range(0, samples, chunk)]
-    return torch.cat(chunks)
+    norms: list[Tensor] = []
+    for parts in layers:
+        if len(parts) == 1 and isinstance(parts[0], Dense):
+            norms.append(_wide(parts[0].values).flatten(1).square().sum(1))
+            continue
+        samples = len(next(iter(vars(parts[0]).values())))
+        numbers = sum(value[0].numel() for part in parts for value in vars(part).values())
+        chunk = max(1, CHUNK // max(1, numbers))
+        chunks = [_squared_norms(parts, slice(b, b + chunk)) for b in range(0, samples, chunk)]
+        norms.append(torch.cat(chunks))
+    return norms
 
 
 def squared_norms_of_users(
-    parts: Sequence[Part],
+    layers: Mapping[Tensor, Sequence[Part]],
     weights: Tensor,
     rows: Sequence[int],
-    shape: torch.Size,
     clipping: Clipping,
-) -> Tensor:
-    """Return the squared 2-norm of every user's gradient, (U,).
+) -> list[Tensor]:
+    """Return the squared 2-norm of every user's gradient, (U,), for each parameter.
 
     The memory is at most that of twice the samples.
 
     Args:
-        parts: from :func:`in_form`, of all B samples.
+        layers: from :func:`in_form`, of all B samples.
         weights: (B,).
         rows: samples of each user; together B. In falling order, users with similar numbers of
             samples are computed at once.
-        shape: of the parameter.
         clipping: as in :func:`in_form`.
     """
-    squares, first, start = [], 0, 0
+    squares: list[list[Tensor]] = [[] for _ in layers]
+    first, start = 0, 0
     while first < len(rows):
         last, longest, shortest = first, rows[first], rows[first]
         while last < len(rows) and max(longest, rows[last]) <= 2 * min(shortest, rows[last]):
@@ -261,14 +269,14 @@ def squared_norms_of_users(
             last += 1
         counts = rows[first:last]
         samples = slice(start, start + sum(counts))
-        group = [replace(part, **{k: v[samples] for k, v in vars(part).items()}) for part in parts]
-        users = sum_users(group, weights[samples], counts)
-        squares.append(squared_norms(in_form(users, shape, clipping)))
+        for (parameter, parts), norms in zip(layers.items(), squares, strict=True):
+            group = [replace(p, **{k: v[samples] for k, v in vars(p).items()}) for p in parts]
+            users = sum_users(group, weights[samples], counts)
+            norms += squared_norms([in_form(users, parameter.shape, clipping)])
         first, start = last, samples.stop
-    return torch.cat(squares)
+    return [torch.cat(norms) for norms in squares]
 
 
-@_full_precision()
 def weighted_sum(
     parts: Sequence[Part], weights: Tensor, shape: torch.Size, target: Tensor | None = None
 ) -> Tensor:
@@ -408,13 +416,26 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def refusal(name: str, module: nn.Module) -> str:
-    """Return why the module's parameters have no per-sample gradients; "" where they have.
+def rule_of(name: str, module: nn.Module) -> Rule:
+    """Return the rule by which a layer's input and output gradient give per-sample gradients.
 
     Args:
         name: of the module in the root, "" for the root itself.
         module: has trainable parameters itself.
+
+    Raises:
+        DefenseError: its parameters have no per-sample gradients; says why.
     """
+    if reason := _refusal(name, module):
+        raise DefenseError(f"DPSGD: {reason}")
+    kind = _plain_type(module)
+    # Hugging Face's Linear with its weight transposed.
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return _conv1d
+    return _RULES.get(kind, _any)
+
+
+def _refusal(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     inside = {p for child in module.children() for p in child.parameters()}
     trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
@@ -447,43 +468,17 @@ def refusal(name: str, module: nn.Module) -> str:
     return ""
 
 
-def parts_of(
-    module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[str, Part]]:
-    """Yield the name and per-sample gradients of each trainable parameter of the module itself.
-
-    Args:
-        module: see :func:`refusal`.
-        source: its input; the first dimension counts samples, or samples times positions.
-        gradient: of its output.
-        samples: B.
-    """
-    default = _conv1d if _is_conv1d(module) else _any
-    yield from _RULES.get(plain_type(module), default)(module, source, gradient, samples)
-
-
-def has_ghost_rule(module: nn.Module) -> bool:
-    """Return whether its matrices stay factors: Linear, Hugging Face's Conv1D, Embedding."""
-    return plain_type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
-
-
-Rule = Callable[[Any, Tensor, Tensor, int], Iterator[tuple[str, Part]]]
-
-
-def _positions(values: Tensor, samples: int) -> Tensor:
-    """Return (B, T, last dimension) of (B, ..., last) or (B T, ..., last)."""
-    return values.reshape(samples, -1, values.shape[-1])
-
-
 def _linear(
     module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
-) -> Iterator[tuple[str, Part]]:
-    gradient = _positions(gradient, samples)
+) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    gradient = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.weight.requires_grad:
-        source = _positions(source, samples)
-        yield "weight", Outer(source, gradient) if transposed else Outer(gradient, source)
+        source = source.reshape(samples, -1, source.shape[-1])
+        parts["weight"] = Outer(source, gradient) if transposed else Outer(gradient, source)
     if module.bias is not None and module.bias.requires_grad:
-        yield "bias", Dense(_wide(gradient).sum(1))
+        parts["bias"] = Dense(_wide(gradient).sum(1))
+    return parts
 
 
 _conv1d = functools.partial(_linear, transposed=True)
@@ -491,34 +486,34 @@ _conv1d = functools.partial(_linear, transposed=True)
 
 def _embedding(
     module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[str, Part]]:
+) -> dict[str, Part]:
     ids = source.reshape(samples, -1)
-    values = _positions(gradient, samples)
+    values = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    yield "weight", EmbeddingRows(ids, values)
+    return {"weight": EmbeddingRows(ids, values)}
 
 
 def _layer_norm(
     module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[str, Part]]:
+) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
     shape = module.normalized_shape
     gradient = _wide(gradient).reshape(samples, -1, *shape)
     if module.weight.requires_grad:
         normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
-        yield "weight", Dense((normal.reshape_as(gradient) * gradient).sum(1))
+        parts["weight"] = Dense((normal.reshape_as(gradient) * gradient).sum(1))
     if module.bias is not None and module.bias.requires_grad:
-        yield "bias", Dense(gradient.sum(1))
+        parts["bias"] = Dense(gradient.sum(1))
+    return parts
 
 
-def _any(
-    module: nn.Module, source: Tensor, gradient: Tensor, samples: int
-) -> Iterator[tuple[str, Part]]:
+def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> dict[str, Part]:
     """Run the layer again for one sample at a time, vectorized."""
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in parameters.values()):
         raise DefenseError(
-            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient arrives, "
+            f"DPSGD: a {_plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
             "and is needed whole. Shard the block around it instead of the layer itself, or leave "
             "`output_dtype` out of its MixedPrecisionPolicy."
         )
@@ -547,20 +542,21 @@ def _any(
         raise
     except Exception as error:
         raise DefenseError(
-            f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
+            f"DPSGD: a {_plain_type(module).__name__} cannot be run again for one sample at a time "
             f"({error}). The forward of a trained layer must take one tensor of samples, return "
             "one, and draw nothing at random. Freeze what does not."
         ) from error
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-    for key, values in gradients.items():
-        yield key, Dense(values)
+    return {key: Dense(values) for key, values in gradients.items()}
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is Hugging Face's Conv1D, a Linear with its weight transposed."""
-    kind = plain_type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+def _plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a layer had before FSDP2 replaced it."""
+    kind = type(module)
+    if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
+        return kind.__bases__[1]
+    return kind
 
 
 _RULES: dict[type[nn.Module], Rule] = {
@@ -568,6 +564,8 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
+GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)
+"""Rules of layers whose matrices stay factors."""
 
 
 def zeros_of(parameter: Tensor) -> Tensor:

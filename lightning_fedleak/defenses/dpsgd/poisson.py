@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"  # prefix of the hash; another gives other masks
 MOST_WAITING = 1 << 12  # batches whose sizes are stored; workers fetch far fewer ahead of training
@@ -58,6 +59,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     Attributes:
         step: number of the next batch. Workers fetch ahead of training.
+        drawn: sizes of the batches that no release has claimed; None before the first is drawn.
         passed_over: how many batches the next epoch begins with that its reader discards, because
             it goes on in the middle of one: they are empty, and none of them is drawn.
     """
@@ -69,7 +71,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.rate = rate
         self.steps = steps
         self.step = draws.first_step
-        self._sizes: deque[int] | None = None
+        self.drawn: deque[int] | None = None
         place = (draws.client, shard.start, shard.step)
         fields = b"".join(value.to_bytes(8, "big") for value in place)
         self._key = hashlib.sha256(DOMAIN + fields + draws.entropy).digest()
@@ -85,37 +87,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
         for _ in range(self.steps - passed_over):
             step, self.step = self.step, self.step + 1
             batch = self.rows(step)
-            if self._sizes is None:
-                self._sizes = deque(maxlen=MOST_WAITING)
-            self._sizes.append(len(batch))
+            if self.drawn is None:
+                self.drawn = deque(maxlen=MOST_WAITING)
+            self.drawn.append(len(batch))
             yield batch
 
     def rows(self, step: int) -> list[int]:
         """Return the places in the dataset of batch number ``step``."""
         return self.draw(step)
-
-    def claim(self, samples: int) -> list[int] | None:
-        """Claim a batch that was drawn, where any was, and return how many rows each user has.
-
-        Args:
-            samples: of the batch that is about to be run.
-
-        Returns:
-            None where examples are drawn.
-
-        Raises:
-            DefenseError: none of that size was drawn and not claimed.
-        """
-        if self._sizes is None:
-            return None
-        if samples not in self._sizes:
-            raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} samples, and the loader made none "
-                "of that size. Let each batch keep one row for each example drawn: no hook or "
-                "callback may add, repeat or cut rows."
-            )
-        self._sizes.remove(samples)
-        return None
 
     def draw(self, step: int) -> list[int]:
         """Return the indices in batch number ``step``."""
@@ -172,9 +151,15 @@ class UserBatchSampler(PoissonBatchSampler):
         self._counts.append([len(rows) for rows in users])
         return [row for rows in users for row in rows]
 
-    def claim(self, samples: int) -> list[int] | None:
-        """Claim a batch; raise an error also for one that is not the next."""
-        super().claim(samples)
+    def claim(self, samples: int) -> list[int]:
+        """Claim the next batch, and return how many rows each of its users has.
+
+        Args:
+            samples: of the batch that is about to be run.
+
+        Raises:
+            DefenseError: it is not the next.
+        """
         if not self._counts or sum(self._counts[0]) != samples:
             raise DefenseError(
                 f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
@@ -230,10 +215,9 @@ class EmptyCollate:
             return _emptied(once, twice)
         batch = self.collate(examples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        tensors = tensors_of(batch)
-        if isinstance(ids, Tensor) and ids.dim() > 1:  # beside packed ids are documents' lengths
-            tensors = iter([ids])
-        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        # Beside packed ids are documents' lengths.
+        alone = isinstance(ids, Tensor) and ids.dim() > 1
+        sizes = {t.shape[0] for t in tensors_of(ids if alone else batch) if t.dim()}
         if len(sizes) == 1 and sizes != {len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
@@ -293,54 +277,9 @@ class Sampling:
     users: Mapping[Any, Sequence[int]] | None = None
 
     @property
-    def sampler(self) -> PoissonBatchSampler:
-        """Return the sampler, of which each release claims its batch."""
-        assert isinstance(self.loader.batch_sampler, PoissonBatchSampler)
-        return self.loader.batch_sampler
-
-    @property
-    def next_step(self) -> int:
-        """Return the number of the next Poisson batch, where the next loader continues."""
-        return self.sampler.step
-
-    @property
     def users_digest(self) -> int:
         """Return a digest, of 48 bits, of the rows of every user; 0 where examples are drawn."""
         if self.users is None:
             return 0
         text = ";".join(",".join(map(str, rows)) for rows in self.users.values())
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
-    def placeholder(self) -> Any:
-        """Return a batch of one example that was not drawn and must not count."""
-        assert isinstance(self.loader.collate_fn, EmptyCollate)
-        return self.loader.collate_fn.placeholder()
-
-
-def count_samples(batch: Any) -> int:
-    """Return B, the first dimension of all tensors of a batch.
-
-    Raises:
-        DefenseError: they differ in it, or there are none.
-    """
-    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
-    if len(sizes) != 1:
-        content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
-        raise DefenseError(
-            f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
-            "samples as its first dimension."
-        )
-    return int(sizes.pop())
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a batch, in mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)

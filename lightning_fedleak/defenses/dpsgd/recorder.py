@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, parts_of, refusal
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, Rule, rule_of
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -28,30 +28,15 @@ _EXPANDED = (
 )
 
 
-@contextmanager
-def prompts_of_samples(root: nn.Module, samples: int) -> Iterator[None]:
-    """Let PEFT's virtual tokens have one row for each sample within this context.
-
-    PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
-    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
-    PEFT repeats these too, to ``samples ** 2`` rows; this context keeps the first ``samples``.
-
-    Args:
-        root: the module, with or without PEFT's models in it.
-        samples: number of samples in the batch.
-    """
-    with ExitStack() as stack:
-        for module in root.modules():
-            if hasattr(type(module), "get_prompt") and "prompt_encoder" in module._modules:
-                plain: Any = module.get_prompt
-                module.__dict__["get_prompt"] = functools.partial(_first_prompts, plain, samples)
-                stack.callback(module.__dict__.pop, "get_prompt")
-        yield
-
-
 def _first_prompts(
     plain: Callable[..., Any], samples: int, batch_size: int, *args: Any, **kwargs: Any
 ) -> Any:
+    """Return PEFT's virtual tokens with one row for each sample.
+
+    PEFT looks them up once and repeats them for every row of the batch, so that only the sum of the
+    samples' gradients would be known. The recorder expands the look-up to one row for each sample.
+    PEFT repeats these too, to ``samples ** 2`` rows, of which the first ``samples`` are kept.
+    """
     prompts = plain(batch_size, *args, **kwargs)
     if batch_size == samples and isinstance(prompts, Tensor) and len(prompts) == samples**2:
         return prompts[:samples]
@@ -100,6 +85,7 @@ class Recorder:
         parts: per-sample gradients of the mean loss, by parameter.
         calls: the calls of layers in the last step.
         samples: number of samples in the last step.
+        counts: whether they count.
         half: whether a gradient came in half precision.
         terms: number of terms of the loss, if gradients are those of the terms' sum; None if they
             are those of the mean.
@@ -112,7 +98,7 @@ class Recorder:
         self.half = False
         self.terms: int | None = None
         self._recording = self._paused = False
-        self._counts = True
+        self.counts = True
         self._expanded_layers: set[nn.Module] = set()
         self._batch_tensors: list[Tensor] = []
         self._lone_samples: set[int] = set()
@@ -131,13 +117,21 @@ class Recorder:
             self._handles.append(module.register_forward_hook(record, with_kwargs=True))
 
     def read_parameters(self) -> None:
-        """Read which parameters belong to which layer. Call this between steps only."""
+        """Read which parameters belong to which layer, and which modules have virtual tokens.
+
+        Call this between steps only.
+        """
         self._parameters = {
             (module, key): parameter
             for module in self.root.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
         }
+        self._prompted: list[Any] = [
+            module
+            for module in self.root.modules()
+            if hasattr(type(module), "get_prompt") and "prompt_encoder" in module._modules
+        ]
 
     def check(self) -> None:
         """Raise the error of a layer that could not be recorded since the step began.
@@ -167,13 +161,15 @@ class Recorder:
                 rows that would be taken for those of another sample.
         """
         self.clear()
-        self.samples, self._recording, self._counts = samples, True, counts
+        self.samples, self._recording, self.counts = samples, True, counts
         self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
         self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
+        for module in self._prompted:
+            get = functools.partial(_first_prompts, module.get_prompt, samples)
+            module.__dict__["get_prompt"] = get
         try:
-            with prompts_of_samples(self.root, samples):
-                yield
+            yield
         except Exception as error:
             try:
                 self.check()
@@ -185,6 +181,8 @@ class Recorder:
             raise
         finally:
             self._recording, self._batch_tensors = False, []
+            for module in self._prompted:
+                module.__dict__.pop("get_prompt", None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -210,7 +208,7 @@ class Recorder:
     def _expand_ids(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not (self._recording and torch.is_grad_enabled() and self.samples > 1):
             return None
-        ids = first_input(args, kwargs)
+        ids = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(ids, Tensor) or ids.dim() == 0:
             return None
         if ids.dim() == 1 or len(ids) == 1:
@@ -235,30 +233,26 @@ class Recorder:
     def _on_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (self._recording and torch.is_grad_enabled()):
             return
+        inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
-            self._record(name, module, args, kwargs, output)
+            self._check_rows(name, inputs)
+            if not trains(module):
+                self._record_frozen(name, output)
+                return
+            if module._modules and _shares_all(module):
+                return
+            if isinstance(output, Tensor) and not output.requires_grad:
+                return
+            rule = rule_of(name, module)
+            layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
-
-    def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._check_rows(name, first_input(args, kwargs))
-        if not trains(module):
-            self._record_frozen(name, output)
             return
-        if _shares_all(module):
-            return
-        if isinstance(output, Tensor) and not output.requires_grad:
-            return
-        reason = refusal(name, module)
-        if reason:
-            raise DefenseError(f"DPSGD: {reason}")
-        inputs = first_input(args, kwargs)
-        layout = self._layout(name, module, inputs, output)
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
-        if not self._counts:
-            output.register_hook(self._zero_gradient)
-            return
-        hook = functools.partial(self._record_gradient, module, inputs.detach(), self.parts)
+        hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
+        if self.counts:
+            call = module, rule, inputs.detach(), self.parts
+            hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
 
     def _record_frozen(self, name: str, output: Any) -> None:
@@ -345,14 +339,19 @@ class Recorder:
         return None if self._paused else torch.zeros_like(gradient)
 
     def _record_gradient(
-        self, module: nn.Module, inputs: Tensor, parts: dict[Tensor, list[Part]], gradient: Tensor
+        self,
+        module: nn.Module,
+        rule: Rule,
+        inputs: Tensor,
+        parts: dict[Tensor, list[Part]],
+        gradient: Tensor,
     ) -> None:
         # The hooks of an earlier step's graph have that step's parts.
         if parts is not self.parts or self._paused:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in parts_of(module, inputs, gradient.detach(), self.samples):
+            for key, part in rule(module, inputs, gradient.detach(), self.samples).items():
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
@@ -385,13 +384,39 @@ def trains(module: nn.Module) -> bool:
     return any(p is not None and p.requires_grad for p in module._parameters.values())
 
 
-def first_input(args: Any, kwargs: Any) -> Any:
-    """Return the first argument of a layer's call."""
-    return args[0] if args else next(iter(kwargs.values()), None)
-
-
 def _shares_all(module: nn.Module) -> bool:
     """Return whether modules inside it have all its trained parameters too (HF's MLM heads)."""
     inside = {p for child in module.children() for p in child.parameters()}
     trained = {p for p in module._parameters.values() if p is not None and p.requires_grad}
     return bool(inside) and trained <= inside
+
+
+def count_samples(batch: Any) -> int:
+    """Return B, the first dimension of all tensors of a batch.
+
+    Raises:
+        DefenseError: they differ in it, or there are none.
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
+        raise DefenseError(
+            f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
+            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
+            "samples as its first dimension."
+        )
+    return int(sizes.pop())
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return all tensors of a batch, in mappings, lists and tuples."""
+    tensors, stack = list[Tensor](), [batch]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, Mapping):
+            stack += [*value.values()][::-1]
+        elif isinstance(value, list | tuple):
+            stack += value[::-1]
+    return tensors

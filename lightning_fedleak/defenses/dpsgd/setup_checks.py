@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.per_sample import Clipping, has_ghost_rule, refusal
+from lightning_fedleak.defenses.dpsgd.per_sample import GHOST_RULES, Clipping, rule_of
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
@@ -98,15 +98,14 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
             ),
         }
         if owns_parameters(module) and trains(module):
-            if reason := refusal(name, module):
-                raise DefenseError(f"DPSGD: {reason}")
+            rule = rule_of(name, module)
             weights = module._parameters.values()
             matrices = any(p.dim() > 1 for p in weights if p is not None and p.requires_grad)
             refusals |= {
                 "is in eval mode and trained, as after `from_pretrained`. Call `model.train()` "
                 "where you build it, or freeze it.": not module.training,
                 "has no rule for clip=ClipSettings(form='ghost'). Use form='auto'.": (
-                    clipping == "ghost" and not has_ghost_rule(module) and matrices
+                    clipping == "ghost" and rule not in GHOST_RULES and matrices
                 ),
             }
         refuse(layer, refusals)

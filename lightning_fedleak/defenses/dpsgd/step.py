@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -10,154 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import CanaryGradient, DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.base import (
+    DefenseContext,
+    DefenseError,
+    parameter_name,
+)
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces
-from lightning_fedleak.defenses.dpsgd.poisson import Sampling, count_samples, tensors_of
-from lightning_fedleak.defenses.dpsgd.recorder import SMALL_BATCH, Call, Layout, Recorder
-from lightning_fedleak.defenses.dpsgd.weights import Buffers, Weights
-from lightning_fedleak.defenses.host import Piece
-from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
+from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces, with_loss
+from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
+from lightning_fedleak.defenses.dpsgd.recorder import (
+    SMALL_BATCH,
+    Recorder,
+    count_samples,
+    tensors_of,
+)
+from lightning_fedleak.defenses.host import Host, Piece
+from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.model.model_runs import is_compiled, reset_compiled
 
-CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
+SMALL = 1 << 20  # numbers in a buffer; larger ones are compared now and then. Not tuned
 USUAL_SAMPLES = 8  # expected samples of a batch; below, rows are compared in small ones. Not tuned
 
-StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
-"""How layers were used in a step, and the operations of its loss."""
-
-
-class DrawnBatches:
-    """A check that every batch is released once, and alone."""
-
-    def __init__(self) -> None:
-        self._current: Any = None
-        self._released: Any = None
-        self._waiting = False
-
-    def begin(self, batch: Any, context: DefenseContext) -> None:
-        """Begin a batch.
-
-        Raises:
-            DefenseError: it was released already, or the one before it was not.
-        """
-        loaders, number = len(tree_leaves(context.host.loader)), context.host.batch_number
-        if loaders > 1:
-            raise DefenseError(
-                f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
-                "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
-            )
-        self._current = batch if number is None else number
-        if self._released is not None and self._is_released():
-            raise DefenseError(
-                "DPSGD: this batch was released already (a second optimizer step on it, in an "
-                "overridden optimizer_step perhaps). Take one optimizer step on each batch."
-            )
-        if self._waiting:
-            raise DefenseError(
-                "DPSGD: a second batch came before the first was released. Let every batch have "
-                "its own optimizer step: a larger batch_size, of which "
-                "DPSGD(max_physical_batch_size=...) runs a few rows at a time."
-            )
-        self._waiting = True
-
-    def released(self) -> None:
-        """Note that the current batch was released."""
-        self._released, self._waiting = self._current, False
-
-    def _is_released(self) -> bool:
-        numbers = self._current, self._released
-        if all(isinstance(number, int) for number in numbers):
-            return bool(numbers[0] == numbers[1])
-        return self._current is self._released
-
-
-class LossCheck:
-    """Checks of the loss: its form in every step, the graph when something is new and at times.
-
-    Args:
-        trusted: whether the user has proved that the loss is a mean of per-sample means.
-
-    Attributes:
-        unchecked: whether something in the step since the last release was new.
-        form: what the last loss is a mean of.
-    """
-
-    def __init__(self, trusted: bool) -> None:
-        self.unchecked = False
-        self.form = loss_graph.FormCheck()
-        self._trusted = trusted
-        self._top: list[Call] = []
-        self._checked_forms: set[StepForm] = set()
-        self._last_check = 0
-
-    def is_due(self, releases: int) -> bool:
-        """Return whether the next release is to be checked for what is checked now and then."""
-        return self.unchecked or releases % CHECK_EVERY == 0
-
-    def check_form(self, loss: Tensor, recorder: Recorder) -> None:
-        """Follow the graph from the loss down to the layers.
-
-        Args:
-            loss: scalar with a graph.
-            recorder: holds the calls of this step's layers.
-
-        Raises:
-            DefenseError: it is not known to be a mean of per-sample means.
-        """
-        if self._trusted:
-            self._top = loss_graph.outputs_of(loss, recorder.calls)
-            self.form.separate, self.form.terms = True, recorder.samples
-        else:
-            self._top = self.form(loss, recorder.calls, recorder.samples)
-
-    def check_graph(
-        self, loss: Tensor, recorder: Recorder, releases: int, team: Team, *, counts: bool = True
-    ) -> None:
-        """Check that neither network nor loss mixes samples, if it is time to.
-
-        All processes of the client check where one of them has to, because backward may be a
-        collective.
-
-        Args:
-            loss: as in :meth:`check_form`, which comes first.
-            recorder: the same.
-            releases: how many were made.
-            team: the processes of this client.
-            counts: whether the samples of this process count.
-
-        Raises:
-            DefenseError: samples are mixed.
-        """
-        layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
-        form = layouts, self.form.form
-        new = counts and (
-            form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
-        )
-        due = new and recorder.samples > 1
-        new, due, joint = map(bool, team.largest([new, due, not self.form.separate]))
-        self.unchecked = self.unchecked or new
-        top, self._top = self._top, []
-        if not due:
-            return
-        with team.together(), recorder.paused():
-            conclusive = loss_graph.check_isolation(
-                loss_graph.under_ddp(loss),
-                top,
-                recorder.calls,
-                recorder.samples,
-                separate=not joint,
-                # FSDP2 shards them after any backward, and not all of them know of the next one.
-                restore=functools.partial(unshard, whole_layers(recorder.root)),
-            )
-        if recorder.samples == 1 or conclusive:
-            self._last_check = releases
-        if recorder.samples > 1 and conclusive:
-            self._checked_forms.add(form)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WatchedStep:
@@ -168,7 +48,6 @@ class WatchedStep:
         team: the processes of this client.
         clip: how samples are clipped.
         trusted: whether the user has proved that the loss is a mean of per-sample means.
-        max_rows: rows that are run at once; None for all.
 
     Attributes:
         check: checks the loss.
@@ -180,50 +59,60 @@ class WatchedStep:
 
     sampling: Sampling
 
-    def __init__(
-        self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool, max_rows: int | None = None
-    ) -> None:
-        self.check, self.canaries = LossCheck(trusted), 0
-        self.weights = Weights()
+    def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
+        self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
+        self.weights, self._buffers = Weights(), Buffers(root)
         self._team = team
         self.clip = clip
-        self._batches = DrawnBatches()
+        self._batch: Any = None
+        self._released_batch: Any = None
+        self._waits = False
         self._compilation = ExitStack()
         self._compilation.enter_context(_compiled_with_hooks(root))
         self._recorder = Recorder(root)
         self._clipped: ClippedSum | None = None
         self._earlier: EarlierPieces | None = None
         self._users: Sequence[int] | None = None
-        self._max_rows = max_rows
+        self._reduces, self._shards = False, list[nn.Parameter]()
         self._scaling = list[Any]()
         self._in_logical_batch = self._stands_in = False
         self._failure: Exception | None = None
         self._last_comparison: int | None = None
 
-    def adopt(self) -> None:
+    def adopt(self, context: DefenseContext) -> None:
         """Read which parameters belong to which layer; to be called before training."""
         self._recorder.read_parameters()
-        self.weights.restart()
+        self._reduces = context.host.reducer is not None
+        self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
+        self.weights.remove()
+        self.weights = Weights()  # of a checkpoint, perhaps
 
     def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or one example that does not count in place of an empty one."""
         self._stands_in, self._failure = False, None
         try:
             if count_samples(batch) == 0:
-                batch = context.host.to_device(self.sampling.placeholder())
+                collate: Any = self.sampling.loader.collate_fn
+                batch = context.host.to_device(collate.placeholder())
                 self._stands_in = True
         except Exception as error:  # raised with the other processes, in `_begin`
             self._failure = error
         return batch
 
-    def run_whole(
-        self, step: Callable[[Any], Any], batch: Any, releases: int, context: DefenseContext
+    def run_in_pieces(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        max_rows: int,
+        releases: int,
+        context: DefenseContext,
     ) -> Any:
         """Run a logical batch, in pieces where it has more rows than are to be run at once.
 
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
+            max_rows: of a piece.
             releases: how many were made.
             context: where the step runs.
 
@@ -237,12 +126,12 @@ class WatchedStep:
         samples = 0 if self._stands_in else count_samples(batch)
         self._in_logical_batch = True
         try:
-            if self._max_rows is None:
-                return step(batch)
-            pieces = pieces_of(batch, samples, self._max_rows, self._team, self._users)
+            pieces = pieces_of(batch, samples, max_rows, self._team, self._users)
             if len(pieces) == 1:
                 return step(batch)
-            parameters = _released_parameters(context)
+            groups = [g["params"] for o in context.host.optimizers for g in o.param_groups]
+            given = [p for group in groups for p in group] or context.root.parameters()
+            parameters = [p for p in given if p.requires_grad]
             by_user = self._users is not None
 
             def begin(piece: Piece) -> None:
@@ -267,11 +156,44 @@ class WatchedStep:
         with self._team.together():
             if self._failure is not None:
                 raise self._failure
-            self._batches.begin(batch, context)
+            self._check_new(batch, context.host)
             self.weights.begin(context.root)
             samples = 0 if self._stands_in else count_samples(batch)
-            self._users = self.sampling.sampler.claim(samples)
+            sampler: Any = self.sampling.loader.batch_sampler
+            if sampler.drawn is not None:
+                if samples not in sampler.drawn:
+                    raise DefenseError(
+                        f"DPSGD: training_step gets a batch of {samples} samples, and the loader "
+                        "made none of that size. Let each batch keep one row for each example "
+                        "drawn: no hook or callback may add, repeat or cut rows."
+                    )
+                sampler.drawn.remove(samples)
+            by_user = isinstance(sampler, UserBatchSampler)
+            self._users = sampler.claim(samples) if by_user else None
         self._clipped = self._earlier = None
+
+    def _check_new(self, batch: Any, host: Host) -> None:
+        """Raise an error for a batch that was released, or comes before the last was."""
+        loaders, number = len(tree_leaves(host.loader)), host.batch_number
+        if loaders > 1:
+            raise DefenseError(
+                f"DPSGD: {loaders} training loaders at once; an example is sampled from one. "
+                "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
+            )
+        self._batch, earlier = batch if number is None else number, self._released_batch
+        numbered = isinstance(self._batch, int) and isinstance(earlier, int)
+        if earlier is not None and (self._batch == earlier if numbered else self._batch is earlier):
+            raise DefenseError(
+                "DPSGD: this batch was released already (a second optimizer step on it, in an "
+                "overridden optimizer_step perhaps). Take one optimizer step on each batch."
+            )
+        if self._waits:
+            raise DefenseError(
+                "DPSGD: a second batch came before the first was released. Let every batch have "
+                "its own optimizer step: a larger batch_size, of which "
+                "DPSGD(max_physical_batch_size=...) runs a few rows at a time."
+            )
+        self._waits = True
 
     def run(
         self, training_step: Callable[[], Any], batch: Any, releases: int, context: DefenseContext
@@ -280,7 +202,7 @@ class WatchedStep:
 
         Args:
             training_step: of the module.
-            batch: that it gets: a logical one, or a piece of it within :meth:`run_whole`.
+            batch: that it gets: a logical one, or a piece of it within :meth:`run_in_pieces`.
             releases: how many were made.
             context: where the step runs.
 
@@ -295,16 +217,19 @@ class WatchedStep:
         recorder, team = self._recorder, self._team
         if not self._in_logical_batch:
             self._begin(batch, context)
-        self._end_scaling()
+        if self._scaling:
+            self._end_scaling()
         samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
-            return zero_on_the_graph(context.root)
+            parameter = next(p for p in context.root.parameters() if p.requires_grad)
+            return parameter.flatten()[:1].sum() * 0.0
         last = self._last_comparison
-        contents = last is None or releases >= last + CHECK_EVERY
+        contents = last is None or releases >= last + loss_graph.CHECK_EVERY
         self._last_comparison = releases if contents else last
-        buffers = Buffers(context.root, contents=contents)
-        synchronized = buffers.read_at_root_call() if context.host.reducer else nullcontext()
+        buffers = self._buffers
+        buffers.read(contents=contents)
+        synchronized = buffers.read_at_root_call() if self._reduces else nullcontext()
         # A batch of few samples, where most have more, may be joined as it is by chance.
         comparable = samples >= SMALL_BATCH or self.sampling.expected < USUAL_SAMPLES
         tensors = tensors_of(batch) if comparable else ()
@@ -315,14 +240,14 @@ class WatchedStep:
             recorder.check()
             buffers.check_unchanged()
             loss = _loss_with_graph(output, samples)
-            self.check.check_form(loss, recorder)
-        self.check.check_graph(loss, recorder, releases, team, counts=not self._stands_in)
+            top = self.check.check_form(loss, recorder.calls, samples)
+        self.check.check_graph(loss, top, recorder, releases, team)
         recorder.calls = []
         if self._stands_in:
             recorder.clear()
-            return times_zero(output)
-        alone = context.clients == context.processes == 1
-        if alone and not any(isinstance(p, DTensor) for p in _released_parameters(context)):
+            return with_loss(output, loss * 0.0)
+        sharded = any(p.requires_grad for p in self._shards)
+        if context.clients == context.processes == 1 and not sharded:
             self._begin_with_ones(loss, context.root)
         return output
 
@@ -335,7 +260,7 @@ class WatchedStep:
         precision is. ``p.grad`` becomes the mean's again. Gradients of another backward, of an
         attack say, are left as they are.
         """
-        terms, engine = max(1, self.check.form.terms), torch.autograd.Variable._execution_engine
+        terms, engine = max(1, self.check.terms), torch.autograd.Variable._execution_engine
         trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
@@ -360,42 +285,22 @@ class WatchedStep:
         if self._clipped is None:
             recorder, earlier = self._recorder, self._earlier
             recorder.check()
-            if earlier is not None and earlier.parameters is not None:
-                _check_same(earlier.parameters, parameters)
+            trained = {p for p in parameters if p.requires_grad}
+            if earlier is not None and trained != set(earlier.parameters or trained):
+                raise DefenseError(
+                    "DPSGD: what is trained changed between the first piece of a batch and its "
+                    "release. Freeze or unfreeze between batches; nothing was released."
+                )
             self._clipped = ClippedSum(
                 parameters,
                 recorder,
                 self.clip,
                 context,
-                weights=self.check.form.weights if recorder.samples else None,
+                weights=self.check.weights if recorder.samples else None,
                 earlier=earlier,
                 users=self._users,
             )
         return self._clipped
-
-    def clipped_canary(
-        self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
-    ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, without noise.
-
-        Raises:
-            DefenseError: the canary is of other samples than the batch, or was noised before.
-        """
-        refusals = {
-            "what the samples of the client's other processes add to a canary is not computed; use "
-            "client='rank', or one process": self._team.size > 1,
-            "noise on the sum of samples cannot be clipped sample by sample": (
-                canary.noise is not None
-            ),
-        }
-        refuse("DPSGD: ", refusals)
-        clipped = self.clipped(parameters, context)
-        return clipped.with_canary(canary.samples, self.sampling.expected)
-
-    @property
-    def can_compare(self) -> bool:
-        """Return whether the gradients of all pieces can be compared with autograd's."""
-        return self._earlier is None or self._earlier.probed
 
     def released(self, *, unchecked: bool = False) -> None:
         """Discard all that was recorded for a release that was made.
@@ -404,7 +309,7 @@ class WatchedStep:
             unchecked: whether a check that was due could not be made, and is due again.
         """
         self.weights.released()
-        self._batches.released()
+        self._released_batch, self._waits = self._batch, False
         self.canaries = 0
         self.check.unchecked = unchecked
         self._clipped = self._earlier = None
@@ -416,36 +321,6 @@ class WatchedStep:
         self._recorder.remove()
         self.weights.remove()
         self._compilation.close()
-
-
-def _released_parameters(context: DefenseContext) -> list[nn.Parameter]:
-    """Return what the optimizer step will release, in its order; without a Trainer all trained."""
-    optimizers = context.host.optimizers
-    groups = [g["params"] for o in optimizers for g in o.param_groups]
-    parameters = [p for group in groups for p in group] if optimizers else context.root.parameters()
-    return [p for p in parameters if p.requires_grad]
-
-
-def _check_same(earlier: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
-    trained = [p for p in parameters if p.requires_grad]
-    if {id(p) for p in trained} != {id(p) for p in earlier}:
-        raise DefenseError(
-            "DPSGD: what is trained changed between the first piece of a batch and its release. "
-            "Freeze or unfreeze between batches; nothing was released."
-        )
-
-
-def zero_on_the_graph(root: nn.Module) -> Tensor:
-    """Return the loss of an empty batch: 0, with a graph."""
-    parameter = next(p for p in root.parameters() if p.requires_grad)
-    return parameter.flatten()[:1].sum() * 0.0
-
-
-def times_zero(output: Any) -> Any:
-    """Return the output of ``training_step`` with its loss times 0, on the same graph."""
-    if isinstance(output, Mapping):
-        return {**output, "loss": output["loss"] * 0.0}
-    return output * 0.0
 
 
 @contextmanager
@@ -479,3 +354,224 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
         "bounds a sample that decides whether its batch counts. Return a loss for every batch; "
         "mean_of_sample_means counts a sample without labels as zero."
     )
+
+
+# ---- weights and buffers: noise covers the optimizer's updates, and no other write to a model ----
+
+
+class Buffers:
+    """The buffers and parameters of a model, to see whether a training step writes to one.
+
+    Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
+    from training data without noise. Only the write is seen, not its content, so a step counter is
+    refused too. A tensor's version counts every write but one by ``.data``, so contents are
+    compared as well: those of small buffers in every step, of large ones and of parameters where
+    ``contents`` is set, of sparse ones never. FSDP2 writes to parameters itself, and there they
+    are not compared.
+
+    Args:
+        root: the module that is trained.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def read(self, *, contents: bool) -> None:
+        """Read what a training step that begins must leave as it is.
+
+        Args:
+            contents: whether to compare the contents of large buffers and of parameters too.
+        """
+        self._contents = contents
+        self._buffers: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        parameters: dict[nn.Parameter, str] = {}
+        sharded = False
+        for name, module in self._root.named_modules():  # one pass: a large model has many
+            prefix = f"{name}." if name else ""
+            sharded = sharded or isinstance(module, FSDPModule)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    dense = buffer.layout == torch.strided and not buffer.is_meta
+                    compared = dense and (contents or buffer.numel() <= SMALL)
+                    copy = buffer.detach().clone() if compared else None
+                    self._buffers[prefix + key] = buffer, _version(buffer), copy
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters.setdefault(parameter, prefix + key)
+        self._parameters = [
+            (name, p, _version(p), fingerprint(p) if contents else None)
+            for p, name in ({} if sharded else parameters).items()
+        ]
+
+    @contextmanager
+    def read_at_root_call(self) -> Iterator[None]:
+        """Read everything again when the root is called within this context.
+
+        DistributedDataParallel runs ``training_step`` as the root's call, and before it the
+        processes of the client send each other buffers.
+        """
+
+        def read_once(*_: Any) -> None:
+            self.read(contents=self._contents)
+            handle.remove()
+
+        handle = self._root.register_forward_pre_hook(read_once)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check_unchanged(self) -> None:
+        """Raise an error where a buffer or parameter was written to, replaced or added.
+
+        Raises:
+            DefenseError: names it.
+        """
+        for name, buffer in self._root.named_buffers():
+            original, version, copy = self._buffers.get(name, (None, 0, None))
+            same = buffer is original and _version(buffer) == version
+            if not same or (copy is not None and not _same_content(buffer, copy)):
+                raise DefenseError(
+                    f"DPSGD: training_step changed the buffer '{name}', which leaves with the "
+                    "model and which no noise covers. Put its layer into eval mode, or keep what "
+                    "training data do not decide in a plain attribute or outside of training_step."
+                )
+        for name, parameter, version, content in self._parameters:
+            changed = content is not None and not torch.equal(fingerprint(parameter), content)
+            if changed or _version(parameter) != version:
+                raise DefenseError(
+                    f"DPSGD: training_step wrote to the parameter '{name}' itself, while noise "
+                    "covers the optimizer's updates alone. Let a gradient train it, or move what "
+                    "follows from the weights alone to on_train_batch_end."
+                )
+        self._buffers, self._parameters = {}, []  # the memory of the copies
+
+
+class Weights:
+    """The trained weights as the optimizer's last step left them, to see another write to them.
+
+    An average that is swapped in for validation, and out again before the next batch, is no such
+    write. All numbers are compared in every step.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[nn.Parameter, Tensor] = {}
+        self._trained: list[nn.Parameter] | None = None
+        self._released = False
+        self._not_finite: list[nn.Parameter] = []
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Remove the hook on optimizers."""
+        self._handle.remove()
+
+    def begin(self, root: nn.Module) -> None:
+        """Begin a batch.
+
+        Raises:
+            DefenseError: the optimizer's last step made weights that are not finite. This follows
+                from releases alone, so it may end the run.
+        """
+        self._released = False
+        if self._trained is None:
+            self._trained = [p for p in root.parameters() if p.requires_grad]
+            self._read(self._trained)
+        if self._not_finite:
+            raise DefenseError(
+                "DPSGD: weights are not finite after the last release "
+                f"({_listed(self._not_finite, root)}): lower the learning rate, which "
+                "is too high for the noise or for the weights' precision."
+            )
+
+    def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:
+        """Raise an error unless the weights are as the optimizer's last step left them.
+
+        Raises:
+            DefenseError: names those that are not.
+        """
+        parameters = [p for p in parameters if p in self._states]
+        if not parameters:
+            return
+        contents = _stacked([fingerprint(p) for p in parameters])
+        expected = torch.stack([self._states[p] for p in parameters])
+        changed = (contents != expected).nonzero().flatten().tolist()
+        if changed:
+            raise DefenseError(
+                "DPSGD: weights were written to since the optimizer's last step "
+                f"({_listed([parameters[i] for i in changed], root)}), and no noise covers that. "
+                "Nothing was released. Write to a copy of the weights."
+            )
+
+    def released(self) -> None:
+        """Prepare for the optimizer step that follows a release."""
+        self._states, self._released = {}, True
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._released and self._trained is not None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._read([p for p in self._trained if id(p) in stepped])
+
+    @torch.no_grad()
+    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not parameters:
+            return
+        contents = _stacked([fingerprint(p) for p in parameters])
+        self._states.update(zip(parameters, contents, strict=True))
+        floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
+        local = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in floating]
+        sums = [part.sum(dtype=torch.float32) for part in local]
+        self._not_finite = []
+        if sums and not bool(_stacked(sums).isfinite().all()):
+            pairs = zip(floating, local, strict=True)
+            self._not_finite = [p for p, part in pairs if not bool(part.isfinite().all())]
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, 64 at a time: an integer that differs with the content.
+
+    It is the same wherever the content lies, and 0 for a tensor without bits to read. A quantized
+    weight of torchao counts by the tensors that it consists of.
+
+    Args:
+        tensor: of any type; of a DTensor this process's part.
+    """
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    flatten = getattr(part, "__tensor_flatten__", None)
+    if flatten is not None:
+        inner = (getattr(part, name) for name in flatten()[0])
+        return torch.stack([fingerprint(one) for one in inner]).sum()
+    if part.is_meta or part.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    bits = part.view(_INTEGERS[part.element_size()]).flatten()
+    per_word = 8 // bits.element_size()
+    end = len(bits) // per_word * per_word
+    aligned = bits if bits.storage_offset() % per_word == 0 else bits.clone()
+    return aligned[:end].view(torch.int64).sum() + bits[end:].sum()
+
+
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+
+
+def _listed(parameters: Sequence[nn.Parameter], root: nn.Module) -> str:
+    texts = [f"'{parameter_name(p, root)}'" for p in parameters[:5]]
+    return ", ".join(texts) + (" and others" if len(parameters) > 5 else "")
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _same_content(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal number for number, with NaN equal to NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second):
+        return True
+    floats = first.is_floating_point() or first.is_complex()
+    return floats and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

@@ -34,6 +34,25 @@ def spend(budget: Budget, most: int) -> int:
     return most
 
 
+@pytest.mark.parametrize("path", [None, "ledger"])
+def test_a_settled_release_counts_until_the_budget_changes(
+    path: str | None, tmp_path: Path
+) -> None:
+    local = fixed(2.0)
+    if path:
+        local.open_ledger(tmp_path / path)
+    local.settle(0.1, DELTA, lambda: STEPS)
+    noise, count = local.settle_next()
+    assert local.next_release == (noise, count)
+    for _ in range(3):
+        count()
+    assert (noise, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
+    local.noise_multiplier = 3.0
+    assert local.next_release is None
+    with pytest.raises(DefenseError, match="differ from those of earlier releases"):
+        local.settle_next()
+
+
 @pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
 def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, saved: bool) -> None:
     """The first fit ends before its first release; the second has twenty times the batch size."""

@@ -23,7 +23,7 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     ReleaseSettings,
 )
-from lightning_fedleak.defenses.dpsgd import dpsgd, step
+from lightning_fedleak.defenses.dpsgd import dpsgd, loss_graph
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.inputs import context
@@ -498,7 +498,7 @@ def test_a_layer_that_comes_later_is_noticed() -> None:
 def test_a_canary_among_several_processes_is_unknown() -> None:
     run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=1))
     run.backward(first(3))
-    run.defense._fit_step._team.size = 2
+    run.defense._team.size = 2
     with pytest.raises(DefenseError, match="use client='rank', or one process"):
         run.defense.on_canary(CanaryGradient(torch.ones(3, 1, 2)), run.parameters, run.context)
 
@@ -506,9 +506,9 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = dpsgd.add_standard_normal
-    weak: Any = lambda key, onto, scale: real(key, onto, 0.9 * scale)  # noqa: E731
-    monkeypatch.setattr(dpsgd, "add_standard_normal", weak)
+    real = dpsgd.add_noise
+    weak: Any = lambda *place: real(*place[:-1], 0.9 * place[-1])  # noqa: E731
+    monkeypatch.setattr(dpsgd, "add_noise", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):
@@ -535,7 +535,7 @@ class Normed(Net):
 @pytest.mark.parametrize("loss", ["checked", "trusted"])
 def test_a_compiled_model_releases_what_a_plain_one_does(loss, monkeypatch) -> None:
     """Also where it ran without privacy before, and with batches of every size, all checked."""
-    monkeypatch.setattr(step, "CHECK_EVERY", 1)
+    monkeypatch.setattr(loss_graph, "CHECK_EVERY", 1)
     root, plain = Normed(), Normed()
     root.compile(backend="aot_eager")
     F.cross_entropy(root(first(4)[0]), first(4)[1]).backward()

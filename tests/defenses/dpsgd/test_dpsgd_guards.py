@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings, Users
-from lightning_fedleak.defenses.dpsgd import step as step_checks
+from lightning_fedleak.defenses.dpsgd import loss_graph
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, data, first, trainer
 
 # ---- a batch without a loss ------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_loss_that_mixes_samples_is_refused_from_whichever_step(before: Any, m
 
 
 def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch) -> None:
-    monkeypatch.setattr(step_checks, "CHECK_EVERY", 6)
+    monkeypatch.setattr(loss_graph, "CHECK_EVERY", 6)
     run = Run(DPSGD(CLIP, noise_multiplier=1.0))
     partners = torch.eye(5)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
-from lightning_fedleak.defenses.dpsgd.loss_graph import FormCheck, check_isolation, outputs_of
+from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck, check_isolation
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from tests.helpers.models import (
     own_rng,
@@ -69,15 +69,11 @@ def check(
         with recorder.step(samples):
             value = loss(model)
         recorder.check()
-        form, separate = FormCheck(), True
-        if trusted:
-            top = outputs_of(value, recorder.calls)
-        else:
-            top = form(value, recorder.calls, samples)
-            separate = form.separate
+        form = LossCheck(trusted=trusted)
+        top = form.check_form(value, recorder.calls, samples)
         if samples > 1:
             with recorder.paused():
-                for known in {separate, trusted or not both}:
+                for known in {form.separate, trusted or not both}:
                     check_isolation(value, top, recorder.calls, samples, separate=known)
         assert all(p.grad is None for p in model.parameters())
         assert not recorder.parts
@@ -157,11 +153,11 @@ def test_a_mean_of_sample_means_is_taken(build, loss: Loss, top: list[str]) -> N
 
 @pytest.mark.parametrize("loss", [mend, built_in(IDS)])
 def test_usual_losses_are_seen_to_keep_samples_apart(loss: Loss) -> None:
-    model, form = tiny_gpt2().train(), FormCheck()
+    model, form = tiny_gpt2().train(), LossCheck()
     recorder = Recorder(model)
     with recorder.step(B):
         value = loss(model)
-    form(value, recorder.calls, B)
+    form.check_form(value, recorder.calls, B)
     assert form.separate
 
 
@@ -282,16 +278,16 @@ SCALED: list[Callable[[Tensor, float], Tensor]] = [
 
 @pytest.mark.parametrize("scaled", SCALED, ids=["whole", "float64", "Python", "alpha"])
 def test_a_number_that_changes_is_refused(scaled: Callable[[Tensor, float], Tensor]) -> None:
-    form, net = FormCheck(), Net()
+    form, net = LossCheck(), Net()
     for count in (3.0, 3.0, 4.0):
         recorder = Recorder(net)
         with recorder.step(B):
             value = scaled(squared(net), count)
         if count == 3:
-            form(value, recorder.calls, B)
+            form.check_form(value, recorder.calls, B)
         else:
             with pytest.raises(DefenseError, match=r"scaled by a number that was .* and is"):
-                form(value, recorder.calls, B)
+                form.check_form(value, recorder.calls, B)
         recorder.remove()
 
 

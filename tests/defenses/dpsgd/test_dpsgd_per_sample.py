@@ -18,6 +18,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     EmbeddingRows,
     Outer,
     Part,
+    full_precision,
     in_form,
     in_full,
     probe,
@@ -144,7 +145,7 @@ def ours(
     value.backward()
     parts = {p: in_form(local, p.shape, clipping) for p, local in recorder.parts.items()}
     recorder.remove()
-    squares = torch.stack([squared_norms(local).double() for local in parts.values()])
+    squares = torch.stack(squared_norms(parts.values())).double()
     norms = samples * squares.sum(0).sqrt()
     weights = samples * (clip / norms).clamp(max=1)
     sums = [
@@ -271,7 +272,7 @@ def test_every_form_says_the_same(
     for clipping in ("auto", "per_sample", "ghost"):
         form = in_form(parts, shape, clipping)
         squares = full.flatten(1).square().sum(1)
-        torch.testing.assert_close(squared_norms(form), squares, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(squared_norms([form])[0], squares, rtol=1e-9, atol=1e-9)
         expected = torch.tensordot(weights, full, dims=1)
         torch.testing.assert_close(weighted_sum(form, weights, shape), expected)
         value, terms = probe(form, left, right)
@@ -312,7 +313,7 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
             for part in parts
         ]
         true = in_full(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
-        excess.append(float((true / squared_norms(parts).sqrt() - 1).max()))
+        excess.append(float((true / squared_norms([parts])[0].sqrt() - 1).max()))
     assert max(excess) < 1e-6
 
 
@@ -367,7 +368,7 @@ def test_norms_and_sums_are_not_computed_in_tf32(
     assert set(training.precisions) == {"high"}
     assert set(release.precisions) == {"highest"}
     part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError), full_precision():
         weighted_sum([part], torch.ones(2), torch.Size([3, 3]))
     reduced()
 
@@ -378,11 +379,11 @@ def test_norms_and_sums_are_not_computed_in_tf32(
 def test_precision_that_a_backend_alone_is_set_to_comes_back() -> None:
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
-    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
     try:
         for precision in ("tf32", "ieee", before):
             products.fp32_precision = precision
-            squared_norms([part])
+            with full_precision():
+                assert products.fp32_precision == "ieee"
             assert products.fp32_precision == precision
     finally:
         products.fp32_precision = before

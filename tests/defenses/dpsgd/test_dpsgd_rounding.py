@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
-from lightning_fedleak.defenses.dpsgd import step
+from lightning_fedleak.defenses.dpsgd import loss_graph
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.models import tiny_gpt2
@@ -42,7 +42,7 @@ def rows(*numbers: int) -> dict[str, Tensor]:
 
 
 def test_no_ordinary_row_stops_a_run_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "CHECK_EVERY", 1)
+    monkeypatch.setattr(loss_graph, "CHECK_EVERY", 1)
     run = in_bf16()
     for number in ACROSS:
         run.backward(rows(number))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.dpsgd import weights
+from lightning_fedleak.defenses.dpsgd.step import fingerprint
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_dpsgd_silent import noisy
 
@@ -132,20 +132,20 @@ def test_a_broken_sample_does_not_look_like_weights_that_are_not_finite(runs: An
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (16, 8)])
 def test_a_print_tells_any_number_that_changes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(dtype)
-    before = weights.fingerprint(tensor)
+    before = fingerprint(tensor)
     for i in range(tensor.numel()):
         other = tensor.clone()
         other.view(-1)[i] += 1
-        assert not torch.equal(weights.fingerprint(other), before)
+        assert not torch.equal(fingerprint(other), before)
     if len(shape) == 2:
         across = torch.empty(shape[::-1], dtype=dtype).t().copy_(tensor)
-        assert torch.equal(weights.fingerprint(across), before)
-        assert torch.equal(weights.fingerprint(torch.cat([tensor, tensor])[shape[0] :]), before)
+        assert torch.equal(fingerprint(across), before)
+        assert torch.equal(fingerprint(torch.cat([tensor, tensor])[shape[0] :]), before)
 
 
 def test_a_print_tells_a_change_of_any_tensor_that_a_quantized_weight_consists_of() -> None:
     values = torch.arange(6.0).view(2, 3)
-    before = weights.fingerprint(TwoTensor(values, values))
-    assert torch.equal(weights.fingerprint(TwoTensor(values.clone(), values.clone())), before)
+    before = fingerprint(TwoTensor(values, values))
+    assert torch.equal(fingerprint(TwoTensor(values.clone(), values.clone())), before)
     for pair in ((values + 1, values), (values, values + 1)):
-        assert not torch.equal(weights.fingerprint(TwoTensor(*pair)), before)
+        assert not torch.equal(fingerprint(TwoTensor(*pair)), before)

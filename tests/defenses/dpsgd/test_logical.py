@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from transformers import BatchEncoding
 
 from lightning_fedleak.defenses import DPSGD, CanaryGradient, DefenseError
 from lightning_fedleak.defenses.dpsgd.logical import _combined, pieces_of
-from lightning_fedleak.defenses.dpsgd.poisson import count_samples
+from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.processes import Team
 from tests.defenses.dpsgd.test_dpsgd import CLIP, Net, Run, clipped, first
 from tests.helpers.dpsgd_settings import grouped
@@ -80,17 +79,12 @@ def test_rows_of_a_batch_are_those_of_everything_that_has_one_for_each_sample() 
     assert [piece.rows for piece in pieces_of(batch, 0, 3, Team())] == [0]
 
 
-class LargerTeam(Team):
-    """Stands for a process whose peers need 4 pieces."""
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        return [4.0 for _ in values]
-
-
 @pytest.mark.parametrize("samples", [0, 2])
 def test_spare_pieces_are_objects_of_their_own(samples: int) -> None:
     batch = {"ids": torch.arange(max(1, samples)), "labels": [torch.ones(max(1, samples))]}
-    pieces = pieces_of(batch, samples, 1, LargerTeam())
+    team = Team()
+    team.largest = lambda values: [4.0 for _ in values]  # its peers need 4 pieces
+    pieces = pieces_of(batch, samples, 1, team)
     assert [piece.rows for piece in pieces] == [1] * samples + [0] * (4 - samples)
     for piece in pieces:
         assert piece.batch.pop("labels")[0].shape == piece.batch["ids"].shape == (1,)

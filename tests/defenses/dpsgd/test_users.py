@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,6 @@ def test_users_are_poisson_sampled_with_all_rows_or_some_at_random() -> None:
         assert all(whose[k] == min(3, KEYS.count(k)) for k in whose)
         inside.update(sampler.draw(step))
         rows.update(row for row in chosen if KEYS[row] == "a")
-        sampler._sizes = deque([len(chosen)])
         assert sampler.claim(len(chosen)) == [*whose.values()]
     for user in range(15):
         assert scipy.stats.binomtest(inside[user], 4000, 0.3).pvalue > 1e-4

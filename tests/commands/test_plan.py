@@ -64,7 +64,7 @@ def test_without_a_trained_first_block_the_costs_of_attacks_are_still_shown(
     [
         (["--targets", "nothing"], "--targets nothing: Target modules"),
         (["--targets", "c_attn", "--lora-r", "0"], "give its rank too, --lora-r 8"),
-        (["--batch", "2x65"], "--batch 2 x 65 is longer than the model's context of 64"),
+        (["--batch", "2x65"], "--batch 2 x must be an integer from 1 to 64, got 65"),
         (["--peft", "full", "--lora-r", "16"], "leave out --lora-r, or --peft full"),
     ],
 )
@@ -180,7 +180,7 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     ("arguments", "match"),
     [
         (["--targets", "foo"], "fedleak: --targets foo: Target modules"),
-        (["--batch", "1x9999"], "--batch 1 x 9999 is longer than the model's context of 2048"),
+        (["--batch", "1x9999"], "--batch 1 x must be an integer from 1 to 2048, got 9999"),
     ],
 )
 def test_errors_on_a_configuration_alone_name_what_to_change(

@@ -206,7 +206,7 @@ def test_what_is_not_finite_is_refused(attack, anatomy):
         (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
         (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
         (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
-        (lambda p, a: TrainedMembership(5, p).prepare(a), "out of range"),
+        (lambda p, a: TrainedMembership(5, p).prepare(a), "layer must be an integer from 0 to 2"),
         (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "too few"),
     ],
 )

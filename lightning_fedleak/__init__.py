@@ -5,8 +5,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_fedleak.lazy_names import lazy
 
 __version__ = "0.3.0"
 
@@ -81,8 +82,4 @@ _HOMES = {
 __all__ = ["__version__", *sorted(name for names in _HOMES.values() for name in names)]
 
 
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy(__name__, _HOMES)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import unquote, urlsplit
 
 NAME = "lightning-fedleak"
+
+
+@contextmanager
+def needing(extra: str, what: str, error: type[Exception] = ImportError) -> Iterator[None]:
+    """Raise an error where an import in the block fails: what needs it, and what installs it."""
+    try:
+        yield
+    except ImportError as cause:
+        raise error(f"{what}: {install(extra)}") from cause
 
 
 def install(extra: str) -> str:

@@ -27,14 +27,15 @@ def check_private(path: Path) -> None:
         OSError: its mode cannot be read.
     """
     status = os.lstat(path)
+    problem = None
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is a link, or no file")
-    if os.name != "posix":
-        return
-    if status.st_uid != os.geteuid():
-        raise ValueError("it belongs to another user")
-    if status.st_mode & 0o077:
-        raise ValueError(f"others may use it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)")
+        problem = "it is a link, or no file"
+    elif os.name == "posix" and status.st_uid != os.geteuid():
+        problem = "it belongs to another user"
+    elif os.name == "posix" and status.st_mode & 0o077:
+        problem = f"others may use it (mode {stat.S_IMODE(status.st_mode):04o}, not 0600)"
+    if problem:
+        raise ValueError(problem)
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -6,7 +6,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -128,6 +129,25 @@ def check_choice(
     ):
         return value
     raise error(_message(name, " or ".join(map(repr, choices)), value, optional, hint))
+
+
+@contextmanager
+def explained(
+    message: str, *caught: type[Exception], error: type[Exception], hint: str = ""
+) -> Iterator[None]:
+    """Raise an error in place of those of the block.
+
+    Args:
+        message: what failed; the error's own words follow behind a colon.
+        caught: classes of errors that are replaced.
+        error: class of the new one.
+        hint: ends the message: what to do.
+    """
+    try:
+        yield
+    except caught as cause:
+        words = getattr(cause, "strerror", None) or cause
+        raise error(f"{message}: {words}{hint and f'. {hint}'}") from cause
 
 
 def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:

@@ -20,7 +20,7 @@ from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
-from lightning_fedleak.model.model_state import LARGE, ModelWritten, preserve_model
+from lightning_fedleak.model.model_state import LARGE, preserve_model
 from tests.games.toy import autograd_gradient
 from tests.helpers.models import own_rng, tiny_gpt2
 
@@ -358,7 +358,7 @@ def test_what_forward_writes_to_the_process_is_put_back() -> None:
 def test_a_write_that_nobody_watched_is_an_error() -> None:
     model = nn.Linear(3, 3)  # all of it torch's own, so that nothing watches
     with (
-        pytest.raises(ModelWritten, match=r"Linear\.weight"),
+        pytest.raises(RuntimeError, match=r"Linear\.weight"),
         preserve_model(model),
         torch.no_grad(),
     ):

@@ -5,8 +5,9 @@ The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_fedleak.lazy_names import lazy
 
 if TYPE_CHECKING:
     from lightning_fedleak.attacks.base import Attack as Attack
@@ -114,10 +115,4 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        for home, names in _HOMES.items():
-            if name in names:
-                return getattr(importlib.import_module(f"lightning_fedleak.{home}"), name)
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy(__name__, _HOMES, "lightning_fedleak")

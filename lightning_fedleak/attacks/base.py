@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.model.snapshots import Observation as Observation
 from lightning_fedleak.model.snapshots import UnusableObservation as UnusableObservation
+from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.threats import Capability as Capability
 from lightning_fedleak.threats import ThreatModel as ThreatModel
 from lightning_fedleak.threats import ThreatModelError as ThreatModelError
+
+Stored = TypeVar("Stored")
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
 """Device types without float64: Apple's GPUs."""
@@ -228,6 +231,14 @@ class Attack(ABC):
             UnusableObservation: the snapshot is non-finite or all zero.
         """
 
+    def prepared(self, calibration: Stored | None) -> Stored:
+        """Return what :meth:`prepare` stored, or raise ``RuntimeError`` if nothing is."""
+        if calibration is None:
+            raise RuntimeError(
+                f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
+            )
+        return calibration
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint must hold, such as a calibration."""
         return {}
@@ -269,7 +280,6 @@ def check_readable(largest: Tensor, name: str) -> None:
     Raises:
         UnusableObservation: nothing can be read.
     """
-    if not bool(largest.isfinite()):
-        raise UnusableObservation(f"{name} has NaN or infinity")
+    check_finite(largest, name)
     if not bool(largest > 0):
         raise UnusableObservation(f"{name} is all zero: no token was trained on in this step")

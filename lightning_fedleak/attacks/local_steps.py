@@ -39,11 +39,6 @@ _SHORT = 3.0  # standard deviations by which a step must be short to show a size
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings of optimizers that do not change an update (ascending ones are refused before)."""
 
-COMPRESSED_STEPS = (
-    "the update was compressed, and what the optimizer or its decay did before is not undone on "
-    "what was left: measure with error_feedback=True, or steps of SGD"
-)
-
 
 def decays_apart(facts: RunFacts) -> bool:
     """Return whether a round shrinks weights by a share, apart from the effect of gradients.
@@ -77,15 +72,22 @@ def check_fresh(facts: RunFacts, snapshot: GradientSnapshot) -> None:
             steps.check_fresh(False)
 
 
-def check_compressed(facts: RunFacts) -> None:
+def check_compressed(facts: RunFacts, compressed: bool = False) -> None:
     """Raise an error for rounds that are compressed after anything but plain steps of SGD.
+
+    Args:
+        facts: of the run, with its compression.
+        compressed: whether an update says that it is.
 
     Raises:
         Inapplicable: what the optimizer did cannot be undone on what was left.
     """
-    steps = None if facts.compression is None else LocalSteps.from_facts(facts)
+    steps = LocalSteps.from_facts(facts) if compressed or facts.compression else None
     if steps is not None and not steps.plain:
-        raise Inapplicable(COMPRESSED_STEPS)
+        raise Inapplicable(
+            "the update was compressed, and what the optimizer or its decay did before is not "
+            "undone on what was left: measure with error_feedback=True, or steps of SGD"
+        )
 
 
 def copy_weights(anatomy: Anatomy, names: Iterable[str]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import logits_in, undisturbed
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.validate import check_choice, check_integer
 
 Sampled = Literal["sampled"]
 """Text that a causal model writes itself."""
@@ -141,6 +141,7 @@ class PublicText:
     ) -> TokenBatch:
         """Return the batch of the texts at ``indices``; see :meth:`batch` for the arguments."""
         check_integer("length", length, at_least=2, hint="tokens of a text")
+        check_choice("kind", kind, ("causal", "masked", "seq2seq"), hint="others have no labels")
         input_ids, real = _pad([self.sentences[i][:length] for i in indices])
         if kind == "seq2seq":
             source = self.sentences if self.targets is None else self.targets
@@ -154,10 +155,8 @@ class PublicText:
             masked = _masked_positions(real, generator)
             labels = input_ids.masked_fill(~masked, IGNORE_INDEX)
             input_ids = input_ids.masked_fill(masked, mask_token_id)
-        elif kind == "causal":
-            labels = input_ids.masked_fill(~real, IGNORE_INDEX)
         else:
-            raise ValueError(f"public text has no labels for a {kind!r} model")
+            labels = input_ids.masked_fill(~real, IGNORE_INDEX)
         return TokenBatch(
             input_ids=input_ids, labels=labels, attention_mask=real.to(torch.int64), kind=kind
         )
@@ -213,13 +212,8 @@ class PublicText:
         """
         if public_text is None or isinstance(public_text, PublicText):
             return public_text
-        if isinstance(public_text, str):
-            if public_text == "sampled":
-                return "sampled"
-            raise ValueError(
-                "public_text must be a PublicText, a sequence of texts (with tokenizer=) or of "
-                "token ids, or 'sampled', not one string"
-            )
+        if isinstance(public_text, str) and public_text == "sampled":
+            return "sampled"
         return cls(public_text, tokenizer)
 
     @classmethod
@@ -306,7 +300,10 @@ def _token_ids(
     argument: str,
 ) -> list[Tensor]:
     if isinstance(texts, str):
-        raise ValueError(f"{argument} must be a sequence of texts, not one string")
+        raise ValueError(
+            f"{argument} of a PublicText are a sequence of texts (with tokenizer=) or of token ids;"
+            " an attack's public_text= takes these, a PublicText, or 'sampled', not one string"
+        )
     if isinstance(texts, Tensor):
         return list(texts.detach().cpu().to(torch.int64).reshape(-1, texts.shape[-1]).unbind(0))
     token_ids: list[Tensor] = []

@@ -16,6 +16,7 @@ from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import explain, plain
 from lightning_fedleak.report.records.utility import title_of
+from lightning_fedleak.validate import explained
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
@@ -49,12 +50,9 @@ def make_folder(folder: Path, out: Path) -> None:
     Raises:
         SourceError: it cannot be made.
     """
-    try:
+    hint = "Name another folder with --out"
+    with explained(f"'{out}' cannot be written to", OSError, error=SourceError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SourceError(
-            f"'{out}' cannot be written to ({error.strerror}): name another folder with --out."
-        ) from error
 
 
 def explain_run(folder: Path) -> str:

@@ -76,7 +76,7 @@ class ReleaseCheck:
 
 
 @dataclass(frozen=True)
-class StepCheck:
+class _StepCheck:
     """Attack the gradient of one training step, as a client would share it.
 
     Attributes:
@@ -186,7 +186,7 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
 
 
 @pytest.fixture
-def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., StepCheck]:
+def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., _StepCheck]:
     """Return a function that attacks the gradient of a model on one batch.
 
     ::
@@ -194,7 +194,7 @@ def fedleak_step(request: pytest.FixtureRequest) -> Callable[..., StepCheck]:
         def test_a_step_shares_few_words(fedleak_step, model, batch):
             fedleak_step(model, batch).assert_at_most(0.5)
     """
-    return functools.partial(StepCheck, request.config.stash.setdefault(SUMMARY, []))
+    return functools.partial(_StepCheck, request.config.stash.setdefault(SUMMARY, []))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -134,11 +134,7 @@ def finders_of(kinds: Sequence[str | Path]) -> dict[str, _Find]:
 
 
 def _listed(path: Path) -> _Find:
-    """Return what finds the values of a file, as the same words in a row.
-
-    Raises:
-        ValueError: a line has no letter or digit, or there is none.
-    """
+    """Return what finds the values of a file, as the same words in a row."""
     word = re.compile(r"\w+")
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {tuple(word.findall(line)) for line in lines if line.strip()}

@@ -19,6 +19,7 @@ from lightning_fedleak.report.records import (
     parse_json,
     split_lines,
 )
+from lightning_fedleak.validate import explained
 
 CHAINED = 4
 """Schema of the first lines that are chained."""
@@ -55,13 +56,9 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         ReportError: the file cannot be read.
     """
     log = ChainedFile(path.name)
-    try:
+    hint = f"Name the folder that holds {RESULTS} and {RECORD}"
+    with explained(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
-    except OSError as error:
-        raise ReportError(
-            f"'{path}' cannot be read ({error.strerror}): name the folder that holds {RESULTS} "
-            f"and {RECORD}"
-        ) from None
     unchained = 0
     for number, line in enumerate(split_lines(data), 1):
         content = _object_of(line)

@@ -31,6 +31,7 @@ from lightning_fedleak.report.records import (
     is_drawn,
     is_number,
 )
+from lightning_fedleak.validate import explained
 
 MOST_STEPS = 10**7
 """Steps of which those to be kept are drawn again, in 10 s; of more it is open which they are."""
@@ -90,13 +91,9 @@ def find_kept(
         raise ReportError(f"step {step} was not kept: --step takes one of {sorted(by_step)}")
     fit, line = by_step[step]
     path = folder / fit.run / f"step-{step}.safetensors"
-    try:
+    hint = "--evidence takes the folder that Evidence(folder=...) had"
+    with explained(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ReportError(
-            f"'{path}' cannot be read ({error.strerror}): --evidence takes the folder that "
-            "Evidence(folder=...) had"
-        ) from None
     if digest != line.file:
         verdict.contradict(f"{path.name} is not the file that was kept")
     return fit, line, path

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak.evidence.chain import read_chain
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
 from lightning_fedleak.report import ReportError
 from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, split_lines
+from lightning_fedleak.validate import explained
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -152,13 +153,16 @@ def _digest(content: bytes) -> str:
 
 def _load_key(path: Path, *, private: bool) -> Any:
     """Return an ed25519 key in a PEM file."""
-    try:
+    with needing("sign", "signatures need the package cryptography"):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise ImportError(f"signatures need the package cryptography: {install('sign')}") from error
     key_class = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
-    try:
+    unread = f"'{path}' cannot be read as a {'private' if private else 'public'} ed25519 key in PEM"
+    hint = (
+        "It must have no password. Make one with: openssl genpkey -algorithm ed25519 -out "
+        "private.pem; openssl pkey -in private.pem -pubout -out public.pem"
+    )
+    with explained(unread, OSError, ValueError, TypeError, error=ReportError, hint=hint):
         content = path.read_bytes()
         key: object = (
             serialization.load_pem_private_key(content, None)
@@ -167,10 +171,4 @@ def _load_key(path: Path, *, private: bool) -> Any:
         )
         if not isinstance(key, key_class):
             raise TypeError("it is of another kind")
-    except (OSError, ValueError, TypeError) as error:
-        raise ReportError(
-            f"'{path}' cannot be read as a {'private' if private else 'public'} ed25519 key in PEM "
-            f"without a password ({error}). Make one with: openssl genpkey -algorithm ed25519 -out "
-            "private.pem; openssl pkey -in private.pem -pubout -out public.pem"
-        ) from None
     return key

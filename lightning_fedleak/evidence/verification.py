@@ -36,6 +36,7 @@ from lightning_fedleak.report.records import (
     as_json,
     code_of,
 )
+from lightning_fedleak.validate import explained
 
 REPORT = "report.json"
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
@@ -152,12 +153,8 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
 
     A run's first line says when its first look is, and each look when the next one is. A look that
     was at another step, or failed, has a line that says so; the first one of a run that was resumed
-    as well, since it learns its step later. Of a run that was cut off, what comes
-    after its last line is not missed.
-
-    Args:
-        record: ``run.jsonl``.
-        verdict: gets what is wrong.
+    as well, since it learns its step later. Of a run that was cut off, what comes after its last
+    line is not missed. The verdict gets what is wrong.
 
     Returns:
         Whether a run says what it plans.
@@ -215,11 +212,7 @@ def check_clients(
 ) -> tuple[list[str], list[str]]:
     """Check that each code that a server noted is of its round's line in the logs of its client.
 
-    Args:
-        run: folder of the server's logs.
-        record: its ``run.jsonl``.
-        folders: of clients' logs; those in the server's folder and beside it where empty.
-        verdict: gets what is wrong.
+    Without ``folders`` of clients' logs those in the server's folder and beside it are read.
 
     Returns:
         The clients whose logs were compared; and in words those of which no folder is there, and
@@ -287,20 +280,18 @@ def _rounds_without(
 def _codes_in(folder: Path) -> tuple[str, list[tuple[str, object]], Verdict]:
     """Return the name of a client's chain, the codes of its lines, and what its logs contradict.
 
-    A code stands beside its round.
-
-    A run without a last line is a note: clients of Flower have none, and the server's codes show
-    how far each goes.
+    A code stands beside its round. A run without a last line is a note: clients of Flower have
+    none, and the server's codes show how far each goes.
     """
     verdict, closings = Verdict(), Verdict()
-    try:
+    with explained(
+        f"'{folder}' cannot be compared with the server's log",
+        *(OSError, ValueError, LookupError, TypeError),
+        error=ReportError,
+        hint=f"Name a folder of a client's logs, with its {CHAIN_KEY}",
+    ):
         key = str(read_secret(folder / CHAIN_KEY, "the key")["key"])
         record, results = (read_chain(folder / name, verdict) for name in (RECORD, RESULTS))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ReportError(
-            f"'{folder}' cannot be compared with the server's log ({error}): name a folder of a "
-            f"client's logs, with its {CHAIN_KEY}"
-        ) from None
     check_closings(record, results, closings)
     verdict.contradictions += closings.contradictions
     verdict.notes += closings.open + closings.notes
@@ -490,25 +481,19 @@ def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[l
 
 
 def _saved_tensors(place: Path) -> dict[str, Tensor]:
-    """Return all tensors in a file, or in the files of a folder.
-
-    Raises:
-        ReportError: there is none.
-    """
+    """Return all tensors in a file, or in the files of a folder."""
     patterns = ("*.safetensors", "*model*.bin", "*.ckpt")  # of several kinds the first
     by_kind = [sorted(place.glob(pattern)) for pattern in patterns] if place.is_dir() else []
     files = [place] if place.is_file() else next(filter(None, by_kind), [])
     tensors: dict[str, Tensor] = {}
     for path in files:
-        try:
+        with explained(f"'{path}' cannot be read as weights", Exception, error=ReportError):
             if path.suffix == ".safetensors":
                 tensors |= load_file(path)
             else:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 content = content.get("state_dict", content)
                 tensors |= {n: t for n, t in content.items() if isinstance(t, Tensor)}
-        except Exception as error:
-            raise ReportError(f"'{path}' cannot be read as weights: {error}") from None
     if not tensors:
         raise ReportError(f"no weights are in '{place}': name a folder of .safetensors files")
     return tensors

@@ -133,16 +133,18 @@ class ClientDP(Defense):
         release = release or ClientReleaseSettings()
         self.clip = float(_number("ClientDP: clip", clip, above=0))
         _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
-        if noise_multiplier is None and (target_epsilon is None or rounds is None):
-            raise DefenseError("ClientDP: give noise_multiplier, or target_epsilon and rounds")
         _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
         _integer("ClientDP: rounds", rounds, optional=True)
         _integer("ClientDP: clients", clients)
         hint = "publishing one client's data at random must not count as private"
         _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
         _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
-        if accountant == "filter" and target_epsilon is None:
-            raise DefenseError("ClientDP: accountant='filter' keeps a budget: give target_epsilon")
+        is_found, is_budget = noise_multiplier is None, accountant == "filter"
+        if (is_found and rounds is None) or (target_epsilon is None and (is_found or is_budget)):
+            raise DefenseError(
+                "ClientDP: give noise_multiplier, or target_epsilon and rounds; accountant='filter'"
+                " keeps a budget, and needs target_epsilon"
+            )
         self.clients = clients
         self.sampling: ClientSampling = sampling
         self.per_round = _expect_per_round(sampling, per_round, clients)
@@ -326,11 +328,9 @@ class ClientDP(Defense):
             raise DefenseError(
                 f"ClientDP(trust={self.trust!r}): the clients add the noise themselves (privatized)"
             )
-        most = self.per_round if self.sampling == "fixed" else self.clients
-        if len(clients) > most:
-            raise DefenseError(
-                f"ClientDP: {len(clients)} clients in a round of at most {most:g}: use drawn()"
-            )
+        most = int(self.per_round) if self.sampling == "fixed" else self.clients
+        name, hint = "ClientDP: number of clients in a round", "use drawn()"
+        _integer(name, len(clients), at_least=0, at_most=most, hint=hint)
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
@@ -381,15 +381,18 @@ class ClientDP(Defense):
         Raises:
             DefenseError: there is no ledger, or a share of noise would leave unmasked.
         """
+        problem = None
         if self.ledger is None:
-            raise DefenseError(
+            problem = (
                 "a client's process may end: give ClientDP(ledger=...), a path for each client"
             )
-        if self.trust == "secure_aggregation" and not masked:
-            raise DefenseError(
+        elif self.trust == "secure_aggregation" and not masked:
+            problem = (
                 "ClientDP(trust='secure_aggregation'): nothing here masks this client's update, "
                 f"whose share of noise is less than the whole: {mend}"
             )
+        if problem:
+            raise DefenseError(problem)
 
     def check_rounding(self, like: Update) -> None:
         """Refuse a model whose dtype rounds a client's share of noise away.
@@ -505,19 +508,15 @@ class ClientDP(Defense):
 
 
 def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
-    """Return the expected number of clients in a round.
-
-    Raises:
-        DefenseError: ``per_round`` does not fit the other settings.
-    """
+    """Return the expected number of clients in a round."""
     _choice("ClientDP: sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
         hint = "with sampling='all' each client takes part"
         _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
-    if per_round is None:
-        raise DefenseError(f"ClientDP: sampling={sampling!r} needs per_round=, clients of a round")
-    drawn = _number("ClientDP: per_round", per_round, above=0, at_most=clients)
+    hint = f"sampling={sampling!r} needs per_round=, clients of a round"
+    given: Any = per_round
+    drawn = _number("ClientDP: per_round", given, above=0, at_most=clients, hint=hint)
     if sampling == "fixed" and drawn % 1:
         raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
     return float(drawn)
@@ -529,11 +528,10 @@ def _check_trust(
     """Refuse settings under which the noise, or its account, is not that of the whole sum."""
     _choice("ClientDP: trust", trust, get_args(Trusted))
     shared = trust == "secure_aggregation"
-    if shared and sampling == "poisson":
-        raise DefenseError(
-            "ClientDP: shares of noise add up only where it is known how many clients take part: "
-            "with trust='secure_aggregation' use sampling='fixed' or 'all'"
-        )
+    if shared:
+        hint = "shares of noise add up only where it is known how many clients take part"
+        name = "ClientDP: with trust='secure_aggregation' sampling"
+        _choice(name, sampling, ("fixed", "all"), hint=hint)
     most = math.ceil(per_round) - 1 if shared else 0
     hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
     _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)

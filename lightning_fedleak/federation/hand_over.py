@@ -234,7 +234,7 @@ def report_batches(trainer: transformers.Trainer) -> None:
     """
     from transformers import TrainerCallback
 
-    class ReportedSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    class _ReportedSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             if trainer.optimizer is not None:
                 _report_step(trainer.optimizer)
@@ -246,4 +246,4 @@ def report_batches(trainer: transformers.Trainer) -> None:
         return train(model, inputs, *arguments, **named)
 
     trainer.training_step = training_step  # type: ignore[method-assign]
-    trainer.add_callback(ReportedSteps())
+    trainer.add_callback(_ReportedSteps())

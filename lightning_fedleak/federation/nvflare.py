@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
 from lightning_fedleak.federation import (
     HEAD,
     ClientDP,
@@ -37,7 +37,7 @@ from lightning_fedleak.federation.updates import State
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
 
-try:
+with needing("nvflare", "lightning_fedleak.federation.nvflare needs NVFlare"):
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter
@@ -51,10 +51,6 @@ try:
     from nvflare.app_common.workflows.fedavg import FedAvg
     from nvflare.job_config.defs import FilterType
     from nvflare.private.privacy_manager import Scope
-except ImportError as error:
-    raise ImportError(
-        f"lightning_fedleak.federation.nvflare needs NVFlare: {install('nvflare')}"
-    ) from error
 
 Withheld = Literal["zero", "error"]
 
@@ -472,11 +468,7 @@ def _exclude_package(job: Any) -> None:
 
 
 def _call_job_code(path: str, site: str) -> Any:
-    """Return what a function of the job's own code returns for a site.
-
-    Raises:
-        ValueError: there is no such function.
-    """
+    """Return what a function of the job's own code returns for a site."""
     module, _, name = path.rpartition(".")
     try:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)

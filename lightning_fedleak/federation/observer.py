@@ -87,7 +87,7 @@ class RoundSettings(WatchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRun(Run):
+class _RoundRun(Run):
     """Describe a federation to the engine: one process, in which a client is a number, its rank.
 
     Attributes:
@@ -201,7 +201,7 @@ class RoundObserver:
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
-        self.run = RoundRun(
+        self.run = _RoundRun(
             anatomy=anatomy,
             assumed=self.engine.assume,
             device=anatomy.device,
@@ -376,11 +376,7 @@ class RoundObserver:
         return next((d.compression.method for d in defenses if d.compression is not None), "")
 
     def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
-        """Refuse what a client has returned in an earlier round already.
-
-        Raises:
-            UpdateError: names that round.
-        """
+        """Refuse what a client has returned in an earlier round already."""
         digest = hash_tensors(returned)
         round_, earlier = self._returned.get((client, stage), (self.round_, ""))
         if round_ < self.round_ and earlier == digest:

@@ -124,18 +124,21 @@ class OutgoingUpdates:
         names = [gate.name for gate in self.gates]
         for gate in self.gates:
             gate.watch_rounds(observer)
+            problem = None
             if names.count(gate.name) > 1:
-                raise ValueError(f"two RoundGates are named '{gate.name}': give one another name=")
-            if gate.action == "raise" and self.dp is not None:
-                raise ValueError(
+                problem = f"two RoundGates are named '{gate.name}': give one another name="
+            elif gate.action == "raise" and self.dp is not None:
+                problem = (
                     "RoundGate(action='raise') ends a client's round by what its data show, which "
                     "no noise of the ClientDP hides: use action='withhold'"
                 )
-            if gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
-                raise ValueError(
+            elif gate.action == "harden" and (self.dp is None or not self.dp.can_harden):
+                problem = (
                     "RoundGate(action='harden') turns up noise that this client adds: give "
                     "ClientDP(trust='local', accountant='filter', target_epsilon=...)"
                 )
+            if problem:
+                raise ValueError(problem)
             # Recorded when the first round begins.
             threshold = (gate.metric, gate.at_most)
             observer.engine.subscribe(facts=dict(gate.facts), threshold=threshold)
@@ -320,11 +323,7 @@ class OutgoingUpdates:
         return is_first and gate.why_not_yet(look) is not None
 
     def _write(self, look: RoundLook, events: Sequence[GateEvent], action: str) -> None:
-        """Write a look and what the gates did; announce it once.
-
-        Raises:
-            LeakageLimitExceeded: a gate with ``action="raise"`` acted.
-        """
+        """Write a look and what the gates did; announce it once."""
         record = self.observer.engine.record_decision
         for gate in self.gates if action not in ("withhold", "raise") else ():
             event = gate.read(look)
@@ -418,11 +417,7 @@ class OutgoingUpdates:
 
 
 def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:
-    """Return a copy of the compression among an observer's defences, with a memory of its own.
-
-    Raises:
-        DefenseError: the noise would come after the compression, or be of a sum.
-    """
+    """Return a copy of the compression among an observer's defences, with a memory of its own."""
     defenses = observer.run.defenses
     compression = next((d for d in defenses if isinstance(d, GradientCompression)), None)
     if compression is None:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
 from lightning_fedleak.attacks.membership.base import (
     Granularity,
+    check_targets,
     sentence_rows,
     threat_with_public_text,
 )
@@ -47,7 +48,7 @@ EASIER = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
-class Neuron:
+class _Neuron:
     """A trained network, with the scaling of its inputs folded in.
 
     Attributes:
@@ -88,7 +89,7 @@ def train_neuron(
     learning_rate: float = LEARNING_RATE,
     margin: float = MARGIN,
     batch: int = BATCH,
-) -> Neuron:
+) -> _Neuron:
     """Return a network trained to output above ``margin`` on the target, below minus it on others.
 
     Args:
@@ -131,7 +132,7 @@ def train_neuron(
         others = public[~twins]
         on_target = network_outputs(folded, target[None])[0]
         on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
-        return Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
+        return _Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
 
 def mean_and_spread(public: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +238,7 @@ class TrainedMembership(MembershipAttack):
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._neurons: OrderedDict[bytes, Neuron] = OrderedDict()
+        self._neurons: OrderedDict[bytes, _Neuron] = OrderedDict()
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init of the paper: compute the hidden states of the public text.
@@ -272,12 +273,9 @@ class TrainedMembership(MembershipAttack):
                 break
         rows = torch.cat(samples)
         rows = rows[rows.isfinite().all(1)]
-        if len(rows) < FEWEST_SAMPLES:
-            unit = "sentences" if self.granularity == "full" else "tokens"
-            raise ValueError(
-                f"attack '{self.name}': {len(rows)} {unit} of public text are too few to train "
-                f"against; give at least {FEWEST_SAMPLES}, better a thousand"
-            )
+        unit = "sentences" if self.granularity == "full" else "tokens"
+        what, hint = f"attack '{self.name}': {unit} of public text", "give more, better a thousand"
+        check_integer(what, len(rows), at_least=FEWEST_SAMPLES, hint=hint)
         order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
         self._public = rows[order.to(rows.device)]
         self._neurons.clear()
@@ -300,7 +298,7 @@ class TrainedMembership(MembershipAttack):
         """Return the rung at which the decision b' is read."""
         return self._rung_parts.index(0.0)
 
-    def neuron(self, target: Tensor) -> Neuron:
+    def neuron(self, target: Tensor) -> _Neuron:
         """Return the network of one target (D,); the first call trains it, the same each time.
 
         Raises:
@@ -309,8 +307,7 @@ class TrainedMembership(MembershipAttack):
         assert self._public is not None
         dtype = torch.promote_types(target.dtype, torch.float32)
         target = target.detach().to(dtype)
-        if not bool(target.isfinite().all()):
-            raise ValueError("a target is not finite: the server's copy of the model overflowed")
+        check_targets(target)
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)
@@ -326,7 +323,7 @@ class TrainedMembership(MembershipAttack):
     def _cached_bytes(self) -> int:
         return sum(n.nbytes for n in self._neurons.values())
 
-    def _biases(self, neuron: Neuron) -> Tensor:
+    def _biases(self, neuron: _Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))

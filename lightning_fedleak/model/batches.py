@@ -84,25 +84,21 @@ class TokenBatch:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
         for name in ("input_ids", "labels", "attention_mask", "position_ids", "documents"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Tensor):
-                raise _error(f"{name} must be a tensor", value)
-        if ids.dim() != 2 or not _holds_ids(ids):
-            raise _error("input_ids must be integers of shape (B, L)", ids)
-        if mask is not None and mask.shape != ids.shape:
-            raise _error(f"attention_mask must have input_ids' shape {tuple(ids.shape)}", mask)
+            is_tensor = value is None or isinstance(value, Tensor)
+            _check(is_tensor, f"{name} must be a tensor", value)
+        is_ids = ids.dim() == 2 and _holds_ids(ids)
+        _check(is_ids, "input_ids must be integers of shape (B, L)", ids)
+        is_mask = mask is None or mask.shape == ids.shape
+        _check(is_mask, f"attention_mask must have input_ids' shape {tuple(ids.shape)}", mask)
         self._number_documents()
         if labels is None:
             return
-        by_row = self.kind in (
-            "classifier",
-            "seq2seq",
-        )  # a decoder's texts have lengths of their own
+        # A decoder's texts have lengths of their own.
+        by_row = self.kind in ("classifier", "seq2seq")
         shape = tuple(ids.shape[:1] if by_row else ids.shape)
         fits = labels.shape[: len(shape)] == shape
-        if not fits or (
-            self.kind != "classifier" and (labels.dim() != 2 or not _holds_ids(labels))
-        ):
-            raise _error(f"labels of a {self.kind} model must be {_LABELS[self.kind]}", labels)
+        fits &= self.kind == "classifier" or (labels.dim() == 2 and _holds_ids(labels))
+        _check(fits, f"labels of a {self.kind} model must be {_LABELS[self.kind]}", labels)
 
     def target_ids(self) -> Tensor:
         """Return the ids that the loss is computed on, (n,) int64 in order, repeats included.
@@ -121,8 +117,7 @@ class TokenBatch:
             )
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
-        if not _holds_ids(self.labels):
-            raise _error("the labels are no ids", self.labels)
+        _check(_holds_ids(self.labels), "the labels are no ids", self.labels)
         # A first token is predicted behind virtual tokens alone, which only a graph shows.
         unread = self.kind == "causal" and self.live is None
         targets = self.labels[:, 1:] if unread else self.labels
@@ -193,8 +188,8 @@ class TokenBatch:
             marks = getattr(self, name)
             if marks is None:
                 continue
-            if marks.shape not in (ids.shape, (1, ids.shape[1])) or not _holds_ids(marks):
-                raise _error(f"{name} must be integers of shape {tuple(ids.shape)}", marks)
+            fits = marks.shape in (ids.shape, (1, ids.shape[1])) and _holds_ids(marks)
+            _check(fits, f"{name} must be integers of shape {tuple(ids.shape)}", marks)
             starts = starts | (marks.to(ids.device).diff(dim=1) != step)
         if self.position_ids is not None or self.documents is not None:
             documents = functional.pad(starts.cumsum(1), (1, 0)) if ids.shape[1] else ids.long()
@@ -233,25 +228,28 @@ class TokenBatch:
         """
         if not self.is_packed:
             return self
+        problem = None
         if self.crossing:
-            raise BatchError(
-                "several documents are packed into a row, and each may attend to the others of its "
-                "row. Keep them apart: in transformers by use_cache=False and position_ids that "
-                "begin again without an attention_mask, or by a block-diagonal mask"
+            problem = (
+                "and each may attend to the others of its row. Keep them apart: in transformers by "
+                "use_cache=False and position_ids that begin again without an attention_mask, or "
+                "by a block-diagonal mask"
             )
-        if self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
-            raise BatchError(
-                f"several documents are packed into a row, and which of the labels of a {self.kind}"
-                " model are a document's is not known: give each document a row"
+        elif self.kind == "seq2seq" or (self.labels is not None and self.labels.dim() != 2):
+            problem = (
+                f"and which of the labels of a {self.kind} model are a document's is not known: "
+                "give each document a row"
             )
         ids, positions = self.input_ids, self.position_ids
         if positions is not None:
             positions = self.per_document(positions.expand_as(ids))
         if positions is None or bool((positions[:, 0] != positions[0, 0]).any()):
-            raise BatchError(
-                "documents are packed into a row without position_ids that begin again, so that "
-                "the model reads a document at other positions than alone: pass position_ids"
+            problem = problem or (
+                "without position_ids that begin again, so that the model reads a document at "
+                "other positions than alone: pass position_ids"
             )
+        if positions is None or problem:
+            raise BatchError(f"several documents are packed into a row, {problem}")
         return TokenBatch(
             self.per_document(ids),
             None if self.labels is None else self.per_document(self.labels, IGNORE_INDEX),
@@ -293,20 +291,26 @@ class TokenBatch:
         """
         words = self.labels is not None and self.kind != "classifier"
         targets = self.target_ids() if words or self.kind == "causal" else None
+        problem = None
+        ids, mask = _unmasked(self.input_ids, self.attention_mask), self.attention_mask
         if words and targets is not None and _any_outside(targets, n_labels):
-            raise _contradiction(
-                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores "
-                f"{IGNORE_INDEX})"
+            problem = (
+                f"labels hold ids outside the vocabulary of {n_labels} (the loss ignores -100)"
             )
-        ids = _unmasked(self.input_ids, self.attention_mask)
-        if readable is not None and _any_outside(ids, readable):
-            raise _contradiction(f"input_ids hold ids outside the vocabulary of {readable}")
-        if self.attention_mask is None or self.input_ids.numel() == 0:
-            return
-        if self._hides_words(self.attention_mask != 0, ids, targets):
-            raise _contradiction(
+        elif readable is not None and _any_outside(ids, readable):
+            problem = f"input_ids hold ids outside the vocabulary of {readable}"
+        elif (
+            mask is not None
+            and self.input_ids.numel()
+            and self._hides_words(mask != 0, ids, targets)
+        ):
+            problem = (
                 "attention_mask hides the tokens that are trained on: it must be 1 (or True) for a "
                 "token and 0 for padding"
+            )
+        if problem:
+            raise BatchError(
+                f"{problem}. The words of such a batch are unknown: correct it.{ADAPTER}"
             )
 
     def _hides_words(self, mask: Tensor, visible: Tensor, targets: Tensor | None) -> bool:
@@ -369,14 +373,12 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
     if isinstance(batch, Tensor):
         return TokenBatch(batch, None, None, kind)
     if isinstance(batch, Mapping):
-        if "input_ids" not in batch:
-            raise _error("the batch has no 'input_ids'", batch)
+        _check("input_ids" in batch, "the batch has no 'input_ids'", batch)
         return _from_names(batch, batch.get, kind)
     if hasattr(batch, "input_ids"):
         return _from_names(batch, lambda name: getattr(batch, name, None), kind)
-    if not isinstance(batch, tuple | list) or not all(isinstance(v, Tensor) for v in batch):
-        raise _error("the batch has no known form", batch)
-    match tuple(batch):
+    parts = tuple(batch) if isinstance(batch, tuple | list) else ()
+    match parts if all(isinstance(v, Tensor) for v in parts) else ():
         case (ids,):
             return TokenBatch(ids, None, None, kind)
         case (ids, mask) if mask.dtype == torch.bool:
@@ -385,7 +387,7 @@ def read_batch(batch: Any, kind: Kind) -> TokenBatch:
             return TokenBatch(ids, labels, None, kind)
         case (ids, mask, labels):
             return TokenBatch(ids, labels, mask, kind)
-    raise _error("the batch has no known form", batch)
+    raise _form_error("the batch has no known form", batch)
 
 
 def write_batch(batch: Any, tokens: TokenBatch) -> Any:
@@ -420,11 +422,10 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
         for name, value in new.items():
             setattr(new_batch, name, value)
         return _check_copy(batch, new_batch, batch.input_ids is old)
-    if not isinstance(batch, Tensor) and type(batch) not in (tuple, list):
-        raise _error("the batch cannot be copied with other ids", batch)
-    old_labels = read_batch(batch, tokens.kind).labels
-    if "labels" in new and old_labels is None:
-        raise _error("the batch has no place for labels", batch)
+    is_plain = isinstance(batch, Tensor) or type(batch) in (tuple, list)
+    _check(is_plain, "the batch cannot be copied with other ids", batch)
+    has_place = "labels" not in new or read_batch(batch, tokens.kind).labels is not None
+    _check(has_place, "the batch has no place for labels", batch)
     if isinstance(batch, Tensor):
         return tokens.input_ids
     _, *others = batch
@@ -451,21 +452,15 @@ def other_fields(batch: Any) -> tuple[str, ...]:
         items = list(batch._asdict().items())
     elif isinstance(batch, Tensor) or type(batch) in (tuple, list):
         return ()
-    elif hasattr(batch, "__dict__"):
-        items = list(vars(batch).items())
     else:
-        raise _error("the fields of the batch cannot be listed", batch)
+        _check(hasattr(batch, "__dict__"), "the fields of the batch cannot be listed", batch)
+        items = list(vars(batch).items())
     standard = ("input_ids", "labels", "attention_mask")
     return tuple(sorted(_key(name) for name, v in items if v is not None and name not in standard))
 
 
 def adapter_to_copy(batch: object, kind: Kind) -> str:
-    """Return the code of a ``batch_adapter`` to fill in.
-
-    Args:
-        batch: a batch, or its class; its form is in a comment, never its contents.
-        kind: of the model.
-    """
+    """Return the code of a ``batch_adapter`` to fill in, with the batch's form in a comment."""
     return f"""
     from lightning_fedleak.model.batches import TokenBatch
 
@@ -483,20 +478,20 @@ def adapter_to_copy(batch: object, kind: Kind) -> str:
 
 def _check_copy(batch: Any, new_batch: Any, unchanged: bool) -> Any:
     """Return a copy, or raise an error if a change of it changed the original."""
-    if new_batch is batch or not unchanged:
-        raise _error("a copy of the batch shares its fields with it", batch)
+    shares = new_batch is batch or not unchanged
+    _check(not shares, "a copy of the batch shares its fields with it", batch)
     return new_batch
 
 
 def _from_names(batch: object, get: Callable[[str], Any], kind: Kind) -> TokenBatch:
     ids, mask, positions = get("input_ids"), get("attention_mask"), get("position_ids")
     labels, preferences = _labels(batch, get, kind)
-    if isinstance(positions, Tensor) and positions.dim() != 2:
-        raise _error(
-            "position_ids of M-RoPE and others that are not (B, L) do not say where documents "
-            "begin: leave them out where each row is one text",
-            positions,
-        )
+    _check(
+        not isinstance(positions, Tensor) or positions.dim() == 2,
+        "position_ids of M-RoPE and others that are not (B, L) do not say where documents begin: "
+        "leave them out where each row is one text",
+        positions,
+    )
     documents: Tensor | None = None
     if isinstance(ids, Tensor) and ids.dim() == 2:
         documents = _marked_documents(ids, get)
@@ -521,8 +516,8 @@ def _labels(batch: object, get: Callable[[str], Any], kind: Kind) -> tuple[Any, 
         return labels, False
     dims = (1, 2) if kind == "classifier" else (2,)
     for name in _OTHER_LABELS:
-        if isinstance(value := get(name), Tensor) and value.dim() in dims:
-            raise _error(f"the batch has no 'labels', but '{name}', which may be", batch)
+        may_be = isinstance(value := get(name), Tensor) and value.dim() in dims
+        _check(not may_be, f"the batch has no 'labels', but '{name}', which may be", batch)
     if kind != "causal" or not isinstance(answers, Tensor) or not isinstance(ids, Tensor):
         return None, False
     return ids.masked_fill(answers == 0, IGNORE_INDEX), True
@@ -534,10 +529,8 @@ def _marked_documents(ids: Tensor, get: Callable[[str], Any]) -> Tensor | None:
     if lengths is None:
         numbers = get("seq_idx")
         return numbers if isinstance(numbers, Tensor) else None
-    if len(ids) != 1:
-        raise _error(
-            f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown", lengths
-        )
+    several = f"cu_seq_lens of {len(ids)} rows: of which tokens they are is unknown"
+    _check(len(ids) == 1, several, lengths)
     ends = torch.as_tensor(lengths, device=ids.device).flatten()
     places = torch.arange(ids.shape[1], device=ids.device, dtype=ends.dtype)
     return torch.searchsorted(ends, places, right=True)[None]
@@ -564,15 +557,17 @@ def _any_outside(ids: Tensor, n: int) -> bool:
     return bool(((ids < 0) | (ids >= n)).any())
 
 
-def _contradiction(text: str) -> BatchError:
-    return BatchError(f"{text}. The words of such a batch are unknown: correct it.{ADAPTER}")
-
-
 def _holds_ids(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _error(text: str, value: object) -> BatchError:
+def _check(holds: bool, text: str, value: object) -> None:
+    """Raise an error with the form of a value unless a condition on it holds."""
+    if not holds:
+        raise _form_error(text, value)
+
+
+def _form_error(text: str, value: object) -> BatchError:
     return BatchError(
         f"{text}; got {_describe(value)}. Known are dicts and objects with input_ids (and labels, "
         "attention_mask), tuples (input_ids, labels) or (input_ids, attention_mask, labels), and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn
@@ -71,7 +71,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     objects whose state cannot be read.
 
     Raises:
-        ModelWritten: a parameter was written to and could not be restored.
+        RuntimeError: a parameter was written to and could not be restored.
     """
     root, before = anatomy.root, _open.get()
     modules = model_state.modules_of(root)
@@ -179,35 +179,6 @@ def sees_no_later(anatomy: Anatomy) -> bool:
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         states = stop_at(model, place)(input_ids=ids)
     return bool(torch.equal(states[0, 0], states[1, 0]))
-
-
-ParameterPlace = tuple[nn.Module, str, Tensor]
-"""A module, the name of a parameter in it, and a tensor to put there."""
-
-
-def parameter_places(
-    modules: Iterable[nn.Module], values: Mapping[int, Tensor]
-) -> list[ParameterPlace]:
-    """Return the places of parameters, with values that are given by the ``id`` of each."""
-    return [
-        (module, name, values[id(parameter)])
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if id(parameter) in values
-    ]
-
-
-@contextmanager
-def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
-    """Put tensors into places of parameters, and the parameters back."""
-    live = [module._parameters.get(name) for module, name, _ in places]
-    try:
-        for module, name, value in places:
-            module._parameters[name] = value  # type: ignore[assignment]
-        yield
-    finally:
-        for (module, name, _), parameter in zip(places, live, strict=True):
-            module._parameters[name] = parameter
 
 
 @contextmanager
@@ -360,22 +331,21 @@ def check_text(
         ValueError: shapes differ, a text is empty or too long, or the model takes no positions.
     """
     others = [tensor for tensor in (mask, positions) if tensor is not None]
+    context, problem = context_length(anatomy), None
     if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise ValueError(f"texts are (B, L), and not empty; input_ids has {tuple(input_ids.shape)}")
-    if any(tensor.shape != input_ids.shape for tensor in others):
-        raise ValueError("attention_mask and position_ids need the shape of input_ids")
-    if mask is not None and not bool((mask != 0).any(1).all()):
+        problem = f"texts are (B, L), and not empty; input_ids has {tuple(input_ids.shape)}"
+    elif any(tensor.shape != input_ids.shape for tensor in others):
+        problem = "attention_mask and position_ids need the shape of input_ids"
+    elif mask is not None and not bool((mask != 0).any(1).all()):
         empty = int((mask == 0).all(1).nonzero()[0])
-        raise ValueError(f"text {empty} is empty: its attention_mask is 0 everywhere")
-    if positions is not None and not takes(anatomy.model, "position_ids"):
-        model = without_peft(anatomy.model)
-        raise ValueError(f"{type(model).__name__}.forward takes no position_ids")
-    context = context_length(anatomy)
-    if context is not None and input_ids.shape[1] > context:
-        raise ValueError(
-            f"the texts are {input_ids.shape[1]} tokens long, but the model's context holds "
-            f"{context}; truncate them"
-        )
+        problem = f"text {empty} is empty: its attention_mask is 0 everywhere"
+    elif positions is not None and not takes(anatomy.model, "position_ids"):
+        problem = f"{type(without_peft(anatomy.model)).__name__}.forward takes no position_ids"
+    elif context is not None and input_ids.shape[1] > context:
+        length = input_ids.shape[1]
+        problem = f"texts have {length} tokens, the model's context holds {context}: truncate them"
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def context_length(anatomy: Anatomy) -> int | None:

@@ -52,10 +52,6 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class ModelWritten(RuntimeError):
-    """A run wrote to a tensor in a way that nothing can undo."""
-
-
 @contextmanager
 def preserve_process() -> Iterator[None]:
     """Restore after it how the process computes and draws random numbers.
@@ -104,7 +100,7 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
         runs: the part of it that will run; all of it by default.
 
     Raises:
-        ModelWritten: at the end, if a tensor was written to that was neither copied nor watched.
+        RuntimeError: at the end, if a tensor was written to that was neither copied nor watched.
     """
     state = _State(root, root if runs is None else runs)
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
@@ -278,7 +274,7 @@ class _State:
         for restore in self._others:
             restore()
         if written:
-            raise ModelWritten(
+            raise RuntimeError(
                 f"running the model wrote to {', '.join(written)}, which cannot be undone: change "
                 "its forward so that it does not write to its parameters in eval mode"
             )

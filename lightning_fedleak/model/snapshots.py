@@ -10,7 +10,7 @@ nothing is moved to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -311,6 +311,29 @@ def explain_input_noise(size: float) -> str:
         "own), which hides words, texts and members from this attack, not from every attack: "
         "measure a run without it (neftune_noise_alpha=None) to see what the data leaks"
     )
+
+
+def check_finite(values: Tensor, name: str, error: type[Exception] | None = None) -> None:
+    """Raise an error (by default :class:`UnusableObservation`) if a number is NaN or infinite.
+
+    Args:
+        values: any shape.
+        name: what they are, which ends the message.
+        error: class of the error.
+    """
+    if not bool(values.isfinite().all()):
+        raise (error or UnusableObservation)(f"not finite (NaN or infinity): {name}")
+
+
+def check_weight_terms(roles: Iterable[str], factors: Container[str] = ()) -> None:
+    """Raise an error if the loss has a term of a parameter that is none of these factors.
+
+    Raises:
+        UnusableObservation: says what to change.
+    """
+    for role in roles:
+        if role not in factors:
+            raise UnusableObservation(explain_weight_term(role))
 
 
 def explain_weight_term(role: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +15,38 @@ from lightning_fedleak.model.anatomy import mixed_precision
 from lightning_fedleak.model.model_runs import (
     WHOLE_MODEL_PACKAGES,
     only_needed_hooks,
-    parameter_places,
-    parameters_replaced,
 )
 from lightning_fedleak.model.snapshots import is_shard, whole_rows, whole_tensor
 
 Parameters = Mapping[str, nn.Parameter | None]
+
+ParameterPlace = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter in it, and a tensor to put there."""
+
+
+def parameter_places(
+    modules: Iterable[nn.Module], values: Mapping[int, Tensor]
+) -> list[ParameterPlace]:
+    """Return the places of parameters, with values that are given by the ``id`` of each."""
+    return [
+        (module, name, values[id(parameter)])
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if id(parameter) in values
+    ]
+
+
+@contextmanager
+def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
+    """Put tensors into places of parameters, and the parameters back."""
+    live = [module._parameters.get(name) for module, name, _ in places]
+    try:
+        for module, name, value in places:
+            module._parameters[name] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for (module, name, _), parameter in zip(places, live, strict=True):
+            module._parameters[name] = parameter
 
 
 @contextmanager

@@ -5,8 +5,9 @@ The names of the pages are loaded when they are first used: who writes records n
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_fedleak.lazy_names import lazy
 
 if TYPE_CHECKING:
     from lightning_fedleak.report.content import Findings as Findings
@@ -33,8 +34,4 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy(__name__, _HOMES)

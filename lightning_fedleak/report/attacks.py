@@ -96,7 +96,7 @@ class QuotedLook:
 
 
 @dataclass(frozen=True)
-class ClientSummary:
+class _ClientSummary:
     """What an attack read of one client.
 
     Attributes:
@@ -178,7 +178,7 @@ class AttackSummary:
     mean: float | None
     highest: float | None
     worst_client: float | None
-    clients: Mapping[str, ClientSummary]
+    clients: Mapping[str, _ClientSummary]
     last: MetricValue | None
     last_n: int | None
     last_client: str | None
@@ -383,15 +383,15 @@ class FitResults:
         ]
         return max(limits, default=default_limit(chance))
 
-    def _by_client(self, lines: Sequence[ResultLine], headline: str) -> dict[str, ClientSummary]:
+    def _by_client(self, lines: Sequence[ResultLine], headline: str) -> dict[str, _ClientSummary]:
         by_client = grouped(lines, lambda line: str(line.client))
         return {client: self._client(part, headline) for client, part in by_client.items()}
 
-    def _client(self, lines: Sequence[ResultLine], headline: str) -> ClientSummary:
+    def _client(self, lines: Sequence[ResultLine], headline: str) -> _ClientSummary:
         sent = self.without_withheld(lines)
         values = _numbers(line.value_of_this_look(headline) for line in sent if line.was_shared)
         rates = [rate for line in sent if (rate := line.metric(headline)) is not None]
-        return ClientSummary(
+        return _ClientSummary(
             looks=len(values),
             withheld=len(lines) - len(sent),
             unknown=sum(_reason(line, headline) is not None for line in sent),

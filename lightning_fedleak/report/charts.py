@@ -48,7 +48,7 @@ Place = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
-class Figure:
+class _Figure:
     """A chart: title and caption in words, what is drawn, and the table behind it; or heat maps."""
 
     title: str
@@ -60,7 +60,7 @@ class Figure:
     heat: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
-class Plot:
+class _Plot:
     """A drawing with two axes.
 
     Args:
@@ -194,7 +194,7 @@ def _both(draw: Callable[[float], str], desk: float = DESK) -> Markup:
 # ---- one run ------------------------------------------------------------------------------------
 
 
-def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[Figure]:
+def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[_Figure]:
     """Return the charts of a run, as far as there is something to draw and the page has space.
 
     Args:
@@ -227,7 +227,7 @@ def _measured(fit: FitSummary) -> list[AttackSummary]:
     return [attack for attack in of_what_left(fit) if attack.quoted]
 
 
-def _heat_map(fit: FitSummary) -> Figure | None:
+def _heat_map(fit: FitSummary) -> _Figure | None:
     """Return clients by rounds, as tables whose cells are coloured."""
     attacks = [a for a in _measured(fit) if len(a.clients) > 1]
     if not attacks:
@@ -238,10 +238,10 @@ def _heat_map(fit: FitSummary) -> Figure | None:
         "below." + f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
     )
     columns = ["round", *bins.names, "mean"]
-    return Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")
+    return _Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")
 
 
-def _over_steps(fit: FitSummary, one: Overview, most: int) -> Figure | None:
+def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
     """Draw leakage above utility, on one axis of steps."""
     curves, metrics = _curves(fit, one), dict(list(utility(fit).items())[:2])
     steps = [point.step for curve in curves for point in curve.points]
@@ -265,7 +265,7 @@ def _over_steps(fit: FitSummary, one: Overview, most: int) -> Figure | None:
     caption = f"Band: 95% interval.{bins.caption}"
     columns = [fit.unit, *(curve.name for curve in curves), *lines]
     rows = bins.rows(cells)
-    return Figure("Leakage and utility", caption, _both(draw), columns, rows, "over_steps")
+    return _Figure("Leakage and utility", caption, _both(draw), columns, rows, "over_steps")
 
 
 def _leakage(
@@ -273,7 +273,7 @@ def _leakage(
 ) -> str:
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = Plot(size, x, (_lowest(visible), 1), margins)
+    plot = _Plot(size, x, (_lowest(visible), 1), margins)
     plot.axes(QUARTERS, _steps(x, is_narrow))
     plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
@@ -301,7 +301,7 @@ def _metrics(
     is_narrow = width < HALF
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
-    plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
+    plot = _Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
     plot.axes(_ticks(y, 3), _steps(x, is_narrow), fit.unit)
     for number, (name, line) in enumerate(lines.items()):
         places = list(line.values())
@@ -315,7 +315,7 @@ def _metrics(
     return plot.svg(f"Utility by {fit.unit}: {'; '.join(words)}")
 
 
-def _knee(fit: FitSummary) -> Figure | None:
+def _knee(fit: FitSummary) -> _Figure | None:
     """Draw the trained model's leakage against utility, look by look."""
     data = knee(fit)
     if data is None:
@@ -328,7 +328,7 @@ def _knee(fit: FitSummary) -> Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         margins = (40, 24 if is_narrow else 150, 22, 40)
-        plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
+        plot = _Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
         plot.axes(_ticks(y, 6), _ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
         plot.levels([curve.chance], limits_of(fit), are_named=not is_narrow)
         at = plot.x(best[0])
@@ -347,17 +347,17 @@ def _knee(fit: FitSummary) -> Figure | None:
     rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
     caption = f"Each dot is a look; upwards the trained model tells more. {data.sentence}"
     columns = [fit.unit, "AUC", name]
-    return Figure("When learning turned into memorizing", caption, _both(draw), columns, rows)
+    return _Figure("When learning turned into memorizing", caption, _both(draw), columns, rows)
 
 
-def _whisker(plot: Plot, x: float, rate: MetricValue, tone: str, kind: str) -> None:
+def _whisker(plot: _Plot, x: float, rate: MetricValue, tone: str, kind: str) -> None:
     """Draw a value with its interval as a vertical line."""
     if rate.low is not None:
         plot.rule(f"{kind} {tone}", [plot.x(x)], (plot.y(rate.low), plot.y(rate.high)))
     plot.dots(tone, [(x, rate.value)])
 
 
-def _defense(fit: FitSummary) -> Figure | None:
+def _defense(fit: FitSummary) -> _Figure | None:
     """Draw what each attack read before the defence, and of what left."""
     pairs = before_and_after(fit)
     if not pairs:
@@ -366,7 +366,7 @@ def _defense(fit: FitSummary) -> Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         row, margins = (62, (12, 84, 8, 26)) if is_narrow else (54, (200, 100, 8, 26))
-        plot = Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
+        plot = _Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
         for tick in QUARTERS:
             plot.rule("grid", [plot.x(tick)], (plot.top, plot.bottom))
         plot.axes((), QUARTERS)
@@ -399,10 +399,10 @@ def _defense(fit: FitSummary) -> Figure | None:
         "Each line runs from before the defence (ring) to what left (dot), with 95% intervals."
     )
     columns = ["attack", "before", "of what left"]
-    return Figure("What the defence took away", caption, _both(draw), columns, rows)
+    return _Figure("What the defence took away", caption, _both(draw), columns, rows)
 
 
-def _each_attack(fit: FitSummary) -> Figure | None:
+def _each_attack(fit: FitSummary) -> _Figure | None:
     """Draw a small chart for each attack of what left a client or was released."""
     attacks = [a for a in _measured(fit) if len(a.clients) < 2]
     if len(attacks) < 2:
@@ -415,7 +415,7 @@ def _each_attack(fit: FitSummary) -> Figure | None:
         visible = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
+        plot = _Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], _ticks(x, 3))
         plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
         plot.curve(curve, list(visible.values()), most_dots=2)
@@ -426,10 +426,10 @@ def _each_attack(fit: FitSummary) -> Figure | None:
         rows.append(Row(curve.name, [Cell(metric), *ends]))
     columns = ["attack", "measure", "first", "last"]
     drawing = Markup('<div class="grid">{}</div>').format(drawing)
-    return Figure("Each attack", bins.caption.strip(), drawing, columns, rows)
+    return _Figure("Each attack", bins.caption.strip(), drawing, columns, rows)
 
 
-def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> Figure | None:
+def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figure | None:
     """Draw the privacy that a defence has spent."""
     bins = Bins([step for step, value in series if value is not None], most)
     if len(bins.steps) < 2:
@@ -439,7 +439,7 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> Figur
 
     def draw(width: float) -> str:
         is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
-        plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
+        plot = _Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
         plot.axes(_ticks(y, 4), _steps(x, is_narrow), fit.unit)
         plot.line("ink", remaining.values())
         if len(remaining) <= MOST_DOTS:
@@ -449,13 +449,13 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> Figur
 
     rows = bins.rows(lambda number: [Cell(digits(remaining[number][1]))])
     caption = f"\u03b5 of {defense} by {fit.unit}, of all releases until then."
-    return Figure("Privacy spent", caption, _both(draw), [fit.unit, "epsilon"], rows)
+    return _Figure("Privacy spent", caption, _both(draw), [fit.unit, "epsilon"], rows)
 
 
 # ---- several runs -------------------------------------------------------------------------------
 
 
-def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[Figure]:
+def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_Figure]:
     """Return the charts of several runs: utility against leakage, unless a gate stopped one, and
     leakage by step.
     """
@@ -472,7 +472,7 @@ def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[F
     return [each for each in (first, _overlay(curves, fits[0].unit)) if each is not None]
 
 
-def _pareto(compared: Comparison) -> Figure | None:
+def _pareto(compared: Comparison) -> _Figure | None:
     """Draw the leakage of each run against its utility."""
     runs = [
         (n, compared.utilities[n], r)
@@ -486,7 +486,7 @@ def _pareto(compared: Comparison) -> Figure | None:
     x = min(values) - pad, max(values) + pad
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
+        plot = _Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
         plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
         plot.levels([runs[0][2].chance])
         for name, value, reading in runs:
@@ -503,10 +503,10 @@ def _pareto(compared: Comparison) -> Figure | None:
     rows = [Row(name, [Cell(reading.answer), Cell(f"{v:.3f}")]) for name, v, reading in runs]
     columns = ["run", compared.family, compared.metric]
     caption = "Down is less leakage. Bars: 95% interval."
-    return Figure("Utility against leakage", caption, _both(draw, HALF), columns, rows)
+    return _Figure("Utility against leakage", caption, _both(draw, HALF), columns, rows)
 
 
-def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
+def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     """Draw the leakage of each run by step."""
     if not curves:
         return None
@@ -515,7 +515,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
+        plot = _Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _steps(x, True), unit)
         plot.levels([curves[0].chance])
         for curve, points in visible.items():
@@ -528,7 +528,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> Figure | None:
     rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in visible.items()])
     caption = f"The worst attack of this kind, each run.{bins.caption}"
     columns = [unit, *(curve.name for curve in curves)]
-    return Figure(f"By {unit}", caption, _both(draw, HALF), columns, rows)
+    return _Figure(f"By {unit}", caption, _both(draw, HALF), columns, rows)
 
 
 # ---- parts --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ SCHEMA = 3
 
 
 @dataclass(frozen=True)
-class ReportVerdict:
+class _ReportVerdict:
     """The verdict on some runs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Findings:
     schema: int = SCHEMA
     date: str = named("made")
     package: str = named("made_by")
-    verdict: ReportVerdict
+    verdict: _ReportVerdict
     overviews: Sequence[Overview]
     comparison: Comparison | None
     next_steps: Sequence[str]
@@ -104,7 +104,7 @@ def _verdict(
     overviews: Sequence[Overview],
     compared: Comparison | None,
     joint: Sequence[JointAccount],
-) -> ReportVerdict:
+) -> _ReportVerdict:
     sentences = overviews[0].sentences
     if compared is not None:
         parts = zip(names_of(fits), overviews, strict=True)
@@ -117,7 +117,7 @@ def _verdict(
     for one in readings:
         value = one.rate.value if one.rate and one.rate.value is not None else one.chance
         worst[one.family] = max(value, worst.get(one.family, value))
-    return ReportVerdict(sentences[0], sentences, _level(fits, readings), worst)
+    return _ReportVerdict(sentences[0], sentences, _level(fits, readings), worst)
 
 
 def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:

@@ -8,6 +8,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
@@ -15,6 +16,7 @@ from lightning_fedleak.report.content import findings
 from lightning_fedleak.report.html import RELEASE, leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
+from lightning_fedleak.validate import explained
 
 REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
@@ -52,14 +54,10 @@ def write(
         folder / "report.html": page(content, texts),
         folder / "report.json": json.dumps(as_json(content), indent=1, allow_nan=False) + "\n",
     }
-    try:
+    with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             _write_whole(path, text)
-    except OSError as error:
-        raise ReportError(
-            f"'{folder}' cannot be written to ({error.strerror}): name another folder with --out"
-        ) from None
     return list(files)
 
 
@@ -115,14 +113,9 @@ def print_card(
     if weights is None:
         return
     text = json.dumps(as_json(leakage_file(content)), indent=1, allow_nan=False) + "\n"
-    try:
+    with _writing_to(weights, "Name the folder of the weights with --out"):
         _write_whole(weights / LEAKAGE, text)
         (weights / LEAKAGE).chmod(0o644)  # it is released with the weights
-    except OSError as error:
-        raise ReportError(
-            f"'{weights}' cannot be written to ({error.strerror}): name the folder of the weights "
-            "with --out"
-        ) from None
 
 
 def _folder_of(run: Path) -> Path:
@@ -136,10 +129,9 @@ def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
         about = folder / REPORT_TOML
         if not about.is_file():
             return {}
-    try:
-        tables = tomllib.loads(_text(about))
-    except tomllib.TOMLDecodeError as error:
-        raise ReportError(f"'{about}' is no TOML: {error}") from None
+    text = _text(about)
+    with explained(f"'{about}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
+        tables = tomllib.loads(text)
     fields = tables.get("release", {})
     names = {*tables} - {"release"} or (isinstance(fields, dict) and {*fields} - {*RELEASE})
     if names or not isinstance(fields, dict):
@@ -151,12 +143,14 @@ def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
 
 
 def _text(path: Path) -> str:
-    try:
+    with explained(f"'{path}' cannot be read", OSError, UnicodeDecodeError, error=ReportError):
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"'{path}' cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ReportError(f"'{path}' is not UTF-8 text") from None
+
+
+def _writing_to(
+    folder: Path, hint: str = "Name another folder with --out"
+) -> AbstractContextManager[None]:
+    return explained(f"'{folder}' cannot be written to", OSError, error=ReportError, hint=hint)
 
 
 def _write_whole(path: Path, content: str) -> None:

@@ -57,7 +57,7 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateRule(records.GateFacts):
+class _GateRule(records.GateFacts):
     """A gate, and its rule in words."""
 
     rule: str
@@ -137,7 +137,7 @@ class FitSummary:
     privacy: Sequence[Account]
     implied: Sequence[Allowance]
     defenses: Sequence[records.DefenseFacts] | None
-    gates: Sequence[GateRule] | None
+    gates: Sequence[_GateRule] | None
     decisions: Sequence[records.GateDecision]
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
@@ -348,13 +348,13 @@ def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseF
 # ---- gates, and what nobody tested --------------------------------------------------------------
 
 
-def _rule(gate: records.GateFacts) -> GateRule:
+def _rule(gate: records.GateFacts) -> _GateRule:
     judged = "each measurement by its value"
     if gate.bound not in (None, "value"):
         judged = f"all measurements, {gate.bound} bound, alpha {digits(gate.alpha)}"
     limit = f"{gate.metric} at most {digits(gate.at_most)}, else {digits(gate.action)}"
     rule = f"{limit}; judges {judged}"
-    return GateRule(**vars(gate), rule=rule)
+    return _GateRule(**vars(gate), rule=rule)
 
 
 def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:

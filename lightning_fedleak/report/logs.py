@@ -105,10 +105,11 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     problems: list[str] = []
     fits: list[FitLog] = []
     for place in places:
-        if not place.exists():
-            raise NothingToReport(f"'{place}' does not exist: name the folder of a run's logs")
-        if place.is_file() and place.name not in (records.RESULTS, records.RECORD):
-            raise NothingToReport(f"'{place}' is no log of a run: name the folder of its logs")
+        if not place.is_dir() and (
+            not place.exists() or place.name not in (records.RESULTS, records.RECORD)
+        ):
+            what = "is no log of a run" if place.exists() else "does not exist"
+            raise NothingToReport(f"'{place}' {what}: name the folder of a run's logs")
         for folder in [place.parent] if place.is_file() else _folders(place):
             fits += _fits(folder, problems)
     if not fits:

@@ -93,7 +93,7 @@ class Reading:
         return -1.0 if value is None else (value - self.chance) / (1 - self.chance)
 
 
-class Fact(NamedTuple):
+class _Fact(NamedTuple):
     """A fact of a run: its name, what it is, a detail, and whether its first word alarms."""
 
     name: str
@@ -119,7 +119,7 @@ class Overview:
     sentence: Sentence = field(metadata={"write": plain})
     warnings: Sequence[str]
     readings: Sequence[Reading]
-    facts: Sequence[Fact]
+    facts: Sequence[_Fact]
     knee: str
 
     @property
@@ -428,7 +428,7 @@ def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
 # ---- facts --------------------------------------------------------------------------------------
 
 
-def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
+def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
     tested = {one.family for one in readings if one.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
@@ -436,20 +436,20 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
     is_dishonest = any(a.dishonest for a in fit.attacks)
     ability = "adds layers of its own" if is_dishonest else "only listens; knows the weights"
     exposure = [
-        Fact("What left", shared.update, f"{shared.size}{clients}"),
-        Fact("Who could read it", shared.seen_by, ability),
+        _Fact("What left", shared.update, f"{shared.size}{clients}"),
+        _Fact("Who could read it", shared.seen_by, ability),
     ]
     if tested == {"memorization"}:
         exposure = [
-            Fact("What left", "The trained model, in the end", f"{shared.size} trained"),
-            Fact("Who could read it", "Whoever gets the trained model", "holds candidate texts"),
+            _Fact("What left", "The trained model, in the end", f"{shared.size} trained"),
+            _Fact("Who could read it", "Whoever gets the trained model", "holds candidate texts"),
         ]
     return [
         *exposure,
         _defense(fit),
         _utility_fact(fit),
         _gate_fact(fit),
-        Fact(
+        _Fact(
             "Not tested",
             capitalized(_titles(readings, "untested")) or "Every kind was tested",
             ", ".join(f"{len(those)} {what}" for what, those in counts.items() if those),
@@ -457,39 +457,39 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[Fact]:
     ]
 
 
-def _defense(fit: FitSummary) -> Fact:
+def _defense(fit: FitSummary) -> _Fact:
     names = len(fit.privacy) > 1
     claims = [f"{a.claim_in_short}{f' ({a.defense})' * names}" for a in fit.privacy]
     if fit.defenses is None:
-        return Fact("Defence", "Not recorded", "; ".join(claims))
+        return _Fact("Defence", "Not recorded", "; ".join(claims))
     if not fit.defenses:
-        return Fact("Defence", "None", "updates left as they were")
+        return _Fact("Defence", "None", "updates left as they were")
     detail = "; ".join(claims) or "no differential privacy was accounted"
     refuted = any(a.refuted for a in fit.attacks)
     value = "; ".join(fit.shared.effects)
-    return Fact("Defence", f"REFUTED: {value}" if refuted else capitalized(value), detail, refuted)
+    return _Fact("Defence", f"REFUTED: {value}" if refuted else capitalized(value), detail, refuted)
 
 
-def _utility_fact(fit: FitSummary) -> Fact:
+def _utility_fact(fit: FitSummary) -> _Fact:
     for name, points in utility(fit).items():
         description = title_of(name).removeprefix(name).strip(" ()")
         begin = f"from {points[0][1]:.3f}" if len(points) > 1 else "one value"
         step, last = points[-1]
         detail = f"{description}{'; ' * bool(description)}{begin}, {fit.unit} {step}"
-        return Fact("Utility", f"{name} {last:.3f}", detail)
-    return Fact("Utility", "Not recorded")
+        return _Fact("Utility", f"{name} {last:.3f}", detail)
+    return _Fact("Utility", "Not recorded")
 
 
-def _gate_fact(fit: FitSummary) -> Fact:
+def _gate_fact(fit: FitSummary) -> _Fact:
     gates = [
         f"{gate.metric.removeprefix('leakage/')} at most {brief(gate.at_most)}"
         for gate in fit.gates or ()
     ]
     if not fit.decisions:
         if fit.gates:
-            return Fact("Gate", "Never acted", "; ".join(gates))
+            return _Fact("Gate", "Never acted", "; ".join(gates))
         none = ("None was set", "nothing would have stopped this run")
-        return Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
+        return _Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
     first, more = fit.decisions[0], len(fit.decisions) - 1
     only = all(one.did == "warn" for one in fit.decisions)
     again = f" and {more} time{'s' * (more > 1)} more" if more else ""
@@ -497,4 +497,4 @@ def _gate_fact(fit: FitSummary) -> Fact:
     value = (
         f"{verb} at {fit.unit} {first.step}{again}: it {adverb}{ACTIONS.get(first.did, first.did)}"
     )
-    return Fact("Gate", value, "; ".join(gates), only)
+    return _Fact("Gate", value, "; ".join(gates), only)

@@ -173,7 +173,7 @@ def _mean(points: Iterable[Point]) -> float:
 
 
 @dataclass(frozen=True)
-class Knee:
+class _Knee:
     """The trained model's leakage against utility, look by look.
 
     Attributes:
@@ -194,7 +194,7 @@ class Knee:
         return min(self.looks, key=lambda one: one[0])
 
 
-def knee(fit: FitSummary) -> Knee | None:
+def knee(fit: FitSummary) -> _Knee | None:
     """Return the trained model's leakage against validation; None without two such looks."""
     attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
     metrics = ((n, p) for n, p in utility(fit).items() if is_validation(n) and is_lower_better(n))
@@ -210,7 +210,7 @@ def knee(fit: FitSummary) -> Knee | None:
     if len(looks) < 2:
         return None
     best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
-    return Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
+    return _Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
 
 
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:
@@ -226,7 +226,7 @@ def _advice(at: str, metric: str, best: Point, last: Point) -> str:
     return f"{metric} was best at {at}, where the AUC was {brief(auc)} already."
 
 
-class Pair(NamedTuple):
+class _Pair(NamedTuple):
     """What an attack read before a defence and after it; means of the looks that both have."""
 
     attack: str
@@ -237,7 +237,7 @@ class Pair(NamedTuple):
     is_conclusive: bool
 
 
-def before_and_after(fit: FitSummary) -> list[Pair]:
+def before_and_after(fit: FitSummary) -> list[_Pair]:
     """Return what each attack read before the defence and of what left."""
     shared = {a.name: a for a in fit.attacks if a.stage == "shared"}
     pairs = []
@@ -251,7 +251,7 @@ def before_and_after(fit: FitSummary) -> list[Pair]:
             steps &= {p.step for p in after.points if p.value is not None}
             before, behind = _mean_of(local, steps), _mean_of(after, steps)
         is_mean, is_conclusive = not local.quoted.is_latest, after.conclusive is not False
-        pairs.append(Pair(local.name, local.chance, before, behind, is_mean, is_conclusive))
+        pairs.append(_Pair(local.name, local.chance, before, behind, is_mean, is_conclusive))
     return [pair for pair in pairs if pair.before.value is not None]
 
 

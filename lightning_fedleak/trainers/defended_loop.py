@@ -183,17 +183,14 @@ class DefendedLoop(Host):
             DefenseError: gradients of the last step are still there, autocast is not declared, or
                 no batch waits for its release.
         """
-        if self._samples and any(p.grad is not None for p in self._root.parameters()):
+        has_gradients = any(p.grad is not None for p in self._root.parameters())
+        if self._samples and (has_gradients or not self._waiting):
             raise DefenseError(
-                "DefendedLoop: gradients are there before backward. Let each batch have its own "
-                "optimizer.step() and zero_grad() (set_to_none=True, its default); "
+                "DefendedLoop: gradients are there before backward, or this batch was released "
+                "already, or did not come from this loop. Each release is accounted as a draw of "
+                "its own: iterate over the DefendedLoop, and take one loss, one optimizer.step() "
+                "and one zero_grad() (set_to_none=True, its default) for each batch; "
                 "max_physical_batch_size takes the place of accumulation."
-            )
-        if self._samples and not self._waiting:
-            raise DefenseError(
-                "DefendedLoop: this batch was released already, or did not come from this loop. "
-                "Each release is accounted as a draw of its own: iterate over the DefendedLoop, "
-                "and take one loss and one optimizer.step() for each batch."
             )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss

@@ -40,7 +40,7 @@ _ON_A_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the latter is not in every t
 _PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
 
 
-class TrainerHost(Host):
+class _TrainerHost(Host):
     """transformers' Trainer as defences know it; see :class:`Host`.
 
     Args:
@@ -291,7 +291,7 @@ class DefendedMixin(Trainer):
         root.train()
         precision = precision_of(self.accelerator.mixed_precision, root)
         place = self.args.process_index, self.args.world_size
-        context = one_client(root, TrainerHost(self), self.args.device, precision, *place)
+        context = one_client(root, _TrainerHost(self), self.args.device, precision, *place)
         self._fedleak.open(context, lambda: int(self.state.global_step))
         self._fedleak.begin()
 
@@ -343,7 +343,7 @@ class DefendedMixin(Trainer):
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
         if self._per_sample:  # again: a `create_scheduler` may have made one of another kind
-            refuse(self._fedleak.owner, TrainerHost(self).refusals())
+            refuse(self._fedleak.owner, _TrainerHost(self).refusals())
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:

@@ -119,7 +119,7 @@ class LeakageCallback(TrainerCallback, Reported):
         self.trainer = trainer
         (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
         place, looks = folder or str(trainer.args.output_dir), (every_n_steps, max_overhead)
-        self.watch = TransformersWatch(
+        self.watch = _TransformersWatch(
             trainer, attacks, gates, None, place, *looks, games, settings
         )
         self.engine = self.watch.engine
@@ -183,7 +183,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformersRun(LoopRun):
+class _TransformersRun(LoopRun):
     """One run of a Trainer."""
 
     watcher: ClassVar[str] = "LeakageCallback"
@@ -203,10 +203,10 @@ class TransformersRun(LoopRun):
         return [partial(setattr, self.loop, "stage_reached", None)]
 
 
-class TransformersWatch(Watch):
+class _TransformersWatch(Watch):
     """Watch the run of a Trainer, whose callback says when."""
 
-    run: ClassVar[type[LoopRun]] = TransformersRun
+    run: ClassVar[type[LoopRun]] = _TransformersRun
     utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
     mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
@@ -277,15 +277,18 @@ class TransformersWatch(Watch):
             "DataParallel": trainer.args.n_gpu > 1,
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
+        problem = None
         if names := _COMPARES.intersection(kind.__name__ for kind in type(trainer).__mro__):
-            raise ValueError(f"{names.pop()} compares texts, and no batch says which are rejected")
-        if any(name in optim.lower() for name in _IN_BACKWARD):
-            raise ValueError(
+            problem = f"{names.pop()} compares texts, and no batch says which are rejected"
+        elif any(name in optim.lower() for name in _IN_BACKWARD):
+            problem = (
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
                 "runs: use another"
             )
-        if sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
-            raise ValueError("two LeakageCallbacks borrow one training_step: use one for all")
+        elif sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
+            problem = "two LeakageCallbacks borrow one training_step: use one for all"
+        if problem:
+            raise ValueError(problem)
 
     def _hook_optimizers(self) -> None:
         """Borrow ``training_step`` until the run is over."""

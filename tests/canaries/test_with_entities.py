@@ -190,7 +190,7 @@ def test_a_record_keeps_the_draw_and_holds_no_value(tmp_path: Path) -> None:
     [
         ({"phone": ("Call me.", "###-####")}, {}, r"one \{\}"),
         ({"phone": ("{} is mine", "###-####")}, {}, "behind some words"),
-        ({"code": ("Code {}", "##")}, {}, "has 100 values, of which 20 are planted: give 220"),
+        ({"code": ("Code {}", "##")}, {}, "of at least 220, got 100: of which 20 are planted"),
         ({"name": ("I am {}", ["Jo"] * 300)}, {}, "a value twice, or one whose tokens begin"),
         ({}, {}, "give kinds="),
         (PHONE, {"places": ["answer"]}, "places"),

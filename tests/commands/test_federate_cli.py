@@ -139,7 +139,7 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
         ("--partition-by whom", "no column 'whom' (--partition-by)"),
         ("--partition-by who --clients 9", "4 of 9 clients have no text"),
         ("--partition dirichlet --alpha 0.001 --clients 20", "a larger --alpha"),
-        ("--partition speaker", "name the column"),
+        ("--partition speaker", "--partition-by, the column"),
         ("--clients 500", "of 500 clients have no text"),
         ("--watch leakage/worst/words", "give --gate, such as 0.5 too"),
         ("--gate 0.3", "--watch leakage/worst/words watches words alone"),

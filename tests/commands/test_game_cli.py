@@ -113,10 +113,10 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attack", "fc", "--text", "few", "--batch", "10"], "more than 10 distinct sentences"),
-        (["--attack", "fc", "--layer", "3"], "layer=3 is out of range"),
-        (["--attack", "fc", "--tokens", "65"], "longer than the model's context of 64"),
-        (["--attack", "attention", "--text", "some"], "public texts are too few"),
+        (["--attack", "fc", "--text", "few", "--batch", "10"], "distinct sentences"),
+        (["--attack", "fc", "--layer", "3"], "layer must be an integer from 0 to 2, got 3"),
+        (["--attack", "fc", "--tokens", "65"], "which must fit into the model's context"),
+        (["--attack", "attention", "--text", "some"], "public texts to calibrate on"),
         (["--targets", "c_attn"], "give its rank too, --lora-r 8"),
     ],
 )

@@ -118,7 +118,7 @@ def test_the_command_line_and_the_class_agree() -> None:
     ("options", "message"),
     [
         (["--defense", "gradient_nose"], "did you mean 'gradient_noise'"),
-        (["--layer", "9"], "the model has 2 blocks; give 0 to 2"),
+        (["--layer", "9"], "0 to 2, got 9: the model has 2 blocks"),
         (["--text", "nowhere.txt"], "there is no file 'nowhere.txt'"),
     ],
 )
@@ -131,5 +131,5 @@ def test_what_would_fail_everywhere_is_reported_first(
 
 def test_a_folder_that_cannot_be_made(model: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SourceError, match="name another folder with --out"):
+    with pytest.raises(SourceError, match="Name another folder with --out"):
         swept(model=model, out=tmp_path / "file" / "x")

@@ -468,7 +468,7 @@ def test_what_wraps_a_model_does_not_change_its_hashes() -> None:
 
 def test_errors_say_what_to_do(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     private, public = keys
-    with pytest.raises(ReportError, match=r"name the folder that holds leakage\.jsonl"):
+    with pytest.raises(ReportError, match=r"Name the folder that holds leakage\.jsonl"):
         verify_run(tmp_path)
     honest(tmp_path, random.Random(0))
     assert verify_run(tmp_path, key=public).verdict.contradictions == [

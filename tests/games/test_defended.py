@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.evaluation.games import GameConfig, GameError, SentencePool, play
+from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.model.anatomy import find_anatomy
 from tests.helpers.models import tiny_gpt2
 
@@ -51,7 +51,7 @@ def test_the_client_computes_on_what_the_defence_gives() -> None:
 
 def test_pooled_states_cannot_be_defended() -> None:
     config = GameConfig(games=2, batch=5, forwards="pooled")
-    with pytest.raises(GameError, match=r"defend= .* needs forwards='fresh'"):
+    with pytest.raises(ValueError, match=r"defend= .* needs forwards='fresh'"):
         play(
             find_anatomy(tiny_gpt2()),
             [FCMembership(1)],

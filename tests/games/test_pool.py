@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_fedleak.evaluation.games import GameError, SentencePool
+from lightning_fedleak.evaluation.games import SentencePool
 from lightning_fedleak.evaluation.games.pool import pad
 
 
@@ -53,5 +53,5 @@ def test_the_tokenizer_cuts_so_that_special_tokens_stay() -> None:
     ],
 )
 def test_too_little_text_is_said(arguments: dict, message: str) -> None:
-    with pytest.raises(GameError, match=message):
+    with pytest.raises(ValueError, match=message):
         SentencePool(**arguments)

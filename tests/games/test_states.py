@@ -8,7 +8,7 @@ from transformers import BertConfig, BertModel
 
 from lightning_fedleak.evaluation.games import SentencePool
 from lightning_fedleak.evaluation.games.play import (
-    PooledStates,
+    _PooledStates,
     client_states,
     find_collisions,
     reads_ahead,
@@ -155,7 +155,7 @@ def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(
 ) -> None:
     anatomy = anatomy_of(name)
     pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
-    pooled = PooledStates(
+    pooled = _PooledStates(
         anatomy, [0, 1, 2], pool.rows, 4, 0, torch.Generator().manual_seed(0), length
     )
     for indices in ([3, 0, 7], [10, 3, 2, 1]):

@@ -74,7 +74,7 @@ def test_a_file_beside_the_weights_says_the_same(run, tmp_path, capsys):
         assert one["smallest_rate_detected"] == (smallest if (smallest or 1) < 1 else None)
     capsys.readouterr()
     assert main(["report", str(run), "--model-card", "--out", str(tmp_path / "none")]) == 1
-    assert "name the folder of the weights" in capsys.readouterr().err
+    assert "Name the folder of the weights" in capsys.readouterr().err
 
 
 def summary_of(tmp_path, about, **line):

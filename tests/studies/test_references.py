@@ -193,7 +193,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"no_account": False}, "say by --no-account"),
         ({"batch_size": None}, "--batch-size"),
         ({"drawn": False}, "give --drawn"),
-        ({"references": 1}, "seen half of the pool"),
+        ({"references": 1}, "seen half of them"),
         ({"references": 0}, "needs --references"),
         ({"run": "private"}, "one with differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),

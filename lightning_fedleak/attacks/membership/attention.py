@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership import attention_calibration
 from lightning_fedleak.attacks.membership.attention_calibration import Calibration
 from lightning_fedleak.attacks.membership.attention_layers import (
@@ -31,6 +31,7 @@ from lightning_fedleak.attacks.membership.attention_layers import (
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
+    check_targets,
     last_real,
     read_rungs,
     threat_with_public_text,
@@ -38,6 +39,7 @@ from lightning_fedleak.attacks.membership.base import (
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -172,8 +174,8 @@ class AttentionMembership(MembershipAttack):
         self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
         if isinstance(widths, str):
             widths = REPLACED_WIDTHS if replaced and not defended else WIDTHS
-        if not widths or not all(0 < width < 1 for width in widths):
-            raise ValueError(f"widths must be numbers between 0 and 1, got {widths}")
+        for width in widths or (None,):
+            check_number("each of widths", width, above=0, below=1)
         if defended:
             widths = (min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
         self.widths = sorted({*widths})
@@ -298,8 +300,7 @@ class AttentionMembership(MembershipAttack):
             UnusableObservation: the gradient is not finite.
         """
         level, levels = self._require_calibration().level, self._levels
-        if not bool(gradient.isfinite().all()):
-            raise UnusableObservation("the gradient of the crafted layers is not finite")
+        check_finite(gradient, "the gradient of the crafted layers")
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
             return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
@@ -357,11 +358,7 @@ class AttentionMembership(MembershipAttack):
         return torch.tensor(list(digest), dtype=torch.uint8)
 
     def _require_calibration(self) -> Calibration:
-        if self._calibration is None:
-            raise RuntimeError(
-                f"attack '{self.name}' has no calibration: call prepare(anatomy) first"
-            )
-        return self._calibration
+        return self.prepared(self._calibration)
 
     def _whiten(self, hidden: Tensor) -> Tensor:
         """Return hidden states in the coordinates that the heads read, at least in float32."""
@@ -371,8 +368,7 @@ class AttentionMembership(MembershipAttack):
 
     def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
-        if not bool(targets.isfinite().all()):
-            raise ValueError("a target is not finite: the server's copy of the model overflowed")
+        check_targets(targets)
         if self.score == "coordinates":
             return self._whiten(targets), None
         tokens, rows = targets.tensor_split(2, dim=1)

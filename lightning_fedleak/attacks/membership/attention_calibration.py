@@ -18,6 +18,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states
+from lightning_fedleak.validate import check_integer
 
 MAX_TARGETS = 512  # public tokens that serve as targets; not tuned; more: steadier and slower
 
@@ -81,7 +82,7 @@ class PublicStates:
 
 
 @dataclass(frozen=True, repr=False)
-class PublicScores:
+class _PublicScores:
     """Scores of public sentences for public targets that they do not hold.
 
     Attributes:
@@ -124,7 +125,7 @@ class PublicScores:
 
 
 @dataclass(frozen=True, repr=False)
-class PublicTargets:
+class _PublicTargets:
     """Public tokens that serve as targets in calibration.
 
     Attributes:
@@ -140,7 +141,7 @@ class PublicTargets:
     mask: Tensor
 
     @classmethod
-    def sample(cls, states: PublicStates, seed: int) -> PublicTargets:
+    def sample(cls, states: PublicStates, seed: int) -> _PublicTargets:
         """Return at most :data:`MAX_TARGETS` random tokens."""
         places = states.mask.nonzero()
         generator = torch.Generator().manual_seed(seed)
@@ -155,8 +156,8 @@ class PublicTargets:
 
 
 def public_scores(
-    states: PublicStates, targets: PublicTargets, rows: Tensor | None, beta: float
-) -> PublicScores:
+    states: PublicStates, targets: _PublicTargets, rows: Tensor | None, beta: float
+) -> _PublicScores:
     """Return the scores of all public sentences for public tokens as targets.
 
     A score is minus the half-width of the narrowest band around 1 that holds a token's response
@@ -178,7 +179,7 @@ def public_scores(
             near = -(attention.project(rows) - 1).abs()
             best[attention.targets, attention.sentence] = near.amax(1)
     scores_with = best.gather(1, targets.sentence[:, None])[:, 0]
-    return PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), scores_with)
+    return _PublicScores(best.masked_fill(_sentences_with(states, v), -torch.inf), scores_with)
 
 
 def _sentences_with(states: PublicStates, v: Tensor) -> Tensor:
@@ -248,13 +249,9 @@ def calibrate(
     if whiten:
         fitted, states = states.halves()
         states = states.whiten(fit_whitening(fitted.tokens))
-    if len(states.hidden) <= batch:
-        raise ValueError(
-            f"{len(states.hidden)} public texts are too few to measure how often a batch of "
-            f"{batch} fires: give more (with whiten=True twice as many, because half of "
-            "them fit the whitening)"
-        )
-    targets = PublicTargets.sample(states, seed)
+    hint = f"a batch has {batch}: give more, with whiten=True twice as many for the whitening"
+    check_integer("public texts to calibrate on", len(states.hidden), at_least=batch + 1, hint=hint)
+    targets = _PublicTargets.sample(states, seed)
     rows, gammas, n_decisive = None, torch.zeros(0), CALIBRATED_LEVELS
     if widths is not None:
         rows = matched_rows(targets.hidden, targets.mask, targets.position, beta)
@@ -268,7 +265,7 @@ def calibrate(
     return Calibration(whitening, gammas, max(decisive, default=0))
 
 
-def _quantiles(scores: PublicScores, batch: int, seed: int) -> Tensor:
+def _quantiles(scores: _PublicScores, batch: int, seed: int) -> Tensor:
     """Return gammas at equal shares of the maxima of public batches with and without targets."""
     maxima = scores.batch_maxima(batch, 8, torch.Generator().manual_seed(seed))
     maxima = maxima.sort(descending=True).values.cpu()

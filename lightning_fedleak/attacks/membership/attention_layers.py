@@ -24,7 +24,7 @@ PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4
 
 
 @dataclass(frozen=True, repr=False)
-class Attention:
+class _Attention:
     """The attention of both heads in one sentence, for some of the targets.
 
     Attributes:
@@ -67,7 +67,7 @@ class Attention:
 
 def attentions(
     hidden: Tensor, mask: Tensor | None, targets: Tensor, beta: float
-) -> Iterator[Attention]:
+) -> Iterator[_Attention]:
     """Yield both heads' attention in every sentence, for some of the targets at a time.
 
     Args:
@@ -97,7 +97,7 @@ def attentions(
             part = slice(start, start + size)
             v = a[part, :, None]
             logits = torch.baddbmm(products.expand(len(v), n, n), v, v.mT, beta=1.0, alpha=-beta)
-            yield Attention(b, places, part, x, norms, logits.softmax(-1), second)
+            yield _Attention(b, places, part, x, norms, logits.softmax(-1), second)
 
 
 def expected_response(
@@ -160,7 +160,7 @@ def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> T
 
 
 def coordinate_gradients(
-    attentions: Iterable[Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
+    attentions: Iterable[_Attention], gammas: Tensor, weights: Tensor, targets: int, d: int
 ) -> Tensor:
     """Return the gradient of biases ``-gamma`` after a W_O of both signs of every coordinate.
 

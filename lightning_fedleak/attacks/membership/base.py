@@ -45,12 +45,12 @@ from lightning_fedleak.attacks.base import (
     Query,
     Surfaces,
     ThreatModel,
-    UnusableObservation,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import COMPRESSIONS
+from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.validate import check_choice, check_integer
 
 Granularity = Literal["full", "token"]
@@ -308,10 +308,7 @@ class MembershipAttack(Attack):
 
         Raises:
             UnusableObservation: the gradient is not finite.
-            ValueError: it has another number of rungs.
         """
-        if gradient.shape[1] != self.rungs:
-            raise ValueError(f"the gradient has {gradient.shape[1]} rungs, not {self.rungs}")
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
@@ -387,6 +384,11 @@ def threat_with_public_text(adversary: str) -> ThreatModel:
     return ThreatModel.create(adversary, *needs, Capability.KNOWS_PUBLIC_TEXT)
 
 
+def check_targets(targets: Tensor) -> None:
+    """Raise ``ValueError`` if a number of a target is NaN or infinite."""
+    check_finite(targets, "a target, where the server's copy of the model overflowed", ValueError)
+
+
 def read_rungs(
     gradient: Tensor, noise_std: float, rung: int, false_positive_rate: float = FALSE_POSITIVE_RATE
 ) -> MembershipGuess:
@@ -409,8 +411,7 @@ def read_rungs(
     Raises:
         UnusableObservation: the gradient is not finite.
     """
-    if not bool(gradient.isfinite().all()):
-        raise UnusableObservation("the gradient of the crafted layers is not finite")
+    check_finite(gradient, "the gradient of the crafted layers")
     if noise_std == 0.0:
         fires = gradient != 0
         places = torch.arange(gradient.shape[1], 0, -1, device=gradient.device)

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.base import Granularity, MembershipAttack, sentence_rows
+from lightning_fedleak.attacks.membership.base import (
+    Granularity,
+    MembershipAttack,
+    check_targets,
+    sentence_rows,
+)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_number, explain_arguments
 
@@ -311,8 +316,7 @@ class FCMembership(MembershipAttack):
         safe_tau, safe_zone = SAFE[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
-        if not bool(sizes.isfinite().all()):
-            raise ValueError("a target is not finite: the server's copy of the model overflowed")
+        check_targets(sizes)
         if "auto" in (self.tau, self.dead_zone) and bool((sizes == 0).any()):
             raise ValueError("a target is all zeros, so 'auto' has no scale: set tau")
         taus = safe_tau * sizes if self.tau == "auto" else torch.full_like(sizes, float(self.tau))

@@ -37,7 +37,8 @@ from lightning_fedleak.model.model_runs import labels_of
 from lightning_fedleak.model.snapshots import (
     Observation,
     UpdateSnapshot,
-    explain_weight_term,
+    check_finite,
+    check_weight_terms,
     whole_tensor,
 )
 from lightning_fedleak.progress import measure_seconds
@@ -159,16 +160,12 @@ class GradientMembership(PassiveMembership):
         return names
 
     def _exclude(self, terms: frozenset[str]) -> None:
-        """Calibrate again without the parameters that have a separate term in the loss.
-
-        Raises:
-            UnusableObservation: no parameter remains.
-        """
+        """Calibrate again without the parameters that have a separate term in the loss."""
         if terms:
             self._excluded |= terms
             self._calibrate(self._anatomy)
         if not self._names:
-            raise UnusableObservation(explain_weight_term(min(self._excluded)))
+            check_weight_terms(sorted(self._excluded))
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
         """Return the seconds of a look, from the model's runs on a few public texts."""
@@ -260,8 +257,7 @@ class GradientMembership(PassiveMembership):
     def _shared_gradient(self, view: Observation, name: str) -> Tensor:
         """Return the gradient of a parameter, or the update that replaces it."""
         g = whole_tensor(view.gradient(name)).float()
-        if not bool(g.isfinite().all()):
-            raise UnusableObservation(f"the gradient of {name} has NaN or infinity")
+        check_finite(g, f"the gradient of {name}")
         update = view.gradients[-1]
         if isinstance(update, UpdateSnapshot) and decays_apart(self._facts):
             return self._without_decay(g, name, update)
@@ -365,18 +361,12 @@ def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:
-    """Return the largest number of shared gradients, by which squares in float32 stay in range.
-
-    Raises:
-        UnusableObservation: it is zero, or so small that float32 has rounded the others off.
-    """
+    """Return the largest number of shared gradients, by which squares in float32 stay in range."""
     largest = max(float(g.abs().max()) for g in gradients)
-    if largest == 0:
-        raise UnusableObservation("every gradient that is read is zero")
     if largest < SMALLEST_GRADIENT:
         raise UnusableObservation(
-            f"the gradients that are read are below {SMALLEST_GRADIENT:.0e}, where float32 rounds "
-            "them off: scale the loss up"
+            "every gradient that is read is zero, or below "
+            f"{SMALLEST_GRADIENT:.0e}, where float32 rounds it off: scale the loss up"
         )
     return largest
 

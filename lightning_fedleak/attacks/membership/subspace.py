@@ -26,10 +26,9 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import before_last
 from lightning_fedleak.model.snapshots import (
-    NotYet,
     Observation,
     UpdateSnapshot,
-    explain_weight_term,
+    check_weight_terms,
 )
 from lightning_fedleak.threats import ThreatModelError
 
@@ -174,9 +173,7 @@ class SubspaceMembership(PassiveMembership):
         bases = [self._loss_term_rows(i, anatomy, view) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
-            if any(m.factor == "A" for i in inputs for m in i.trained_readers(anatomy)):
-                raise NotYet(row_space.NO_GRADIENT_YET)
-            raise UnusableObservation("every gradient that is read is zero")
+            row_space.refuse_zeros(m for i in inputs for m in i.trained_readers(anatomy))
         words: WordGuess | None = None
         with suppress(UnusableObservation):
             if view.gradients[-1].compression in ("", *self._words.reads_compressed):
@@ -215,16 +212,11 @@ class SubspaceMembership(PassiveMembership):
     def _loss_term_rows(
         self, shared_input: row_space.SharedInput, anatomy: Anatomy, view: Observation
     ) -> Tensor:
-        """Return a basis (k, d) of what terms of the loss add to the gradients of A's.
-
-        Raises:
-            UnusableObservation: a term is of a whole matrix.
-        """
+        """Return a basis (k, d) of what terms of the loss add to the gradients of A's."""
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
         for linear in shared_input.trained_readers(anatomy):
             if linear.regularised or linear.name in view.gradients[-1].loss_terms:
-                if linear.name not in self._factors:
-                    raise UnusableObservation(explain_weight_term(linear.name))
+                check_weight_terms([linear.name], self._factors)
                 basis.append(self._factors[linear.name])
         return row_space.orthonormal(torch.cat(basis))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, check_finite
 from lightning_fedleak.validate import check_integer
 
 
@@ -62,15 +62,12 @@ class Entities(MemorizationAttack):
         """Return the ranks.
 
         Raises:
-            UnusableObservation: the model was not asked about candidates, or its answers are not
-                numbers.
+            UnusableObservation: an answer of the model is not finite.
         """
         snapshot = view.candidates
-        if snapshot is None:
-            raise UnusableObservation("no model is released here: no value was asked")
+        assert snapshot is not None
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
-        if not bool(snapshot.log_probs[columns].isfinite().all()):
-            raise UnusableObservation("the model's log probabilities are not finite")
+        check_finite(snapshot.log_probs[columns], "the model's log probabilities")
         value = snapshot.log_probs[:, :1]
         columns[:, 0] = False
         above = ((snapshot.log_probs > value) & columns).sum(1)

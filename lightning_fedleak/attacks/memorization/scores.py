@@ -19,7 +19,12 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import (
+    Observation,
+    ReleasedModel,
+    TokenSnapshot,
+    check_finite,
+)
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_number
 
@@ -86,7 +91,7 @@ class MemorizationAttack(Attack):
         """Return the guess about all texts that the model was asked.
 
         Raises:
-            UnusableObservation: no model is released, or its answers are not finite.
+            UnusableObservation: an answer of the model is not finite.
         """
         return MemorizationGuess(self.score(_finite(view.released)))
 
@@ -97,10 +102,8 @@ class MemorizationAttack(Attack):
 
 def _finite(released: ReleasedModel | None) -> ReleasedModel:
     """Return what the model was asked, if attacks can read it."""
-    if released is None:
-        raise UnusableObservation("no model is released here: no text was asked")
-    if not bool(released.now.log_probs.isfinite().all()):
-        raise UnusableObservation("the model's log probabilities are not finite")
+    assert released is not None
+    check_finite(released.now.log_probs, "the model's log probabilities")
     return released
 
 

@@ -33,6 +33,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import input_rows as input_
 from lightning_fedleak.attacks.row_space.linear_maps import input_states as input_states
 from lightning_fedleak.attacks.row_space.linear_maps import lone_token_maps as lone_token_maps
 from lightning_fedleak.attacks.row_space.linear_maps import nonzero_gradients as nonzero_gradients
+from lightning_fedleak.attacks.row_space.linear_maps import refuse_zeros as refuse_zeros
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
 from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows

@@ -70,20 +70,15 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
         ValueError: fewer than d + 1 states, or states that do not vary in half of their directions.
     """
     n, d = hidden.shape
-    if n <= d:
-        raise ValueError(
-            f"{n} tokens of public text cannot whiten {d} dimensions: give more text (at least "
-            f"{2 * d} tokens are advised), or set whiten=False"
-        )
     states = hidden.double()
     mean = states.mean(0)
     centred = states - mean
-    values, vectors = torch.linalg.eigh(centred.T @ centred / (n - 1))
+    values, vectors = torch.linalg.eigh(centred.T @ centred / max(n - 1, 1))
     scale = values.median()
-    if not scale > 1e-12 * values[-1]:
+    if n <= d or not scale > 1e-12 * values[-1]:
         raise ValueError(
-            f"hidden states of {n} tokens of public text vary in fewer than half of the {d} "
-            "dimensions: give more varied text, or set whiten=False"
+            f"{n} tokens of public text, or too alike ones, cannot whiten {d} dimensions: give "
+            f"more text (at least {2 * d} tokens are advised), or set whiten=False"
         )
     values = (values.clamp(min=0.0) + ridge * scale).clamp(min=1e-9 * float(scale))
     matrix = (vectors * values.rsqrt()) @ vectors.T

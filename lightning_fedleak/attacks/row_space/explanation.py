@@ -29,7 +29,7 @@ from lightning_fedleak.model.snapshots import (
     NotYet,
     Observation,
     UnusableObservation,
-    explain_weight_term,
+    check_weight_terms,
 )
 
 _NOISE_SHARE = 0.7
@@ -268,10 +268,7 @@ class ReadableInput:
 
         if errors is not None:
             if self.is_factor_b:
-                raise Inapplicable(
-                    "in an update of Adam, LoRA's B alone has too few directions to "
-                    "distinguish words"
-                )
+                raise Inapplicable("in an update of Adam, LoRA's B alone distinguishes no words")
             doubts = [errors[m.name] if m.axis == 1 else errors[m.name].T for m in by_map]
             result = self._words(explain_uneven(gradients, doubts, find))
             cause = "what the optimizer's step left of the gradient"
@@ -287,11 +284,7 @@ class ReadableInput:
         return result
 
     def _explain_kept(self, gradients: Sequence[Tensor], beside: Tensor) -> PursuitResult:
-        """Return the types of gradients of which only the largest entries were sent.
-
-        Raises:
-            Inapplicable: no types explain the kept entries.
-        """
+        """Return the types of gradients of which only the largest entries were sent."""
         rows, atoms = most_kept(torch.cat([*gradients])), self.dictionary.rows
         types = None if self.is_factor_b else explain_kept(rows, atoms, beside, self.log_odds)
         if types is None:
@@ -335,30 +328,18 @@ class ReadableInput:
         return result, cause
 
     def _gradients(self, view: Observation) -> dict[linear_maps.LinearMap, Tensor]:
-        """Return (n, d) gradients of the maps, without those that are all zero.
-
-        Raises:
-            UnusableObservation: one is not finite, or all are zero.
-        """
+        """Return (n, d) gradients of the maps, without those that are all zero."""
         gradients = linear_maps.nonzero_gradients(view, self.maps)
         if gradients:
             return gradients
-        if any(m.factor == "A" for m in self.maps):
-            raise NotYet(linear_maps.NO_GRADIENT_YET)
-        raise UnusableObservation("the gradients of the first projections are all zero")
+        linear_maps.refuse_zeros(self.maps, "the first projections")
 
     def _rows_of_loss_terms(
         self, maps: Iterable[linear_maps.LinearMap], terms: Collection[str]
     ) -> dict[str, Tensor]:
-        """Return the rows that loss terms of parameters alone add to gradients, by parameter.
-
-        Raises:
-            UnusableObservation: a term is not of a low-rank factor.
-        """
+        """Return the rows that loss terms of parameters alone add to gradients, by parameter."""
         names = [m.name for m in maps if m.regularised or m.name in terms]
-        for name in names:
-            if name not in self._factors:
-                raise UnusableObservation(explain_weight_term(name))
+        check_weight_terms(names, self._factors)
         return {name: self._factors[name] for name in names}
 
     def _explain_weighed(
@@ -429,18 +410,13 @@ class ReadableInput:
         if beside and not any(noise) and shared.silent:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
         dims = atoms.width - len(atoms.beside)
-        if len(shared.principal) >= dims - 1:
-            raise Inapplicable(
-                f"what was shared fills all {dims} directions of the input: more types (and "
-                "positions) than can be distinguished"
-            )
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
         if not len(shared.principal):
             none = torch.empty(0, dtype=torch.long, device=odds.device)
             return PursuitResult(none, odds, 0.0, 1.0, False)
-        result = explain(atoms, shared, odds)
-        if math.isnan(result.expected) and not len(result.types):
+        result = explain(atoms, shared, odds) if len(shared.principal) < dims - 1 else None
+        if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
                 f"what was shared fills {len(shared.principal)} of the {dims} directions of the "
                 "input, and no type stands out: more types (and positions) than can be "
@@ -464,13 +440,10 @@ def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> fl
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:
-    """Return the types of rows with entries of uneven accuracy.
+    """Return the types of rows (n_i, d) with entries of uneven accuracy.
 
-    Args:
-        rows: each (n_i, d).
-        errors: standard deviations of their entries; infinite where only an entry's sign and a
-            lower bound of its size are known.
-        find: finds the atoms of rows that are evenly accurate.
+    Errors are the entries' standard deviations; infinite where only an entry's sign and a lower
+    bound of its size are known. ``find`` finds the atoms of rows that are evenly accurate.
     """
     measured = [_most_accurate(y.double(), e.double()) for y, e in zip(rows, errors, strict=True)]
     current = [

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,10 @@ from lightning_fedleak.model.anatomy import (
     walk,
 )
 from lightning_fedleak.model.snapshots import (
+    NotYet,
     Observation,
     UnusableObservation,
+    check_finite,
     whole_rows,
     whole_tensor,
 )
@@ -205,11 +207,22 @@ def nonzero_gradients(view: Observation, maps: Iterable[LinearMap]) -> dict[Line
     gradients = {}
     for linear in maps:
         g = whole_tensor(view.gradient(linear.name))
-        if not bool(g.isfinite().all()):
-            raise UnusableObservation(f"the gradient of {linear.name} has NaN or infinity")
+        check_finite(g, f"the gradient of {linear.name}")
         if bool(g.any()):
             gradients[linear] = g if linear.axis == 1 else g.T
     return gradients
+
+
+def refuse_zeros(maps: Iterable[LinearMap], name: str = "every map that is read") -> NoReturn:
+    """Raise the error for maps whose gradients are all zero.
+
+    Raises:
+        NotYet: one is a LoRA's A, whose B has not moved yet.
+        UnusableObservation: all others.
+    """
+    if any(m.factor == "A" for m in maps):
+        raise NotYet(NO_GRADIENT_YET)
+    raise UnusableObservation(f"the gradient of {name} is zero")
 
 
 def find_shared_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[SharedInput]:

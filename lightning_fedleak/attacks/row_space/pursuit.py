@@ -96,10 +96,7 @@ class SharedRows:
 def _above_noise(rows: Tensor, dims: int, *, exact: bool) -> Tensor:
     """Return the principal rows above the noise; near rounding the cut is the widest gap.
 
-    Args:
-        rows: (n, d) in units of the noise of an entry.
-        dims: directions that nothing was projected off; a fall to the rest is no gap.
-        exact: whether the noise is rounding alone.
+    A fall behind ``dims`` directions, to those that were projected off, is no gap.
     """
     n, d = rows.shape
     if n > d:
@@ -231,9 +228,7 @@ def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
         count = int((parts < shared.floor).sum())
         if not count:
             break
-        needed = torch.ones(len(types), dtype=torch.bool, device=types.device)
-        needed[parts.argsort()[: -(-count // 2)]] = False
-        types = types[needed]
+        types = types[parts.argsort()[-(-count // 2) :].sort().values]
     return types
 
 
@@ -298,11 +293,10 @@ def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
 def _place(
     atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, residual: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return what one of the types adds to the others.
+    """Return the direction (d,) that one of the types adds to the others, and the parts there.
 
-    Returns:
-        (d,) its direction; (k,) the rows' part there; (n,) the twins' part; and (n,) the product of
-        the rows' part with what ``residual``, (k, d) rows, holds of each twin.
+    These are the rows' part (k,); the twins' part (n,); and the product (n,) of the rows' part with
+    what ``residual``, (k, d) rows, holds of each twin.
     """
     added = _added_direction(atoms.rows(types), place)
     part = shared.principal @ added
@@ -368,13 +362,8 @@ def _silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
 
     A token's trace is that of a type of median strength, at the token's input: its size, times the
     share of it that lies outside of the types' inputs. It is nothing for an input of zeros, and for
-    one that equals a type's or is a multiple of it.
-
-    Args:
-        atoms: of all tokens.
-        shared: the rows.
-        types: that explain the rows.
-        others: tokens whose atoms the types nearly explain.
+    one that equals a type's or is a multiple of it. ``others`` are tokens whose atoms the types
+    nearly explain.
     """
     q, r = torch.linalg.qr(atoms.rows(types).T)
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
@@ -409,9 +398,8 @@ class _Pursuit:
         self.log_odds = log_odds.float()
         self.noise = float(atoms.whitening.square().sum()) / atoms.width
         self.exact = shared.exact
-        d = atoms.width
-        self.dims = d - len(atoms.beside)
-        self.basis = self.residual.new_zeros(0, d)
+        self.dims = atoms.width - len(atoms.beside)
+        self.basis = self.residual.new_zeros(0, atoms.width)
         self.outside = torch.ones(len(log_odds), device=log_odds.device)
         self.alive = atoms.usable.clone()
         self.chosen: list[int] = []

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
 from lightning_fedleak.model.anatomy import Anatomy, place_of
-from lightning_fedleak.model.snapshots import Observation
+from lightning_fedleak.model.snapshots import Observation, check_finite
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -187,8 +187,7 @@ class InversionAttack(TextAttack):
         snapshot = view.activations[-1]
         by_number = snapshot.tensors.get(f"layer {self.layer}")
         hidden = snapshot.tensors[self._layer_name] if by_number is None else by_number
-        if not bool(torch.isfinite(hidden).all()):
-            raise base.UnusableObservation("the activations are not finite")
+        check_finite(hidden, "the activations")
         return self.reconstruct(hidden, snapshot.attention_mask, snapshot.position_ids)
 
 

@@ -29,6 +29,11 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.whole_models import (
+    ParameterPlace,
+    parameter_places,
+    parameters_replaced,
+)
 
 # Relative errors up to which hidden states count as equal; more hide wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -132,7 +137,7 @@ class BottomModel(CopiedModel):
     ) -> None:
         super().__init__(autocast)
         self.layer = layer
-        self._weights: list[model_runs.ParameterPlace] = []
+        self._weights: list[ParameterPlace] = []
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
         shape = matrix_shape(anatomy.embedding)
@@ -174,7 +179,7 @@ class BottomModel(CopiedModel):
                     )
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()
-        self._weights = model_runs.parameter_places(modules, copies)
+        self._weights = parameter_places(modules, copies)
 
     @property
     def rounding(self) -> float:
@@ -293,7 +298,7 @@ class BottomModel(CopiedModel):
         return next(i for i in range(3) if i not in special)
 
     def _copied_weights(self) -> AbstractContextManager[None]:
-        return model_runs.parameters_replaced(self._weights)
+        return parameters_replaced(self._weights)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         model_runs.check_text(self.anatomy, ids, mask, positions)

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import rounding_error
 from lightning_fedleak.attacks.row_space import (
-    NO_GRADIENT_YET,
     SharedInput,
     SharedRows,
     block_name,
     most_kept,
     nonzero_gradients,
+    refuse_zeros,
     whitening_matrix,
 )
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, Place, text_blocks, unwrap
 from lightning_fedleak.model.model_runs import stop_at, stop_behind
-from lightning_fedleak.model.snapshots import NotYet, Observation, UpdateSnapshot, whole_tensor
+from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole_tensor
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,7 @@ def shared_rows(
             stored /= snapshot.learning_rate
         noise.append(math.hypot(snapshot.noise_on(linear.name), stored))
     if not gradients:
-        if any(m.factor == "A" for m in block.trained_readers(anatomy)):
-            raise NotYet(NO_GRADIENT_YET)
-        raise UnusableObservation("the gradients of the second block's projections are zero")
+        refuse_zeros(block.trained_readers(anatomy), "the second block's projections")
     dtypes = [*(g.dtype for g in gradients), autocast or torch.float32]
     nothing = torch.zeros(0, block.width, dtype=torch.float64, device=gradients[0].device)
     rounding = max(math.sqrt(12) * snapshot.rounding, *(torch.finfo(d).eps for d in dtypes))

@@ -240,12 +240,8 @@ class AlignedFlatChat(Attack):
     def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> HeadCalibration:
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
-        if parts.n_sentences < 4:
-            alternative = ", or use readout='sign'" if steps is None else ""
-            raise ValueError(
-                f"a learned readout needs at least 4 public texts, got {parts.n_sentences}: give "
-                f"more public text{alternative}"
-            )
+        hint = "give more, or use readout='sign'" if steps is None else "give more"
+        check_integer("public texts of a learned readout", parts.n_sentences, at_least=4, hint=hint)
         if steps is None:
             weight, bias = head_parameters(anatomy)
             return rehearse(parts, weight, bias, generator, self._rehearsed)
@@ -378,9 +374,7 @@ class AlignedFlatChat(Attack):
         return WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
-        if self._calibration is None:
-            raise RuntimeError(f"attack '{self.name}' has no calibration: call prepare(anatomy)")
-        self._calibration = self._calibration.on_device(device)
+        self._calibration = self.prepared(self._calibration).on_device(device)
         return self._calibration
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:

@@ -47,7 +47,7 @@ _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of a row's entries, as feature
 
 
 @dataclass(frozen=True)
-class PublicUpdate:
+class _PublicUpdate:
     """An update of the head from public text.
 
     Attributes:
@@ -65,7 +65,7 @@ def one_step_updates(
     bias: Tensor | None,
     steps: LocalSteps,
     generator: torch.Generator,
-) -> Iterator[PublicUpdate]:
+) -> Iterator[_PublicUpdate]:
     """Yield updates of one step, from the gradients of public sentences.
 
     Args:
@@ -94,7 +94,7 @@ def training_updates(
     batch: Callable[[int], TokenBatch],
     steps: LocalSteps,
     generator: torch.Generator,
-) -> Iterator[PublicUpdate]:
+) -> Iterator[_PublicUpdate]:
     """Yield updates of rounds of training on public text, with copies of the weights.
 
     Args:
@@ -120,11 +120,11 @@ def _draw_size(generator: torch.Generator) -> int:
 
 def _public_update(
     before: Tensor, after: Tensor, labels: Tensor, steps: LocalSteps
-) -> PublicUpdate:
+) -> _PublicUpdate:
     used = torch.zeros(len(before), dtype=torch.bool, device=before.device)
     used[labels.to(before.device)] = True
     rows = normalize_update((before - after) / steps.rate, before, steps.rate, steps)
-    return PublicUpdate(rows, used)
+    return _PublicUpdate(rows, used)
 
 
 def normalize_update(update: Tensor, before: Tensor, rate: float, steps: LocalSteps) -> Tensor:

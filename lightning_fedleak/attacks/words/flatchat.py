@@ -159,7 +159,7 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatChatGuess(WordGuess):
+class _FlatChatGuess(WordGuess):
     """A guess with the mixture that it comes from.
 
     Attributes:
@@ -204,7 +204,7 @@ class TypeCountRegressor:
 
 def flatchat(
     gradient: Tensor, n_types: float | Callable[[Mixture], float], scorer: Scorer = "gmm"
-) -> FlatChatGuess:
+) -> _FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
     Args:
@@ -221,7 +221,7 @@ def flatchat(
     scores = rank_types(s, mixture, scorer)
     estimate = float(n_types(mixture) if callable(n_types) else n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
-    return FlatChatGuess(
+    return _FlatChatGuess(
         types=top.indices.to(gradient.device),
         scores=scores.float().to(gradient.device),
         n_types=estimate,
@@ -358,7 +358,7 @@ class FlatChat(Attack):
         if self.predicts and self.regressor is None:
             self.prepare(anatomy)
 
-    def run(self, view: Observation, query: Query | None = None) -> FlatChatGuess:
+    def run(self, view: Observation, query: Query | None = None) -> _FlatChatGuess:
         """Return the word types that the newest head gradient was computed on.
 
         Raises:

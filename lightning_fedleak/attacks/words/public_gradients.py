@@ -165,11 +165,7 @@ def gradient_through_blocks(
 def _leaves(
     anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return views of the model's parameters by name, and those of roles, which take a gradient.
-
-    Raises:
-        ValueError: the model has no parameter of a role.
-    """
+    """Return views of the model's parameters by name, and those of roles, which take a gradient."""
     targets = {}
     for role in roles:
         parameter = anatomy.parameter(role)
@@ -312,7 +308,7 @@ class GradientParts:
         input_sentence: (M,) index of the sentence each belongs to.
         input_first: (M,) whether it opens its sentence.
         logit_map: the map from the head's product to the logits.
-        projection: see :class:`HeadSurface`.
+        projection: see :class:`_HeadSurface`.
     """
 
     hidden: Tensor
@@ -461,8 +457,7 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     """
     _head(anatomy)
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
-    if weight is None:
-        raise ValueError("the head holds no matrix of numbers that its gradient could be of")
+    assert weight is not None
     whole = whole_tensor(weight).float()
     adapter = _head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):
@@ -472,7 +467,7 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
 
 
 @dataclass(frozen=True)
-class HeadSurface:
+class _HeadSurface:
     """The trained matrix with a row for each type.
 
     Attributes:
@@ -485,14 +480,14 @@ class HeadSurface:
     projection: Tensor | None = None
 
 
-def head_surface(anatomy: Anatomy) -> HeadSurface:
+def head_surface(anatomy: Anatomy) -> _HeadSurface:
     """Return the trained matrix of the head: its weight, or the B of a LoRA on it."""
     adapter = _head_adapter(anatomy)
     if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter[0].requires_grad:
-        return HeadSurface(HEAD_WEIGHT)
+        return _HeadSurface(HEAD_WEIGHT)
     b, projection = adapter
     name = next(n for n, p in anatomy.root.named_parameters() if p is b)
-    return HeadSurface(name, projection)
+    return _HeadSurface(name, projection)
 
 
 def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:

@@ -34,7 +34,7 @@ _ROWS_PER_ROUND = 60  # violated rows added before a program is solved again; no
 
 
 @dataclass(frozen=True, kw_only=True)
-class RevealLabelsGuess(WordGuess):
+class _RevealLabelsGuess(WordGuess):
     """A guess with the size of its computation.
 
     Attributes:
@@ -48,7 +48,7 @@ class RevealLabelsGuess(WordGuess):
 
 def reveal_labels(
     gradient: Tensor, *, max_seconds: float = 60.0, allow_full_rank: bool = False
-) -> RevealLabelsGuess:
+) -> _RevealLabelsGuess:
     """Return the types whose row one linear functional makes negative, and no other row.
 
     The gradient of softmax with cross-entropy is ``dW = G H^T`` with a column ``p_i - onehot(y_i)``
@@ -112,7 +112,7 @@ def reveal_labels(
             )
         if separable:
             types.append(t)
-    return RevealLabelsGuess(
+    return _RevealLabelsGuess(
         types=torch.tensor(types, dtype=torch.int64, device=gradient.device),
         n_types=float(len(types)),
         rank=rank,
@@ -175,7 +175,7 @@ class RevealLabels(Attack):
             )
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
-    def run(self, view: Observation, query: Query | None = None) -> RevealLabelsGuess:
+    def run(self, view: Observation, query: Query | None = None) -> _RevealLabelsGuess:
         """Return the separable types of the newest head gradient.
 
         Raises:

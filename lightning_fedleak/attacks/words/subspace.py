@@ -23,7 +23,6 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
 )
 from lightning_fedleak.attacks.local_steps import (
-    COMPRESSED_STEPS,
     LocalSteps,
     check_compressed,
     copy_weights,
@@ -203,9 +202,6 @@ class SubspaceWords(Attack):
 
         The input of a factor B changes with A at every step. It is read as long as B is zero and A
         has no gradient, or where only factors B are trained.
-
-        Raises:
-            ValueError: none can be read.
         """
         current = {readable.known_input.reader: readable for readable in self._readable}
         autocast = self._facts.autocast
@@ -322,11 +318,7 @@ class SubspaceWords(Attack):
     def _read_sides(
         self, view: Observation, noise: Mapping[str, float], errors: Mapping[str, Tensor] | None
     ) -> dict[bool, row_space.PursuitResult]:
-        """Return a result for each side of an encoder-decoder (True: the decoder) that is read.
-
-        Raises:
-            UnusableObservation: nothing can be read, with the reasons of all inputs.
-        """
+        """Return a result for each side of an encoder-decoder (True: the decoder) that is read."""
         results: dict[bool, row_space.PursuitResult] = {}
         refusals: list[UnusableObservation] = []
         for readable in self._readable:
@@ -394,18 +386,13 @@ class SubspaceWords(Attack):
     def _as_gradients(
         self, update: UpdateSnapshot
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor] | None]:
-        """Return an update as gradients, and the errors of their entries if these are uneven.
-
-        Raises:
-            UnusableObservation: its rows are no combinations of inputs.
-        """
+        """Return an update as gradients, and the errors of their entries if these are uneven."""
         self.check_updates(self._facts)
         steps = LocalSteps.from_facts(self._facts)
         if steps is None:
             return update, None
         steps.check_fresh(update.fresh)
-        if update.compression and not steps.plain:
-            raise Inapplicable(COMPRESSED_STEPS)
+        check_compressed(self._facts, update.compression != "")
         if steps.linear and not steps.settings.get("weight_decay"):
             return update, None
         names = [m.name for readable in self._readable for m in readable.maps]
@@ -430,11 +417,7 @@ class SubspaceWords(Attack):
     def _invert(
         self, update: UpdateSnapshot, shared: Mapping[str, Tensor], steps: LocalSteps
     ) -> tuple[UpdateSnapshot, Mapping[str, Tensor]]:
-        """Return the gradients behind a first step of Adam, and the errors of their entries.
-
-        Raises:
-            UnusableObservation: the step shows the signs of most entries alone.
-        """
+        """Return the gradients behind a first step of Adam, and the errors of their entries."""
         gradients, errors = {}, {}
         for name, tensor in shared.items():
             gradient, errors[name] = steps.invert(
@@ -445,7 +428,7 @@ class SubspaceWords(Attack):
         # An entry with an infinite error has a gradient too, of which the sign alone is known.
         trained = [gradients[n].any() | errors[n].isinf().any() for n in factors & shared.keys()]
         if trained and not any(trained):
-            raise NotYet(row_space.NO_GRADIENT_YET)
+            row_space.refuse_zeros(m for r in self._readable for m in r.maps)
         sizes = (errors[n] < _HALF_KNOWN * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
             raise UnusableObservation(

@@ -27,6 +27,7 @@ from lightning_fedleak.evidence import (
 from lightning_fedleak.evidence.chain import runs_below
 from lightning_fedleak.report import ReportError, read
 from lightning_fedleak.report.records import RECORD
+from lightning_fedleak.validate import explained
 
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
@@ -96,11 +97,8 @@ def _function(name: str) -> Callable[..., object]:
     place, _, function = name.rpartition(":")
     path = Path(place)
     sys.path.insert(0, str(path.parent if path.suffix == ".py" else Path.cwd()))
-    try:
+    wrong = f"--train takes FILE.py:FUNCTION or MODULE:FUNCTION, and '{name}' is none"
+    with explained(wrong, ImportError, AttributeError, ValueError, error=ReportError):
         module = importlib.import_module(path.stem if path.suffix == ".py" else place)
         train: Callable[..., object] = getattr(module, function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ReportError(
-            f"--train takes FILE.py:FUNCTION or MODULE:FUNCTION, and '{name}' is none ({error})"
-        ) from None
     return train

@@ -32,6 +32,7 @@ from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
 from lightning_fedleak.federation import SUM
 from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.validate import explained
 
 _MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
 
@@ -64,7 +65,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     make_folder(folder, options.out)
     console.print(f"{introduction}\n")
     rounds: list[Round] = []
-    table = RoundsTable(console, options.clients, private=federation.is_private)
+    table = _RoundsTable(console, options.clients, private=federation.is_private)
     with _quiet():
         table.print_headers()
 
@@ -100,21 +101,19 @@ def _check_options(options: Namespace) -> None:
         (options.gate, ("watch", "action"), "--gate, such as 0.5"),
         (options.epsilon, ("clip", "delta", "trust", "sampling", "per_round"), "--epsilon"),
     )
-    for setting, names, needed in rules:
-        for name in names:
-            if setting is None and getattr(options, name) != getattr(Federation, name):
-                option = f"--{name.replace('_', '-')}"
-                raise SourceError(f"{option} has no effect alone: give {needed} too.")
+    lacking = [
+        (f"--{name.replace('_', '-')}", needed)
+        for setting, names, needed in rules
+        for name in names
+        if setting is None and getattr(options, name) != getattr(Federation, name)
+    ]
     if options.partition == "speaker" and options.partition_by is None:
-        raise SourceError(
-            "--partition speaker deals texts by speaker: name the column that holds it with "
-            "--partition-by."
-        )
+        lacking.append(("--partition speaker", "--partition-by, the column of speakers,"))
     if options.action == "harden" and (options.epsilon is None or options.trust != "local"):
-        raise SourceError(
-            "--action harden turns up the noise that clients add themselves: give --epsilon and "
-            "--trust local too."
-        )
+        lacking.append(("--action harden", "--epsilon and --trust local"))
+    if lacking:
+        option, needed = lacking[0]
+        raise SourceError(f"{option} has no effect alone: give {needed} too.")
 
 
 def _check_gates(federation: Federation) -> None:
@@ -125,10 +124,8 @@ def _check_gates(federation: Federation) -> None:
     fewest = min(map(len, federation.rows))
     texts = min(federation.local_steps * federation.batch_size, fewest)
     for gate in round_gates:
-        try:
+        with explained(f"--watch {gate.metric}", ValueError, error=SourceError):
             gate.watch_rounds(observer)
-        except ValueError as error:
-            raise SourceError(f"--watch {gate.metric}: {error}") from error
         if "membership" in gate.metric and texts < LEAST_MEMBERS:
             raise SourceError(
                 f"--watch {gate.metric}: a round has {texts} texts of a client, and no update is "
@@ -214,7 +211,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class RoundsTable(LinesTable):
+class _RoundsTable(LinesTable):
     """Shows each round as it closes.
 
     Args:

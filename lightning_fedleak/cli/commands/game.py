@@ -73,7 +73,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     Raises:
         SourceError: model or text cannot be used.
         AnatomyError: the model's parts could not be found.
-        GameError: model, text, layer and settings do not go together.
+        ValueError: model, text, layer and settings do not go together.
     """
     console = console or Console(highlight=False)
     tokenizer = load_tokenizer(options.model)

@@ -29,6 +29,7 @@ from lightning_fedleak.cli.studies.invert import Cell
 from lightning_fedleak.cli.studies.models import check_context, find_model
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.report.records import as_json
+from lightning_fedleak.validate import check_integer, explained
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 
@@ -126,10 +127,8 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
     blocks = len(anatomy.blocks)
     layers = list(dict.fromkeys(options.layer or (round(blocks / 3), round(2 * blocks / 3))))
     for layer in layers:
-        try:
+        with explained(f"--layer {layer}", ValueError, error=SourceError):
             place_of(anatomy, layer)
-        except ValueError as error:
-            raise SourceError(f"--layer {layer}: {error}") from error
     return layers
 
 
@@ -140,8 +139,8 @@ def _rows(
     rows: dict[int, Tensor] = {}
     for length in sorted(set(options.lengths)):
         check_context(anatomy, length, "--lengths")
-        if length < 2 and anatomy.kind == "causal":
-            raise SourceError(f"--lengths {length}: give at least 2 tokens")
+        least = 2 if anatomy.kind == "causal" else 1
+        check_integer("--lengths", length, at_least=least, hint="tokens", error=SourceError)
         rows[length] = invert.rows_of_length(
             texts,
             tokenizer,

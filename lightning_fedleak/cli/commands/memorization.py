@@ -32,6 +32,7 @@ from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
+from lightning_fedleak.validate import explained
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 _USED_UP = (
@@ -91,7 +92,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = _compare(console, pools, answers, beyond, alpha, options)
     pool, result = pools[0], results[0]
-    laws = _laws(console, pools, results, options)
+    laws = _laws(pools, results, options)
+    if _USED_UP in laws.values():
+        console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
     by_kind = _values_found(console, entities, answers[-1], [trains for _, trains in rows], laws)
     of_kinds = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
@@ -145,17 +148,12 @@ def _compare(
     alpha: float,
     options: Namespace,
 ) -> list[Comparison]:
-    """Return what each pool shows, and print it; some have scores beyond references, by number.
-
-    Raises:
-        SourceError: the model gives no answers that can be compared.
-    """
+    """Return what each pool shows, and print it; some have scores beyond references, by number."""
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
-        try:
+        unread = f"--model '{options.model}' cannot be read"
+        with explained(unread, UnusableObservation, error=SourceError):
             result = pool.compare(*answer, alpha=alpha)
-        except UnusableObservation as error:
-            raise SourceError(f"--model '{options.model}' cannot be read: {error}") from error
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[once], pool.members[once]
@@ -167,18 +165,12 @@ def _compare(
 
 
 def _laws(
-    console: Console,
-    pools: Sequence[ReleasedPool],
-    results: Sequence[Comparison],
-    options: Namespace,
+    pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
     """Return why the sides of each pool are not exchangeable; None where nothing says so."""
     differences = [None if options.drawn else one.other_law for one in results]
     laws = dict(zip([one.part for one in pools], differences, strict=True))
-    if used_up_mark(options.members).exists():
-        laws = dict.fromkeys(laws, _USED_UP)
-        console.print(_USED_UP)
-    return laws
+    return dict.fromkeys(laws, _USED_UP) if used_up_mark(options.members).exists() else laws
 
 
 def _values_found(
@@ -269,11 +261,7 @@ def _beyond(
     recipe: Recipe,
     seconds: float,
 ) -> dict[int, Tensor]:
-    """Return the scores beyond references of each pool by its number, and print what they bring.
-
-    Raises:
-        SourceError: no references can be trained.
-    """
+    """Return the scores beyond references of each pool by its number, and print what they bring."""
     by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in by_number.values() for text in pool.texts}
     places = {content: n for n, content in enumerate(texts)}
@@ -313,21 +301,16 @@ def _pools(
     """Return the pool of long texts, if there are enough, and that of short ones.
 
     With it, by the attack that the gate reads, why members of such a length are not compared.
-
-    Raises:
-        ValueError: too few of either.
     """
-    pools, failures, absent = [], [], {}
+    pools, failures, absent = [], [], dict[str, str]()
     for part, attack, n, words in zip(_PARTS, _HEADLINES, _sizes(members), _WORDS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
             pools.append(ReleasedPool(*sides, decode, [*members], part=part))
         except ValueError as error:
             failures.append(error)
-            if n:
-                absent[attack] = (
-                    f"What is given away of {n} members with {words} is UNKNOWN: {error}."
-                )
+            unknown = f"What is given away of {n} members with {words} is UNKNOWN: {error}."
+            absent |= {attack: unknown} if n else {}
     if not pools or pools[0].part == "prompts":
         raise failures[0]
     return pools, absent
@@ -362,20 +345,15 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:
-    """Return each metric that is limited, and its limit.
-
-    Raises:
-        SourceError: options contradict each other.
-    """
+    """Return each metric that is limited, and its limit."""
     limits = [(metric or options.metric, limit) for metric, limit in options.at_most or ()]
     if options.records is None and "at_least" in {options.metric, *(name for name, _ in limits)}:
         raise SourceError("--metric at_least counts the rows of a list: give --records FILE")
+    names = entity_names(Path(kind).stem for kind in options.entities or ())
     for metric, limit in limits:
-        if metric.startswith("entity/") and not options.entities:
-            raise SourceError(f"--at-most {metric}=... is of values in the texts: give --entities")
-        names = entity_names(Path(kind).stem for kind in options.entities)
         if metric.startswith("entity/") and metric not in names:
-            raise SourceError(f"--at-most {metric}=... is none of {', '.join(names)}")
+            known = ", ".join(names) if names else "the values in the texts: give --entities"
+            raise SourceError(f"--at-most {metric}=... is none of {known}")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits
@@ -388,13 +366,14 @@ def _reader(options: Namespace) -> RowReader:
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template
-    if head == "causal" and options.label_column is not None:
-        raise SourceError("--label-column is of classifiers, and --model is none: leave it out")
     is_one = getattr(config, "problem_type", None) in (None, "single_label_classification")
-    if head == "row" and not (is_one and config.num_labels > 1):
-        raise SourceError(
-            "--model predicts several classes or a number, and not one class of a row"
-        )
+    problem = None
+    if head == "causal" and options.label_column is not None:
+        problem = "--label-column is of classifiers, and --model is none: leave it out"
+    elif head == "row" and not (is_one and config.num_labels > 1):
+        problem = "--model predicts several classes or a number, and not one class of a row"
+    if problem:
+        raise SourceError(problem)
     return RowReader(
         tokenizer,
         options.length,

@@ -13,6 +13,7 @@ from lightning_fedleak.cli.finetuning import SourceError, read_rows, text_of
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.private_files import write_lines, write_secret
+from lightning_fedleak.validate import explained
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -26,10 +27,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         SourceError: the list or the rows cannot be used, stdout is no terminal, or rows were or
             may have been trained on under differential privacy.
     """
-    try:
+    listed = f"'{options.file}' cannot be used"
+    with explained(listed, OSError, ValueError, error=SourceError):
         records = RecordList.load(options.file)
-    except (OSError, ValueError) as error:
-        raise SourceError(str(error)) from None
     rows, _ = read_rows(options.data)
     if (largest := max((line.row for line in records.lines), default=-1)) >= len(rows):
         raise SourceError(
@@ -67,31 +67,32 @@ def _drop(
     console: Console, records: RecordList, rows: list[Mapping[str, object]], options: Namespace
 ) -> None:
     account = records.head.get("account")
+    problem = ""
     if account:
-        raise SourceError(
+        problem = (
             "the rows were trained on under differential privacy: which rows are dropped by their "
             "content is outside of epsilon, and training again without them has no guarantee"
         )
-    if account is None and not options.no_account:
-        raise SourceError(
+    elif account is None and not options.no_account:
+        problem = (
             "the list does not say whether the rows were trained on under differential privacy, "
             "where none may be dropped by their content: say by --no-account that they were not"
         )
-    if records.head["at_least"] is None:
-        raise SourceError(
+    elif records.head["at_least"] is None:
+        problem = (
             "too few texts were compared to say of any row that it is given away, so that no row "
             "is dropped by this list: leave more rows out, and make another list"
         )
-    if options.out is None or options.out.suffix != ".jsonl":
-        raise SourceError("drop writes the kept rows as JSON lines: give --out FILE.jsonl")
+    elif options.out is None or options.out.suffix != ".jsonl":
+        problem = "drop writes the kept rows as JSON lines: give --out FILE.jsonl"
+    if problem:
+        raise SourceError(problem)
     dropped = {line.row for line in records.riskiest(options.top)}
-    try:
+    with explained(f"'{options.out}' cannot be written", OSError, TypeError, error=SourceError):
         note = "rows were dropped by a list that left-out rows made: draw left-out rows again"
         write_secret(used_up_mark(options.out), {"note": note}, replace=True)
         records.used_up().save(options.file)
         write_lines(options.out, (row for n, row in enumerate(rows) if n not in dropped))
-    except (OSError, TypeError) as error:
-        raise SourceError(f"'{options.out}' cannot be written: {error}") from None
     console.print(
         f"{len(dropped)} of {len(rows)} rows were dropped, {len(rows) - len(dropped)} are in "
         f"{options.out}. The rows that were left out are used up: before you train again, leave "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_fedleak.cli.finetuning import hub
+from lightning_fedleak.validate import explained
 
 FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
@@ -43,17 +43,12 @@ def as_path(name: str | Path) -> Path:
     try:
         path = Path(name).expanduser()
         path.exists()
-    except RuntimeError:
+    except (RuntimeError, OSError) as error:  # a name is often the text itself: not to be repeated
+        why = getattr(error, "strerror", None) or "no user has the name behind ~"
         raise SourceError(
-            f"there is no file or folder '{name}': this machine has no user of the name behind ~."
+            f"a name of {len(str(name))} characters is not a file, folder or dataset ({why}): give "
+            "the name of a file that holds the text, not the text."
         ) from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # often the text itself: not to be repeated
-            raise SourceError(
-                f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "
-                "name of a file that holds the text, not the text."
-            ) from None
-        raise
     return path
 
 
@@ -70,26 +65,24 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
             whose cache does not have it, and which cannot be reached within 5 seconds.
     """
     path = EMBEDDED_MODEL if name is None else as_path(name)
-    if path.is_dir():
-        if not any((path / file).exists() for file in _MODEL_FILES):
-            raise SourceError(_holds_none(path))
+    if path.is_dir() and any((path / file).exists() for file in _MODEL_FILES):
         return str(path), {}
-    if path.is_file():
-        raise SourceError(f"'{name}' is a file; give the folder that holds the model.")
-    if is_path(str(name)):
-        raise SourceError(f"there is no folder '{name}'{nearest(path)}")
-    try:
-        cached = hub.model_is_cached(str(name))
-    except ValueError:
-        raise SourceError(
-            f"'{name}' is no folder, and no model of the hub can have that name{nearest(path)}"
-        ) from None
-    why = hub.why_unreachable()
-    if why is None:
-        return str(name), {}
-    if not cached:
-        raise SourceError(hub.unreachable(str(name), "folder that holds the model", why))
-    return str(name), {"local_files_only": True}
+    if path.is_dir():
+        problem = _holds_none(path)
+    elif path.is_file():
+        problem = f"'{name}' is a file; give the folder that holds the model."
+    elif is_path(str(name)):
+        problem = f"there is no folder '{name}'{nearest(path)}"
+    else:
+        impossible = f"'{name}' is no folder{nearest(path)}, and no model of the hub"
+        with explained(impossible, ValueError, error=SourceError):
+            cached = hub.model_is_cached(str(name))
+        if (why := hub.why_unreachable()) is None:
+            return str(name), {}
+        if cached:
+            return str(name), {"local_files_only": True}
+        problem = hub.unreachable(str(name), "folder that holds the model", why)
+    raise SourceError(problem)
 
 
 @contextmanager
@@ -103,13 +96,10 @@ def loading(source: str, kind: str) -> Iterator[None]:
     Raises:
         SourceError: nothing could be loaded.
     """
-    try:
+    hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
+    failed = f"no {kind} could be loaded from '{source}'"
+    with explained(failed, OSError, ValueError, error=SourceError, hint=hint):
         yield
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"no {kind} could be loaded from '{source}': give a folder that holds one, or a model "
-            f"of the hub (which needs a network the first time). {error}"
-        ) from error
 
 
 def _holds_none(path: Path) -> str:

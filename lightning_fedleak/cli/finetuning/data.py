@@ -145,11 +145,8 @@ class TextDataModule(L.LightningDataModule):
         """
         if self._train is not None:
             return
-        limit = self.tokenizer.model_max_length
-        if self.length > limit:
-            raise assets.SourceError(
-                f"length={self.length} is more than the {limit} tokens that this model can read"
-            )
+        hint, limit = "tokens that this model can read", self.tokenizer.model_max_length
+        check_integer("length", self.length, at_most=limit, hint=hint, error=assets.SourceError)
         source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
@@ -166,8 +163,7 @@ class TextDataModule(L.LightningDataModule):
         self._train, self._val = train, val
 
     def _loader(self, rows: TokenRows | None, *, train: bool) -> DataLoader[Tensor]:
-        if rows is None:
-            raise RuntimeError("call setup() first")
+        assert rows is not None  # setup() comes first
         pad = self.tokenizer.pad_token_id
         return DataLoader(
             rows,

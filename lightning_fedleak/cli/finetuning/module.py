@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.defenses import mean_of_sample_means
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
 from lightning_fedleak.validate import check_choice
 
 
@@ -98,10 +98,8 @@ class CausalLMFineTuning(L.LightningModule):
 
 
 def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
-    try:
+    with needing("peft", "peft='lora' needs the package peft"):
         from peft import LoraConfig, TaskType, get_peft_model
-    except ImportError as error:
-        raise ImportError(f"peft='lora' needs the package peft: {install('peft')}") from error
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped

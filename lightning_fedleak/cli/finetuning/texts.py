@@ -9,12 +9,14 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.cli.finetuning import hub
 from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, is_path, nearest
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
+from lightning_fedleak.validate import explained
 
 Rows = list[Mapping[str, object]]
 
@@ -67,11 +69,8 @@ def read_labelled(
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
         name = column_of(rows, names, column or column_in_name, str(source))
-        if label is not None and label not in names:
-            raise SourceError(
-                f"'{source}' has no column '{label}' (--partition-by); it has "
-                f"{_column_list(names)}."
-            )
+        if label is not None:
+            _check_column(label, names, str(source), " (--partition-by)")
         pairs = [(text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
     else:
         if (wrong := column or label) is not None:
@@ -121,10 +120,8 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with explained(f"'{path}' cannot be read", OSError, error=SourceError):
         return path.read_bytes()
-    except OSError as error:
-        raise SourceError(f"'{path}' cannot be read ({error.strerror}).") from error
 
 
 def _file_rows(path: Path) -> Rows | tuple[str, ...]:
@@ -135,10 +132,9 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     kind = (Path(path.stem).suffix if packed else path.suffix).lower()
     data = _content(path)
     if packed:
-        try:
+        broken = OSError, EOFError, zlib.error
+        with explained(f"'{path}' is not a readable .gz file", *broken, error=SourceError):
             data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise SourceError(f"'{path}' is not a readable .gz file: {error}") from error
     text = _decoded(data, path)
     if kind not in _TABLES:
         return tuple(text.splitlines())
@@ -169,7 +165,9 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     if separator not in first:  # spreadsheets of many countries separate by semicolons
         separator = next((mark for mark in ";\t" if mark in first), separator)
     limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
-    try:
+    broken = f"'{path}' is not a readable {kind} file"
+    with ExitStack() as stack, explained(broken, csv.Error, error=SourceError):
+        stack.callback(csv.field_size_limit, limit)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         rows: Rows = []
@@ -180,10 +178,6 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
                     f"the first line: put a field that holds {separator!r} in quotes."
                 )
             rows.append(row)
-    except csv.Error as error:
-        raise SourceError(f"'{path}' is not a readable {kind} file: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
     return rows
 
 
@@ -207,11 +201,10 @@ def _json_lines(text: str, path: Path) -> Rows:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
+        place = f"'{path}', line {number}"
+        with explained(f"{place} is not JSON", json.JSONDecodeError, error=SourceError):
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SourceError(f"'{path}', line {number} is not JSON: {error}") from None
-        rows.append(_row(row, f"'{path}', line {number}", "line"))
+        rows.append(_row(row, place, "line"))
     return rows
 
 
@@ -229,16 +222,11 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
 
 
 def _parquet_rows(path: Path) -> Rows:
-    try:
+    with needing("datasets", f"'{path}' is a parquet file; install what reads those", SourceError):
         import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise SourceError(
-            f"'{path}' is a parquet file; install what reads those: {install('datasets')}."
-        ) from error
-    try:
+    kind = f"'{path}' is not a readable .parquet file"
+    with explained(kind, OSError, ValueError, error=SourceError):
         rows: Rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
-        raise SourceError(f"'{path}' is not a readable .parquet file: {error}") from error
     return rows
 
 
@@ -251,41 +239,26 @@ def _check_name(source: str) -> None:
     name, colon, _ = source.partition(":")
     suffix = Path(name).suffix.lower()
     spelled_as_path = is_path(name) or "\\" in source or "://" in source
-    if spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name):
-        raise SourceError(f"there is no file '{source}'{nearest(path)}")
-    owner = path.parts[0]
-    if not colon and len(path.parts) > 1 and Path(owner).is_dir():
-        raise SourceError(
-            f"there is no file '{source}'. The folder '{owner}' is here, so that this was not "
-            f"looked for on the hub; for the dataset of that name write '{source}:'{nearest(path)}"
-        )
-
-
-def _check_reach(source: str) -> None:
-    name = source.partition(":")[0]
-    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
-        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
+    is_file = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
+    if not is_file and (colon or len(path.parts) < 2 or not Path(path.parts[0]).is_dir()):
+        return
+    here = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
+    why = "" if is_file else f"{here}for the dataset of that name write '{source}:'"
+    raise SourceError(f"there is no file '{source}'{why}{nearest(path)}")
 
 
 def _hub_rows(source: str) -> tuple[Rows, str | None]:
     """Return the rows of a dataset, and the column in its name."""
     _check_name(source)
-    try:
+    absent = f"there is no file '{source}'. If it names a dataset of the hub, install what reads it"
+    with needing("datasets", absent, SourceError):
         from datasets import load_dataset
-    except ImportError as error:
-        raise SourceError(
-            f"there is no file '{source}'. If it names a dataset of the hub, install what reads "
-            f"those: {install('datasets')}."
-        ) from error
-    _check_reach(source)
     name, config, split, column, *_ = (*source.split(":"), "", "", "")
-    try:
+    if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
+        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
+    neither = f"'{source}' is neither a file nor a dataset loaded as name:config:split:column"
+    with explained(neither, Exception, error=SourceError):  # whatever the hub's client raises
         data = load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # whatever the hub client raises, the user has one thing to mend
-        raise SourceError(
-            f"'{source}' is neither a file nor a dataset that could be loaded as "
-            f"name:config:split:column: {type(error).__name__}: {error}"
-        ) from error
     return list(data), column or None
 
 
@@ -311,13 +284,20 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
                 f"which column of '{source}' holds the text? It has {_column_list(names)}; name "
                 "one with column= (--column)."
             )
-    if rows and column not in names:
-        raise SourceError(f"'{source}' has no column '{column}'; it has {_column_list(names)}.")
-    if rows and all(text_of(row.get(column or "")) is None for row in rows):
-        raise SourceError(
-            f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
-        )
+    if rows and column is not None:
+        _check_column(column, names, source)
+        if all(text_of(row.get(column)) is None for row in rows):
+            raise SourceError(
+                f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
+            )
     return column or ""
+
+
+def _check_column(column: str, names: Sequence[str], source: str, option: str = "") -> None:
+    """Raise an error unless the column is one of the source's."""
+    if column not in names:
+        has = _column_list(names)
+        raise SourceError(f"'{source}' has no column '{column}'{option}; it has {has}.")
 
 
 def _only_text(rows: Rows, names: Sequence[str]) -> str | None:

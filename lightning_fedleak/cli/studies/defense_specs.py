@@ -15,6 +15,7 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.names import did_you_mean
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
+from lightning_fedleak.validate import explained
 
 NONE = "none"
 MECHANISMS = get_args(Mechanism)
@@ -57,13 +58,10 @@ class DefenseSpec:
         """
         if self.kind == NONE:
             return []
-        try:
-            return [defense_kinds()[self.kind](**self.arguments)]
-        except (DefenseError, ValueError, TypeError) as error:
-            parameters = ", ".join(inspect.signature(defense_kinds()[self.kind]).parameters)
-            raise SourceError(
-                f"'{self}' cannot be built: {error}. '{self.kind}' takes {parameters}"
-            ) from error
+        kind, wrong = defense_kinds()[self.kind], (DefenseError, ValueError, TypeError)
+        hint = f"'{self.kind}' takes {', '.join(inspect.signature(kind).parameters)}"
+        with explained(f"'{self}' cannot be built", *wrong, error=SourceError, hint=hint):
+            return [kind(**self.arguments)]
 
 
 def defense_kinds() -> dict[str, type[Defense]]:

@@ -26,6 +26,7 @@ from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sen
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
+from lightning_fedleak.validate import check_integer
 
 LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
 MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
@@ -297,11 +298,9 @@ def rows_of_length(
     if start_token_id is not None:
         front = [start_token_id, *front]
     available = length - len(front) - len(end)
-    if available < 1:
-        raise SourceError(
-            f"--lengths {length} holds only the {len(front) + len(end)} special tokens: "
-            "give a larger length"
-        )
+    special = len(front) + len(end)
+    hint = f"{special} are special tokens"
+    check_integer("--lengths", length, at_least=special + 1, hint=hint, error=SourceError)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     rows: list[Tensor] = []
     collected: list[int] = []

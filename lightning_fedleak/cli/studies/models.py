@@ -13,11 +13,12 @@ import transformers
 
 from lightning_fedleak.cli.finetuning import load_tokenizer
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.validate import check_integer, explained
 
 
 def find_model(name: str | None) -> Anatomy:
@@ -111,16 +112,13 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         )
     if rank == 0:
         return anatomy
-    try:
+    with needing("peft", "--lora-r (0 trains the whole model) needs the package peft", SourceError):
         from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise SourceError(
-            f"--lora-r needs the package peft: {install('peft')} (--lora-r 0 trains the whole "
-            "model)"
-        ) from error
     names = None if targets is None else targets.split(",")
     torch.manual_seed(seed)
-    try:
+    no_default = "PEFT knows no default for this model: pass --targets"
+    unfit = no_default if targets is None else f"--targets {targets}"
+    with explained(unfit, ValueError, error=SourceError):
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
@@ -128,10 +126,6 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
             fan_in_fan_out=hasattr(anatomy.model, "transformer"),
         )
         model = get_peft_model(anatomy.model, config)
-    except ValueError as error:
-        no_default = "PEFT knows no default for this model: pass --targets"
-        why = no_default if targets is None else f"--targets {targets}"
-        raise SourceError(f"{why}: {error}") from error
     return find_anatomy(model.eval(), kind=anatomy.kind)
 
 
@@ -146,12 +140,8 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
     Raises:
         SourceError: says how many tokens it reads.
     """
-    context = context_length(anatomy)
-    if context is not None and tokens > context:
-        raise SourceError(
-            f"{option} {tokens} is longer than the model's context of {context}: give "
-            f"{context} or fewer"
-        )
+    context, hint = context_length(anatomy), "tokens that the model's context holds"
+    check_integer(option, tokens, at_most=context, hint=hint, error=SourceError)
 
 
 Head = Literal["causal", "row", "token", "masked"]
@@ -258,12 +248,9 @@ def _causal(anatomy: Anatomy, option: str) -> Anatomy:
 
 def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
     """Return the base with the adapters of a folder."""
-    try:
+    with needing("peft", "--model holds adapters of PEFT", SourceError):
         from peft import PeftModel
-    except ImportError as error:
-        raise SourceError(f"--model holds adapters of PEFT: {install('peft')}") from error
-    try:
+    unfit = f"the adapters in '{folder}' do not fit --base"
+    with explained(unfit, OSError, ValueError, RuntimeError, error=SourceError):
         adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise SourceError(f"the adapters in '{folder}' do not fit --base: {error}") from error
     return find_anatomy(adapted.eval())

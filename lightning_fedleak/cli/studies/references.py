@@ -73,15 +73,15 @@ class Recipe:
                 effect.
         """
         if not options.references:
-            for name in ("run", "epochs", "batch_size", "lr"):
-                if getattr(options, name) is not None:
-                    raise SourceError(f"--{name.replace('_', '-')} needs --references")
+            names = ("run", "epochs", "batch_size", "lr")
+            if alone := [name for name in names if getattr(options, name) is not None]:
+                raise SourceError(f"--{alone[0].replace('_', '-')} needs --references")
             return None
-        if options.references == 1:
-            raise SourceError("one reference would have seen half of the pool: give --references 2")
-        if not options.drawn or used_up_mark(options.members).exists():
+        is_drawn = options.drawn and not used_up_mark(options.members).exists()
+        if options.references == 1 or not is_drawn:
             raise SourceError(
-                "--references compares rows by their draw: give --drawn and others of a fresh draw"
+                "--references compares rows by their draw, and one model would have seen half of "
+                "them: give --drawn, others of a fresh draw, and --references 2 or more"
             )
         said: dict[str, Any] = {}
         if options.run is not None:
@@ -105,25 +105,20 @@ class Recipe:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """Return what the records of the runs in a folder, and below it, say of their training.
-
-    Raises:
-        SourceError: there is no record, one cannot be read, a run in it was one with differential
-            privacy, or runs were of other settings.
-    """
+    """Return what the records of the runs in a folder, and below it, say of their training."""
     paths = sorted(folder.rglob(records.RECORD))
     found = {path: records.read_lines(path) for path in paths}
-    for path, one in found.items():
-        if one.problems:
-            raise SourceError(f"{one.problems[0]}: give --run DIR with whole logs of the run")
-        if any(map(_gives_guarantee, one.lines)):
-            raise SourceError(
-                f"a run in '{path}' was one with differential privacy or another guarantee: "
-                "references would train again on its rows, which no epsilon covers"
-            )
-    settings = [_training_of(one.lines) for one in found.values()]
+    guaranteed = [path for path, one in found.items() if any(map(_gives_guarantee, one.lines))]
+    if guaranteed:
+        raise SourceError(
+            f"a run in '{guaranteed[0]}' was one with differential privacy or another guarantee: "
+            "references would train again on its rows, which no epsilon covers"
+        )
+    problems = [problem for one in found.values() for problem in one.problems]
+    settings = [] if problems else [_training_of(one.lines) for one in found.values()]
     if not settings or None in settings:
-        raise SourceError(f"'{folder}' has no whole {records.RECORD}: give the run's logs (--run)")
+        why = problems[0] if problems else f"'{folder}' has no whole {records.RECORD}"
+        raise SourceError(f"{why}: give the run's logs (--run)")
     if any(one != settings[0] for one in settings):
         names = ", ".join(f"'{path.parent}'" for path in paths)
         raise SourceError(f"runs of other settings lie in {names}: give --run with one of them")
@@ -142,9 +137,6 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
     """Return what a record says of the training of its newest run; None where nothing begins.
 
     Epochs are known where the steps that were planned for them were taken. Lightning plans none.
-
-    Raises:
-        SourceError: its optimizer is none of torch's usual ones.
     """
     begins = [line for line in lines if isinstance(line, records.BeginLine)]
     if not begins:

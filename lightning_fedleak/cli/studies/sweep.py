@@ -31,6 +31,7 @@ from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.report.records import RECORD, EndLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.validate import check_integer
 
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
@@ -157,11 +158,12 @@ def read_layer(setting: Setting, anatomy: Anatomy) -> int:
         SourceError: the model has no such block.
     """
     blocks = len(anatomy.blocks)
-    if setting.layer is not None and setting.layer > blocks:
-        raise SourceError(
-            f"--layer {setting.layer}: the model has {blocks} blocks; give 0 to {blocks}"
-        )
-    return max(1, blocks // 2) if setting.layer is None else setting.layer
+    if setting.layer is None:
+        return max(1, blocks // 2)
+    hint = f"the model has {blocks} blocks"
+    return check_integer(
+        "--layer", setting.layer, at_least=0, at_most=blocks, hint=hint, error=SourceError
+    )
 
 
 def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:

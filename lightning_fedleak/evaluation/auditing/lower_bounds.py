@@ -145,11 +145,11 @@ class AuditedClaim:
     claim: Claim = "dp"
 
     def __post_init__(self) -> None:
-        check_number("delta", self.delta, at_least=0, below=1)
+        hint = "a Gaussian mechanism has no epsilon at delta 0" if self.gaussian else ""
+        above, least = (0.0, None) if self.gaussian else (None, 0.0)
+        check_number("delta", self.delta, above=above, at_least=least, below=1, hint=hint)
         check_number("confidence", self.confidence, above=0, below=1)
         check_choice("claim", self.claim, get_args(Claim))
-        if self.gaussian and self.delta == 0:
-            raise ValueError("a Gaussian mechanism has no epsilon at delta 0: give delta=...")
         check_choice("relation", self.relation, list(RELATION_NAMES))
 
     @property

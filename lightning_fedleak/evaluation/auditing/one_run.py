@@ -60,7 +60,7 @@ from torch import Tensor
 from lightning_fedleak.defenses.base import Curve
 from lightning_fedleak.evaluation.auditing import lower_bounds
 from lightning_fedleak.evaluation.metrics.clustered import columns
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 if TYPE_CHECKING:
     from lightning_fedleak.evaluation.canaries import CanarySet, InclusionRecord
@@ -360,11 +360,8 @@ def audit_canaries(
             f"scores must be ({m},), one for each canary, included or not; got "
             f"{tuple(scores.shape)}. Reduce steps first, by one rule for all."
         )
-    if record.probability != 0.5:
-        raise ValueError(
-            f"the canaries were included with probability {record.probability:g}, but a one-run "
-            "audit needs fair inclusion bits: with_canaries(..., probability=0.5)"
-        )
+    hint = "a one-run audit needs fair inclusion bits, of with_canaries(..., probability=0.5)"
+    check_choice("probability", record.probability, (0.5,), hint=hint)
     single = torch.tensor(record.repeats) == 1
     if not bool(single.any()):
         raise ValueError(

@@ -94,14 +94,12 @@ class EntityKind:
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
                 "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        if self.size < (least := n + 2 * _LEAST_VALUES):
-            raise ValueError(
-                f"kinds[{name!r}] has {self.size} values, of which {n} are planted: give {least}"
-            )
+        hint, least = f"of which {n} are planted", n + 2 * _LEAST_VALUES
+        check_integer(f"number of values of kinds[{name!r}]", self.size, at_least=least, hint=hint)
 
 
 @dataclass(frozen=True)
-class Entity:
+class _Entity:
     """A planted value.
 
     Attributes:
@@ -119,12 +117,12 @@ class Entity:
     ids: Tensor
 
 
-class PlantedRows(NamedTuple):
+class _PlantedRows(NamedTuple):
     """Rows with values: their numbers in the data, the rows, the values, and their kinds."""
 
     hosts: Sequence[int]
     items: Sequence[Any]
-    entities: Sequence[Entity]
+    entities: Sequence[_Entity]
     kinds: Mapping[str, EntityKind]
 
 
@@ -141,7 +139,7 @@ class EntitySet(CanarySet):
         kinds: by name.
     """
 
-    def __init__(self, planted: PlantedRows, record: InclusionRecord, tokenizer: Any) -> None:
+    def __init__(self, planted: _PlantedRows, record: InclusionRecord, tokenizer: Any) -> None:
         super().__init__([token_ids_of(row, "a planted row") for row in planted.items], record)
         self.entities, self.kinds = planted.entities, planted.kinds
         self._tokenizer = tokenizer
@@ -251,7 +249,7 @@ def with_entities(
     for one, two in combinations(by_name, 2):
         if by_name[one].overlaps(by_name[two]):
             raise ValueError(f"kinds {one!r} and {two!r} share a value: give each to one of them")
-    planted = PlantedRows([], [], [], by_name)
+    planted = _PlantedRows([], [], [], by_name)
 
     def draw(key: bytes) -> InclusionRecord:
         nonlocal planted
@@ -271,12 +269,8 @@ def _plant(
     missing: dict[tuple[str, Place], int],
     tokenizer: Any,
     generator: random.Random,
-) -> PlantedRows:
-    """Return the rows that values are planted in, as many as are missing of a kind in a place.
-
-    Raises:
-        ValueError: too few rows have room, or a kind's values cannot be ranked.
-    """
+) -> _PlantedRows:
+    """Return the rows that values are planted in, as many as are missing of a kind in a place."""
     fitted, values = {}, {}
     for name, kind in kinds.items():
         n = sum(count for (one, _), count in missing.items() if one == name)
@@ -301,7 +295,7 @@ def _plant(
                 start = generator.choice(starts)
                 hosts.append(row)
                 items.append(_overwritten(item, start, tokens))
-                entities.append(Entity(name, place, number, start + first, tokens[first:last]))
+                entities.append(_Entity(name, place, number, start + first, tokens[first:last]))
                 missing[name, place] -= 1
                 break
     if lacking := [f"{n} of '{name}' in a {place}" for (name, place), n in missing.items() if n]:
@@ -310,7 +304,7 @@ def _plant(
             "more or longer rows, a shorter sentence, a smaller count=, or places=('label',) if no "
             "token is masked"
         )
-    return PlantedRows(hosts, items, entities, fitted)
+    return _PlantedRows(hosts, items, entities, fitted)
 
 
 def _values(
@@ -319,9 +313,6 @@ def _values(
     """Return the kind with its room, and n values that have tokens of their own, by their numbers.
 
     The room is that of other values than these, so that it says nothing of them.
-
-    Raises:
-        ValueError: too few have, or the tokens of one begin those of another.
     """
     numbers = _numbers(kind.size, 2 * n + _LEAST_VALUES, generator)
     others = _tokens_of(kind, map(kind.value, numbers[:_LEAST_VALUES]), tokenizer)

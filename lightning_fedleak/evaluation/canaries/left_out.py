@@ -14,7 +14,7 @@ from lightning_fedleak.evaluation.canaries.dataset import check_dataset
 from lightning_fedleak.evaluation.canaries.entities import EntityDataset
 from lightning_fedleak.evaluation.canaries.items import digest_of
 from lightning_fedleak.evaluation.canaries.record import SCHEMA, Secret, draw_or_load
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.validate import check_choice, check_integer
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,9 +185,10 @@ def leave_out(
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "rows are left out of")
-    if isinstance(dataset, EntityDataset) and max(dataset.entities.record.times) > 1:
-        raise ValueError(
-            "leave_out would hold out some rows of a repeated value: plant with times=(1,)"
+    if isinstance(dataset, EntityDataset):
+        hint = "leave_out would hold out some rows of a repeated value"
+        check_choice(
+            "times of the planted values", dataset.entities.record.times, [(1,)], hint=hint
         )
     most = len(dataset) // 2 if coins else len(dataset) - 1
     hint = "rows that are left out; with coins a row is drawn for each of them besides"

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from lightning_fedleak.private_files import read_secret, write_secret
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explained
 
 SCHEMA = 1  # version of the file; others are not read
 _DERIVED = ("included", "commitment")  # fields of a file that follow from the others
@@ -73,14 +73,12 @@ class Secret(ABC):
             InclusionMismatch: the file is no such record, or what it states does not follow from
                 its key.
         """
-        try:
+        unread = f"{path} is no {cls.title} of this version"
+        with explained(unread, ValueError, KeyError, TypeError, error=InclusionMismatch):
             content = read_secret(Path(path), f"the {cls.title}")
-            if content["schema"] != SCHEMA:
-                raise ValueError("unknown schema")
+            check_choice("schema", content["schema"], (SCHEMA,))
             secret = cls._of_content(content)
             stated = {name: content[name] for name in _DERIVED if name in secret._content()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise InclusionMismatch(f"{path} is no {cls.title} of this version") from error
         if any(secret._content()[name] != value for name, value in stated.items()):
             raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
         return secret

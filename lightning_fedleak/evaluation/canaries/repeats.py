@@ -140,7 +140,7 @@ def scored_texts(
 
 
 @dataclass(frozen=True)
-class Repeats:
+class _Repeats:
     """What repeats the texts of a pool.
 
     Attributes:
@@ -154,7 +154,7 @@ class Repeats:
     times: Ints
 
 
-def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Repeats:
+def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Repeats:
     """Find the copies of each text of a pool, and texts that share a run with another one.
 
     Rows with the same label tokens are copies; of a classifier or a masked
@@ -187,7 +187,7 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> Rep
         [2, 1, 1]
     """
     if not pool:
-        return Repeats(np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return _Repeats(np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64))
     search, stream = _Search(pool), iter(rows)
     while part := list(islice(stream, ROWS_AT_ONCE)):
         search.read([text for text, _ in part], [trained for _, trained in part])
@@ -252,7 +252,7 @@ class _Search:
             for row in np.flatnonzero(near).tolist()
         ]
 
-    def found(self) -> Repeats:
+    def found(self) -> _Repeats:
         """Return what all rows say."""
         n_texts, counts = len(self.known), self.piece_counts
         frame = counts > max(TEMPLATE_ROWS, FRAME_SHARE * n_texts)
@@ -271,7 +271,7 @@ class _Search:
         repeated = (run_counts > 1) & (run_counts <= most)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
-        return Repeats(again, units, times[units])
+        return _Repeats(again, units, times[units])
 
     def _count_near(self, common: Bools, frame: Bools, unit_of: Ints, times: Ints) -> Ints:
         """Add other rows that are near copies to the ``times`` of their unit, and return how many

@@ -10,11 +10,6 @@ from torch import Tensor
 from lightning_fedleak.evaluation.metrics import Rate, membership_rates
 from lightning_fedleak.validate import check_choice, check_integer
 
-
-class GameError(ValueError):
-    """Raised where a game cannot be played; the message names the argument and what to do."""
-
-
 Protocol = Literal["game", "authors"]
 Relation = Literal["replace_one", "add_remove"]
 Forwards = Literal["fresh", "pooled"]
@@ -46,7 +41,7 @@ class GameConfig:
         seed: of the game's own generators; global random numbers are not used.
 
     Raises:
-        GameError: a value out of range, or two that exclude each other.
+        ValueError: a value out of range, or two that exclude each other.
 
     Examples:
         >>> from lightning_fedleak.evaluation.games import GameConfig
@@ -65,16 +60,16 @@ class GameConfig:
 
     def __post_init__(self) -> None:
         for name in ("games", "batch", "targets_per_batch"):
-            check_integer(name, getattr(self, name), error=GameError)
+            check_integer(name, getattr(self, name))
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
-                check_choice(name, getattr(self, name), get_args(hint), error=GameError)
-        if self.protocol == "authors" and self.targets_per_batch > 1:
-            raise GameError("the authors' protocol has one target in each batch")
+                check_choice(name, getattr(self, name), get_args(hint))
+        if self.protocol == "authors":
+            check_choice("targets_per_batch", self.targets_per_batch, (1,), hint="as the authors'")
         if self.relation == "add_remove" and (
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):
-            raise GameError(
+            raise ValueError(
                 "relation='add_remove' removes the target from its batch: set protocol='game', "
                 "batch to at least 2 and targets_per_batch to 1"
             )

@@ -20,7 +20,7 @@ from lightning_fedleak.attacks import (
     RunFacts,
     gradient_of,
 )
-from lightning_fedleak.evaluation.games.config import GameConfig, GameError, GameResult
+from lightning_fedleak.evaluation.games.config import GameConfig, GameResult
 from lightning_fedleak.evaluation.games.pool import (
     AUTHORS_POSITION,
     Challenge,
@@ -38,6 +38,7 @@ from lightning_fedleak.model.model_runs import (
     undisturbed,
 )
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.validate import check_integer, explained
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
 
@@ -71,7 +72,7 @@ def client_states(
     return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
 
 
-class PooledStates:
+class _PooledStates:
     """Hidden states of sentences, each computed once, in a batch with others of the pool.
 
     Sentences of a batch do not attend to each other, so a batch that is assembled from these
@@ -280,7 +281,7 @@ def play(
         One result for each attack, in order.
 
     Raises:
-        GameError: the settings, the text and the model do not go together, or an attack refuses
+        ValueError: the settings, the text and the model do not go together, or an attack refuses
             the model (a layer out of range, say) or its public text.
         UnusableObservation: a gradient was not finite.
     """
@@ -301,17 +302,13 @@ def _challenges(
 ) -> Iterator[Challenge]:
     if config.protocol == "authors":
         if planted is None:
-            raise GameError("the authors' protocol needs planted=, the ids of its fixed sentence")
+            raise ValueError("the authors' protocol needs planted=, the ids of its fixed sentence")
         return authors_challenges(pool.rows, planted, config.batch, config.games, AUTHORS_POSITION)
     return game_challenges(pool, config, spare)
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
-    """Run A_init.
-
-    Raises:
-        ValueError: the attack refuses the model or its public text.
-    """
+    """Run A_init."""
     passive = isinstance(attack, PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
@@ -346,20 +343,14 @@ class _GameRun:
         defend: Defend | None = None,
     ) -> None:
         if defend is not None and config.forwards == "pooled":
-            raise GameError("defend= changes every batch and needs forwards='fresh'")
-        context = context_length(anatomy)
-        if context is not None and pool.tokens > context:
-            raise GameError(
-                f"targets of up to {pool.tokens} tokens do not fit into the model's context of "
-                f"{context}: make the pool with tokens={context} or fewer"
-            )
+            raise ValueError("defend= changes every batch and needs forwards='fresh'")
+        hint = "of the pool's sentences, which must fit into the model's context"
+        check_integer("tokens", pool.tokens, at_most=context_length(anatomy), hint=hint)
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:
             attack.meet(facts)
-            try:
+            with explained(f"attack '{attack.name}'", ValueError, error=ValueError):
                 _prepare(attack, anatomy)
-            except ValueError as error:
-                raise GameError(f"attack '{attack.name}': {error}") from error
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.defend = config, defend
         self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
@@ -379,10 +370,10 @@ class _GameRun:
         self.seconds = [0.0] * len(attacks)
         self.dtype = ""
 
-    def _pool_states(self, planted: Tensor | None) -> PooledStates:
+    def _pool_states(self, planted: Tensor | None) -> _PooledStates:
         authors = self.config.protocol == "authors"
         rows = [*self.pool.rows, *([planted] if authors and planted is not None else [])]
-        return PooledStates(
+        return _PooledStates(
             self.anatomy,
             self.layers,
             rows,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.evaluation.games.config import GameConfig, GameError
+from lightning_fedleak.evaluation.games.config import GameConfig
+from lightning_fedleak.validate import check_integer
 
 
 class SentencePool:
@@ -32,7 +33,7 @@ class SentencePool:
         short: number of rows dropped because they had fewer than ``at_least`` ids.
 
     Raises:
-        GameError: fewer than 2 distinct rows remain.
+        ValueError: fewer than 2 distinct rows remain.
 
     Examples:
         >>> from lightning_fedleak.evaluation.games import SentencePool
@@ -62,7 +63,7 @@ class SentencePool:
             else:
                 distinct[tuple(ids)] = None
         if len(distinct) < 2:
-            raise GameError(
+            raise ValueError(
                 f"the text gives {len(distinct)} distinct sentences of {at_least} to {tokens} "
                 f"tokens ({self.short} were too short, {self.duplicates} were repeats): give more "
                 "text"
@@ -160,17 +161,14 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
             no hidden state of the last token enters.
 
     Raises:
-        GameError: the pool has no more than ``batch`` sentences, or a row without a target.
+        ValueError: the pool has no more than ``batch`` sentences, or a row without a target.
     """
     batch = config.batch
     generator = torch.Generator().manual_seed(config.seed)
-    if len(pool) <= batch:
-        raise GameError(
-            f"batch={batch} needs more than {batch} distinct sentences; the text gives {len(pool)}."
-            " Give more text or a smaller batch."
-        )
+    hint = f"the text gives {len(pool)} distinct sentences, of which one at least is in no batch"
+    check_integer("batch", batch, at_most=len(pool) - 1, hint=hint)
     if any(len(_target_places(pool, row, spare)) == 0 for row in pool.rows):
-        raise GameError(
+        raise ValueError(
             "a sentence of the pool holds no token that could be a target: make the pool with "
             f"at_least={1 + spare}"
         )
@@ -215,22 +213,20 @@ def authors_challenges(
         position: index of the target token in ``planted``.
 
     Raises:
-        GameError: an odd number of games, too little text, or a planted sentence that is too short
+        ValueError: an odd number of games, too little text, or a planted sentence that is too short
             or occurs in the corpus.
     """
+    problem = None
     if games % 2:
-        raise GameError(f"the authors' protocol has two worlds: games must be even, got {games}")
-    if len(rows) < batch * (games // 2):
-        raise GameError(
-            f"{games // 2} runs of {batch} sentences need {batch * games // 2} sentences; the text "
-            f"gives {len(rows)}. Play fewer games."
-        )
-    if len(planted) <= position:
-        raise GameError(
-            f"the planted sentence of {len(planted)} tokens has no token {position}, counted from 0"
-        )
-    if any(torch.equal(row, planted) for row in rows):
-        raise GameError("the planted sentence occurs in the corpus: plant another one")
+        problem = f"the authors' protocol has two worlds: games must be even, got {games}"
+    elif len(rows) < (needed := batch * games // 2):
+        problem = f"{games} games need {needed} sentences; the text gives {len(rows)}. Play fewer."
+    elif len(planted) <= position:
+        problem = f"the planted sentence has {len(planted)} tokens, none at {position} from 0"
+    elif any(torch.equal(row, planted) for row in rows):
+        problem = "the planted sentence occurs in the corpus: plant another one"
+    if problem is not None:
+        raise ValueError(problem)
     for run in range(games // 2):
         data = tuple(rows[run * batch : (run + 1) * batch])
         for bit in (True, False):

@@ -32,11 +32,14 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, Bools]:
     """
     score: Floats = scores.detach().reshape(-1).cpu().double().numpy()
     member: Bools = members.detach().reshape(-1).bool().cpu().numpy()
-    if score.size != member.size:
-        raise ValueError(
-            f"members holds {member.size} games, scores {score.size}: give one value for each game"
-        )
+    check_length("members", member.size, score.size)
     return score, member
+
+
+def check_length(name: str, length: int, n: int) -> None:
+    """Raise ``ValueError`` unless a column has a value for each of n scores."""
+    if length != n:
+        raise ValueError(f"{name} holds {length} games, scores {n}: give one value for each game")
 
 
 def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate:

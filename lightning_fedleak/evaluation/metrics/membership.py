@@ -169,7 +169,7 @@ class MembershipInference(RateMetric):
             decisions = torch.full((n,), NO_DECISION)
         games = (scores, members, clusters, decisions)
         for name, column in zip(COLUMNS, games, strict=True):
-            _check_length(name, column.numel(), n)
+            clustered.check_length(name, column.numel(), n)
         for name, column in zip(COLUMNS, games, strict=True):
             column = column.detach().reshape(-1).to(self.device, torch.float64)
             getattr(self, name).append(column)
@@ -210,19 +210,14 @@ def _columns(
     score, member = clustered.columns(scores, members)
     code = np.arange(score.size, dtype=np.int64)
     if clusters is not None:
-        _check_length("clusters", clusters.numel(), score.size)
+        clustered.check_length("clusters", clusters.numel(), score.size)
         _, numbers = np.unique(clusters.detach().reshape(-1).cpu().numpy(), return_inverse=True)
         if numbers.size and numbers.max() > 0:
             code = numbers.astype(np.int64)
     if decisions is None:
         return score, member, code, None
-    _check_length("decisions", decisions.numel(), score.size)
+    clustered.check_length("decisions", decisions.numel(), score.size)
     return score, member, code, decisions.detach().reshape(-1).bool().cpu().numpy()
-
-
-def _check_length(name: str, length: int, n: int) -> None:
-    if length != n:
-        raise ValueError(f"{name} holds {length} games, scores {n}: give one value for each game")
 
 
 # ---- accuracy, F1, advantage ----------------------------------------------------------------

@@ -32,6 +32,7 @@ from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
+from lightning_fedleak.validate import check_choice, explained
 
 BARS = 256  # places in the order of others that count; more: slower, and the bound hardly rises
 HALVINGS = 24  # of the search for the level of each bar; more: the bound hardly rises
@@ -236,7 +237,7 @@ class PoolRows:
 
 
 @dataclass(frozen=True)
-class RecordLine:
+class _RecordLine:
     """What is known of a row of the training data.
 
     Attributes:
@@ -285,7 +286,7 @@ class RecordList:
     """
 
     head: Mapping[str, Any]
-    lines: Sequence[RecordLine]
+    lines: Sequence[_RecordLine]
 
     @classmethod
     def of(
@@ -320,9 +321,9 @@ class RecordList:
         least, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
         inside = listed(p_values, rate) if least <= n else None
 
-        def line(row: int, text: int, status: str) -> RecordLine:
+        def line(row: int, text: int, status: str) -> _RecordLine:
             score = round(float(scores[text]), 4)
-            return RecordLine(row, status, score, labels=int(labels[text]))
+            return _RecordLine(row, status, score, labels=int(labels[text]))
 
         lines = [
             replace(
@@ -339,11 +340,11 @@ class RecordList:
         ]
         first = len({line.group for line in groups}) + 1
         groups += [
-            RecordLine(row, "repeated", repeats=times, group=group)
+            _RecordLine(row, "repeated", repeats=times, group=group)
             for group, (copies, times) in enumerate(rows.short_copies, first)
             for row in sorted(copies)
         ]
-        apart = [RecordLine(row, why) for row, why in sorted(rows.apart.items())]
+        apart = [_RecordLine(row, why) for row, why in sorted(rows.apart.items())]
         head = {
             "kind": "records",
             "version": version("lightning-fedleak"),
@@ -362,7 +363,7 @@ class RecordList:
             "not_said": NOT_SAID,
         }
 
-        def by_score(line: RecordLine) -> float:
+        def by_score(line: _RecordLine) -> float:
             return -(line.score or 0.0)
 
         return cls(head, [*sorted(groups, key=by_score), *sorted(lines, key=by_score), *apart])
@@ -379,7 +380,7 @@ class RecordList:
         }
         return {n: math.nan if value is None else float(value) for n, value in values.items()}
 
-    def riskiest(self, share: float) -> list[RecordLine]:
+    def riskiest(self, share: float) -> list[_RecordLine]:
         """Return the first lines, a share of all that have a score; of copies all or none."""
         scored = [line for line in self.lines if line.score is not None]
         count = math.ceil(share * len(scored))
@@ -405,14 +406,12 @@ class RecordList:
             ValueError: others may use the file, or it is no such list.
             OSError: it cannot be read.
         """
-        try:
+        unread = f"'{path}' cannot be used as a list of records"
+        with explained(unread, ValueError, KeyError, TypeError, error=ValueError):
             check_private(path)
             head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            if head["kind"] != "records":
-                raise ValueError("it is no list of records")
-            return cls(head, [RecordLine(**line) for line in lines])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"'{path}' cannot be used as a list of records: {error}") from error
+            check_choice("kind", head["kind"], ("records",))
+            return cls(head, [_RecordLine(**line) for line in lines])
 
     def used_up(self) -> RecordList:
         """Return the list, marked as one that rows were dropped by."""

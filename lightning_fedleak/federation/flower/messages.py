@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_fedleak.extras import install
+from lightning_fedleak.extras import needing
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, trained_state
 
-try:
+with needing("flower", "lightning_fedleak.federation.flower needs Flower"):
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.common import (
         Code,
@@ -22,10 +22,6 @@ try:
         parameters_to_ndarrays,
     )
     from flwr.compat.common import recorddict_compat as compat
-except ImportError as error:
-    raise ImportError(
-        f"lightning_fedleak.federation.flower needs Flower: {install('flower')}"
-    ) from error
 
 ROUND = "server-round"
 WEIGHT = "num-examples"
@@ -34,7 +30,7 @@ LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
 """Where messages of the older interface hold a model."""
 
 
-class Arrays(Mapping[str, Tensor]):
+class _Arrays(Mapping[str, Tensor]):
     """Reads each array of a record when it is asked for, so that no whole model is in memory.
 
     Args:
@@ -131,7 +127,7 @@ def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
     return NamedArrays(message)
 
 
-def arrays_of(message: Message) -> tuple[str, Arrays]:
+def arrays_of(message: Message) -> tuple[str, _Arrays]:
     """Return the key of the one model of a message, and the model.
 
     Raises:
@@ -141,7 +137,7 @@ def arrays_of(message: Message) -> tuple[str, Arrays]:
     if len(records) != 1:
         raise UpdateError(f"a message holds one model, and this one has {len(records)}")
     [(key, record)] = records.items()
-    return key, Arrays(record)
+    return key, _Arrays(record)
 
 
 def arrays_in(message: Message, key: str) -> list[Tensor]:

@@ -22,6 +22,7 @@ from lightning_fedleak.model.anatomy.wrappers import (
     walk,
     without_peft,
 )
+from lightning_fedleak.validate import check_integer
 
 Named = tuple[str, nn.Module]
 
@@ -303,9 +304,8 @@ def place_of(anatomy: Anatomy, layer: int) -> Place:
     blocks = text_blocks(anatomy)
     if not blocks:
         raise ValueError("no transformer blocks were found: name them, anatomy={'blocks': 'path'}")
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= len(blocks):
-        n = len(blocks)
-        raise ValueError(f"layer={layer!r} is out of range: the model has {n} blocks, so 0 to {n}")
+    hint = f"the model has {len(blocks)} blocks"
+    check_integer("layer", layer, at_least=0, at_most=len(blocks), hint=hint)
     name, module = blocks[max(0, layer - 1)]
     if layer == 0:
         return Place(f"{name}.input", unwrap(module), "input")

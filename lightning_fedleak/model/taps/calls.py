@@ -130,12 +130,12 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
             repeated.
     """
     ids, documents = call.get("input_ids"), batch.documents
-    if documents is None or not isinstance(ids, Tensor) or ids.shape != documents.shape:
-        raise UnusableObservation(
-            NOT_TESTED.format("the model was not called on the batch's input_ids")
-        )
-    if call.get("past_key_values") is not None or not text_blocks(anatomy):
-        raise UnusableObservation(NOT_TESTED.format("the call cannot be repeated"))
+    is_batch = documents is not None and isinstance(ids, Tensor) and ids.shape == documents.shape
+    if not is_batch or call.get("past_key_values") is not None or not text_blocks(anatomy):
+        why = "cannot be repeated" if is_batch else "was not on the batch's input_ids"
+        raise UnusableObservation(NOT_TESTED.format(f"the model's call {why}"))
+    assert isinstance(ids, Tensor)
+    assert documents is not None
     shape = matrix_shape(anatomy.embedding)
     vocab_size = anatomy.vocab_size if shape is None else shape[0]
     replaced = documents.to(ids.device) % 2 == 0

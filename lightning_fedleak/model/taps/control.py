@@ -30,7 +30,7 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.model.taps.activations import ActivationTap
 from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
-from lightning_fedleak.model.whole_models import whole_model
+from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
 UNEVEN = 0.5
 """Coefficient of variation of the labels' gradients above which two draws are made.
@@ -226,7 +226,7 @@ def fresh_leaves(
         key: nn.Parameter(p.detach() if values is None else values[key].clone())
         for key, p in trained.items()
     }
-    with model_runs.parameters_replaced(model_runs.parameter_places(root.modules(), leaves)):
+    with parameters_replaced(parameter_places(root.modules(), leaves)):
         yield leaves
 
 
@@ -397,8 +397,11 @@ def run_backward(
             f"the model's call could not be made again: it gave {sum(counts)} rows of logits, and "
             f"{placed.n_rows} in the step"
         )
-    all_targets = torch.split(placed.of_all(_targets(placed, batch)), counts)
-    all_sizes = torch.split(placed.of_all(sizes), counts)
+    targets = _targets(placed, batch)
+    all_targets, all_sizes = (
+        torch.split(values.new_zeros(placed.n_rows).index_copy(0, placed.index, values), counts)
+        for values in (targets, sizes)
+    )
     parts = [*zip(heads, all_targets, all_sizes, strict=True)]
     if logits is not heads[0] and logits.shape == heads[0].shape:  # capped or scaled behind it
         ((head, targets, at_labels),) = parts

@@ -316,10 +316,13 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
     Raises:
         StepError: LBFGS, or a fused optimizer under a GradScaler.
     """
+    problem = None
     if isinstance(optimizer, LBFGS):
-        raise StepError(_NO_ONE_GRADIENT.format("LBFGS", "evaluates its closure several times"))
-    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise StepError(_FUSED.format(type(optimizer).__name__))
+        problem = _NO_ONE_GRADIENT.format("LBFGS", "evaluates its closure several times")
+    elif scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        problem = _FUSED.format(type(optimizer).__name__)
+    if problem:
+        raise StepError(problem)
 
 
 _FUSED = (

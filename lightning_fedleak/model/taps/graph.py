@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ It is relative to the row; rounding to bfloat16 gives 1e-5, label smoothing past
 """
 
 
-class RowLabels(NamedTuple):
+class _RowLabels(NamedTuple):
     """What rows of dL/dlogits show, each field (n,) on the logits' device.
 
     Attributes:
@@ -72,28 +73,19 @@ class RowLabels(NamedTuple):
     one_each: Tensor
     values: Tensor
 
-    def take(self, index: Tensor) -> RowLabels:
-        """Return some of the rows."""
-        return RowLabels(*(column[index] for column in self))
-
 
 @torch.no_grad()
-def read_rows(gradient: Tensor, logits: Tensor) -> RowLabels:
-    """Return which label each row of dL/dlogits belongs to, in blocks of rows.
-
-    Args:
-        gradient: (n, V) of the loss by the logits.
-        logits: (n, V) the logits.
-    """
+def read_rows(gradient: Tensor, logits: Tensor) -> _RowLabels:
+    """Return which label each row of dL/dlogits (n, V) belongs to, in blocks of rows."""
     step = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1]))
     blocks = [
         _read_block(gradient[i : i + step].float(), logits[i : i + step])
         for i in range(0, max(1, len(gradient)), step)
     ]
-    return RowLabels(*map(torch.cat, zip(*blocks, strict=True)))
+    return _RowLabels(*map(torch.cat, zip(*blocks, strict=True)))
 
 
-def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
+def _read_block(gradient: Tensor, logits: Tensor) -> _RowLabels:
     low, lowest = gradient.min(1)
     high, highest = gradient.max(1)
     n_below, n_above = (gradient < 0).sum(1), (gradient > 0).sum(1)
@@ -122,7 +114,7 @@ def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
     sizes = torch.where(learned, -low, torch.where(pushed, -high, torch.zeros_like(low)))
     soft = mixed & ~is_low
     values = torch.stack([low, high], 1)
-    return RowLabels(labels, sizes, live, soft, unsure, lowest, highest, one_each, values)
+    return _RowLabels(labels, sizes, live, soft, unsure, lowest, highest, one_each, values)
 
 
 def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
@@ -140,18 +132,13 @@ def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> 
 
 
 @dataclass(eq=False)
-class HeadCall:
-    """One call of the head, whose logits got a gradient.
-
-    Attributes:
-        shape: of the logits without their last dimension.
-        rows: what the gradient's rows show; None until the backward.
-        n_entries: entries of a row.
-    """
+class _HeadCall:
+    """One call of the head: its logits' shape but for their last dimension, and a row's entries."""
 
     shape: torch.Size
     n_entries: int
-    rows: RowLabels | None = None
+    rows: _RowLabels | None = None
+    """What the gradient's rows show; None until the backward."""
 
 
 @dataclass(eq=False)
@@ -172,14 +159,14 @@ class GraphCall:
     module: nn.Module | None
     arguments: Mapping[str, object]
     ids: Tensor | None = None
-    heads: list[HeadCall] = field(default_factory=list)
+    heads: list[_HeadCall] = field(default_factory=list)
     training: frozenset[int] = frozenset()
     autocast: torch.dtype | None = None
     text_logits: bool = False
     reached: Tensor | None = None
 
     @property
-    def read_heads(self) -> list[HeadCall]:
+    def read_heads(self) -> list[_HeadCall]:
         """Return the calls of the head that got a gradient."""
         return [head for head in self.heads if head.rows is not None]
 
@@ -300,13 +287,13 @@ class GraphTap:
             self._watch(output, self._calls[-1])
 
     def _watch(self, logits: Tensor, call: GraphCall) -> None:
-        head = HeadCall(logits.shape[:-1], logits.shape[-1])
+        head = _HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
         read = partial(self._read_logits, head, logits.detach())
         logits.register_hook(read)  # type: ignore[no-untyped-call]
 
     @raised_when_read
-    def _read_logits(self, head: HeadCall, logits: Tensor, gradient: Tensor) -> None:
+    def _read_logits(self, head: _HeadCall, logits: Tensor, gradient: Tensor) -> None:
         head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
 
     @raised_when_read
@@ -331,7 +318,7 @@ class PlacedRows:
         n_rows: number of all rows of the head.
     """
 
-    rows: RowLabels
+    rows: _RowLabels
     text: Tensor
     place: Tensor
     width: int
@@ -340,16 +327,10 @@ class PlacedRows:
 
     def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
         """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
-        grid = torch.full((texts, self.width + shift), fill, device=values.device)
-        grid = grid.to(values.dtype)
-        grid[self.text, self.place + shift] = values
+        shape, place = (texts, self.width + shift), self.place + shift
+        grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+        grid[self.text, place] = values
         return grid
-
-    def of_all(self, values: Tensor) -> Tensor:
-        """Return the values of these rows among all rows of the head, 0 at the others."""
-        whole = values.new_zeros(self.n_rows)
-        whole[self.index] = values
-        return whole
 
 
 @dataclass(frozen=True)
@@ -419,19 +400,13 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
 def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     """Return the rows of all calls of the head in a call of the model, with their places.
 
-    Args:
-        call: of the model, with ids.
-        kind: of the model.
-        labels: as the call, or else the batch, has them: a head that is called on the places of
-            labels alone is told by their number.
-
-    Raises:
-        BatchError: it is not known where the rows are.
+    Labels are as the call, or else the batch, has them: a head that is called on the places of
+    labels alone is recognised by their number.
     """
     heads, ids = call.read_heads, call.ids
     assert ids is not None
     parts = [head.rows for head in heads if head.rows is not None]
-    rows = RowLabels(*map(torch.cat, zip(*parts, strict=True)))
+    rows = _RowLabels(*map(torch.cat, zip(*parts, strict=True)))
     (b, length), n = ids.shape, len(rows.labels)
     shapes = {len(head.shape) for head in heads}
     if kind == "masked" and shapes == {1} and n != b * length and labels is not None:
@@ -447,9 +422,7 @@ def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     device, width = rows.labels.device, n // b
     # Rows as (calls, texts, columns): calls on one chunk of columns after the other are joined.
     columns = [torch.arange(head.shape.numel() // b, device=device) for head in heads]
-    starts = [0]
-    for part in columns[:-1]:
-        starts.append(starts[-1] + len(part))
+    starts = accumulate(map(len, columns[:-1]), initial=0)
     place = torch.cat([(c + s).repeat(b) for c, s in zip(columns, starts, strict=True)])
     text = torch.cat([torch.arange(b, device=device).repeat_interleave(len(c)) for c in columns])
     index = torch.arange(n, device=device)
@@ -463,7 +436,8 @@ def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     if width > length:  # virtual tokens of prompt tuning, the last of which predicts a text's first
         real = place >= width - length - int(kind == "causal")
         late = place[real] - (width - length)
-        return PlacedRows(rows.take(real), text[real], late, length, index[real], n)
+        rows = _RowLabels(*(column[real] for column in rows))
+        return PlacedRows(rows, text[real], late, length, index[real], n)
     first = replace(placed, width=length)  # hidden[:, :-1], say
     placed = replace(first, place=place + (length - width))  # or the last ones
     if width == length or kept:
@@ -528,20 +502,17 @@ def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
     if positions is not None:
         positions = torch.cat([positions, positions[:, -1:] + 1], 1)
     documents = batch.documents
-    return TokenBatch(
+    return replace(
+        batch,
         input_ids=torch.cat([ids, more], 1),
         labels=None,
         attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
-        kind=batch.kind,
         position_ids=positions,
         documents=None if documents is None else torch.cat([documents, documents[:, -1:]], 1),
-        crossing=batch.crossing,
-        preferences=batch.preferences,
-        soft_labels=batch.soft_labels,
     )
 
 
-def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
+def _settled(placed: PlacedRows, given: Tensor | None) -> _RowLabels:
     """Return the rows with the labels of those that are unsure, where these are known.
 
     Labels that were given decide, if they agree with all rows that are sure. Without them a row of
@@ -622,7 +593,7 @@ def plain_call(
     none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
     nothing = torch.zeros_like(targets)
     values = sizes.new_zeros(len(sizes), 2)
-    rows = RowLabels(targets, sizes, counted, none, none, nothing, nothing, none, values)
+    rows = _RowLabels(targets, sizes, counted, none, none, nothing, nothing, none, values)
     width = labels.shape[1]
     placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
     return ReadCall(call, placed, batch)

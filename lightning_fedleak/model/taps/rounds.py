@@ -92,11 +92,9 @@ class LocalRound:
         groups = self.optimizer.param_groups
         places = [i for i, g in enumerate(groups) if any(id(p) in keys for p in g["params"])]
         rates_by_step = [{rates[i] for i in places} for rates in self.rates]
-        if any(len(rates) != 1 for rates in rates_by_step):
-            raise UnusableObservation("what is read is trained at different learning rates")
-        learning_rates = [rates.pop() for rates in rates_by_step]
-        if not sum(learning_rates) > 0:
-            raise UnusableObservation("a round at learning rate 0 changes nothing")
+        learning_rates = [rates.pop() for rates in rates_by_step if len(rates) == 1]
+        if len(learning_rates) < len(rates_by_step) or not sum(learning_rates) > 0:
+            raise UnusableObservation("what is read is trained at several learning rates, or at 0")
         return learning_rates
 
 
@@ -124,11 +122,12 @@ def control_update(
     Raises:
         UnusableObservation: the round cannot be made again.
     """
-    if local.why_not is not None or local.optimizer is None:
-        raise UnusableObservation(local.why_not or "no step of the round was seen")
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
-    if not trained <= local.weights.keys():
-        raise UnusableObservation("more is trained at the end of the round than at its begin")
+    why = local.why_not or ("no step of the round was seen" if local.optimizer is None else None)
+    if why is None and not trained <= local.weights.keys():
+        why = "more is trained at the end of the round than at its begin"
+    if why is not None:
+        raise UnusableObservation(why)
     parameters = {role: anatomy.parameter(role) for role in roles}
     wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
     learning_rate = sum(local.rates_of({*wanted.values()})) / len(local.rates)

@@ -62,6 +62,12 @@ class OddField(ValueError):
     """A value is not what its field holds; the message is the path to it."""
 
 
+def _expect(holds: bool, path: str) -> None:
+    """Raise an error for the value at a path unless a condition on it holds."""
+    if not holds:
+        raise OddField(path)
+
+
 def named(key: str, **more: Any) -> Any:
     """Return a dataclass field that has another key in JSON than its name."""
     return field(metadata={"key": key}, **more)
@@ -86,8 +92,7 @@ class Record:
         Raises:
             OddField: a field is missing or is not what its type says.
         """
-        if not isinstance(value, Mapping):
-            raise OddField(path)
+        _expect(isinstance(value, Mapping), path)
         root = f"{path}/" if path else ""
         kind: type = cls
         readers = _readers(kind)
@@ -301,8 +306,7 @@ def _reader_if(holds: Callable[[Any], bool], convert: type | None = None) -> Fie
     """Return a reader of values for which a condition holds."""
 
     def read(value: Any, path: str) -> Any:
-        if not holds(value):
-            raise OddField(path)
+        _expect(holds(value), path)
         return value if convert is None else convert(value)
 
     return read
@@ -336,8 +340,7 @@ def _union_of(hints: Sequence[Any]) -> FieldReader:
 
 def _list_of(reader: FieldReader) -> FieldReader:
     def read(value: Any, path: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise OddField(path)
+        _expect(isinstance(value, list), path)
         return tuple(reader(one, path) for one in value)
 
     return read
@@ -348,8 +351,7 @@ def _row_of(kind: type) -> FieldReader:
     readers = _readers(kind).values()
 
     def read(value: Any, path: str) -> Any:
-        if not isinstance(value, list) or len(value) != len(readers):
-            raise OddField(path)
+        _expect(isinstance(value, list) and len(value) == len(readers), path)
         return kind(*(reader(one, path) for reader, one in zip(readers, value, strict=True)))
 
     return read
@@ -361,9 +363,8 @@ def keys_of(kind: type) -> FieldReader:
         name: reader_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()
     }
 
-    def read(value: Any, path: str) -> JsonObject:
-        if not isinstance(value, dict):
-            raise OddField(path)
+    def read(value: JsonObject, path: str) -> JsonObject:
+        _expect(isinstance(value, dict), path)
         for name in [name for name in readers if name in value]:
             readers[name](value[name], f"{path}/{name}")
         return value
@@ -373,8 +374,7 @@ def keys_of(kind: type) -> FieldReader:
 
 def _mapping_to(reader: FieldReader) -> FieldReader:
     def read(value: Any, path: str) -> dict[str, object]:
-        if not isinstance(value, dict):
-            raise OddField(path)
+        _expect(isinstance(value, dict), path)
         return {key: reader(part, f"{path}/{key[:40]}") for key, part in value.items()}
 
     return read

@@ -21,7 +21,7 @@ MOST_DIGITS = 20
 
 
 @dataclass(frozen=True)
-class FileLines:
+class _FileLines:
     """The lines of a file.
 
     Attributes:
@@ -33,13 +33,13 @@ class FileLines:
     problems: Sequence[str] = ()
 
 
-def read_lines(path: Path) -> FileLines:
+def read_lines(path: Path) -> _FileLines:
     """Return the lines of a ``leakage.jsonl`` or ``run.jsonl``; none where there is no file.
 
     A line that cannot be read is named in a problem and costs nothing but itself.
     """
     if not path.is_file():
-        return FileLines()
+        return _FileLines()
     lines: list[ResultLine | RunLine] = []
     unreadable, newer, odd = [], [], []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -70,7 +70,7 @@ def read_lines(path: Path) -> FileLines:
         )
         if numbers
     ]
-    return FileLines(lines, problems)
+    return _FileLines(lines, problems)
 
 
 def read_results(path: Path) -> list[ResultLine]:

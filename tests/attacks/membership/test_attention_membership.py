@@ -22,8 +22,8 @@ from lightning_fedleak.attacks.membership.attention import (
 )
 from lightning_fedleak.attacks.membership.attention_calibration import (
     Calibration,
-    PublicScores,
     PublicStates,
+    _PublicScores,
     lemma_gamma,
 )
 from lightning_fedleak.attacks.membership.attention_layers import attentions, expected_response
@@ -223,7 +223,7 @@ def test_a_gamma_that_overflows_never_fires():
 def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed):
     without = torch.rand(targets, sentences, generator=generator(seed))
     without[0, :2] = -torch.inf
-    scores = PublicScores(without, torch.ones(targets))
+    scores = _PublicScores(without, torch.ones(targets))
     hits = []
     for row in without:
         retained = row[row > -torch.inf].tolist()
@@ -441,7 +441,7 @@ def few(n, tokens=12):
         ),
         (
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
-            "30 public texts are too few",
+            "public texts to calibrate on .* at least 41, got 30",
         ),
         (lambda: built().craft(normal(10) * math.nan), "not finite"),
     ],

@@ -194,7 +194,7 @@ def test_what_the_loss_is_scaled_by_changes_nothing(family: Any) -> None:
         scaled = guess(scale)
         torch.testing.assert_close(scaled.scores / scale, plain.scores, rtol=1e-3, atol=1e-5)
         assert torch.equal(scaled.members, plain.members)
-    with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds them off"):
+    with pytest.raises(UnusableObservation, match="below 1e-31, where float32 rounds it off"):
         guess(1e-33)
 
 

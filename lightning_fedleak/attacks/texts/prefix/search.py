@@ -7,7 +7,7 @@ model over the guesses verifies them up to the first mistake. There more candida
 :mod:`~lightning_fedleak.attacks.texts.prefix.verification` chooses and accepts them.
 
 Where no token's state equals the observed one, the states were noised or the copy of the bottom
-model is stale. Then beams read the rest (:class:`BeamSearch`). The true text is then the one whose
+model is stale. Then beams read the rest (:class:`_BeamSearch`). The true text is then the one whose
 states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
 So several prefixes are continued, each candidate is verified after each of them, and those with
 the smallest total distance stay, as far as noise explains their distance from the best.
@@ -120,7 +120,7 @@ class PrefixSearch:
         the distances of best and runner-up; the distance of an unverified runner-up is estimated.
 
         Args:
-            spread: (d,) what noise adds, as in :class:`BeamSearch`.
+            spread: (d,) what noise adds, as in :class:`_BeamSearch`.
         """
         while self._open() and not self.decision.noised and not self.deadline.passed:
             self._advance()
@@ -163,7 +163,7 @@ class PrefixSearch:
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
             n, start = int(self.counts[i]), int(lengths[i])
             texts = int((lengths[i:] < self.counts[i:]).sum())
-            search = BeamSearch(
+            search = _BeamSearch(
                 self.prefixes.select(self.rows[i : i + 1]),
                 self.task.table,
                 self.task.observed[i, :n],
@@ -327,7 +327,7 @@ class PrefixSearch:
 # ---- beams, where states are noised ---------------------------------------------------------
 
 
-class BeamSearch:
+class _BeamSearch:
     """The search for the rest of one text.
 
     Args:

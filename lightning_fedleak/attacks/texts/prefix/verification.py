@@ -158,15 +158,8 @@ class OpenPosition:
         self.distances.append(distance)
 
     def add_nearest(self, tokens: Tensor, states: Tensor, distances: Tensor) -> int:
-        """Add the nearest of verified tokens, and count the rest without their states.
-
-        Args:
-            tokens: (n,) new tokens.
-            states: (n, d) of them.
-            distances: (n,) from the observed state.
-
-        Returns:
-            The index of the nearest.
+        """Add the nearest of (n,) verified tokens, count the rest without their states (n, d), and
+        return the index of the nearest.
         """
         nearest = int(distances.argmin())
         self.verified.update(tokens.tolist())
@@ -206,11 +199,7 @@ def ranked_first(task: Task) -> Tensor:
 def next_round(task: Task, position: OpenPosition, i: int, first: Tensor) -> list[int]:
     """Return the candidates of the next round at text ``i``'s open position.
 
-    Args:
-        task: the search.
-        position: the open position, with at least one verified token.
-        i: the text.
-        first: (k,) candidates of the first ranking.
+    It has a verified token at least; ``first`` are the (k,) candidates of the first ranking.
     """
     k = ROUNDS[min(position.round, len(ROUNDS) - 1)]
     position.round += 1

@@ -31,6 +31,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.validate import check_integer, explained
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, 0.1, {}),
@@ -181,11 +182,9 @@ class Federation:
         Raises:
             SourceError: a client has none, or a row is longer than the model reads.
         """
-        limit = self.tokenizer.model_max_length
-        if self.length > limit:
-            raise finetuning.SourceError(
-                f"--length {self.length} is more than the {limit} tokens that this model can read."
-            )
+        error, limit = finetuning.SourceError, self.tokenizer.model_max_length
+        hint = "tokens that this model can read"
+        check_integer("--length", self.length, at_most=limit, hint=hint, error=error)
         shares, texts, _, _ = self._texts
         rows = [self._rows([texts[i] for i in numbers]) for numbers in shares]
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
@@ -304,11 +303,9 @@ class Federation:
             return []
         gates = []
         for name in self.watched:
-            try:
+            hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
+            with explained(f"--watch {name}", ValueError, error=finetuning.SourceError, hint=hint):
                 gates.append(RoundGate(name, at_most=self.gate, action=self.action))
-            except ValueError as error:
-                hint = f" (--watch {WORDS} watches words alone)" * (self.watch is None)
-                raise finetuning.SourceError(f"--watch {name}: {error}{hint}") from error
         return gates
 
     def account(self, ledger: Path | None) -> ClientDP | None:

@@ -77,7 +77,7 @@ def leakage_of(looks: Iterable[RoundLook]) -> dict[str, Values]:
     }
 
 
-class Server:
+class _Server:
     """Holds the model, closes rounds, and looks at the sum of what came back.
 
     Args:
@@ -191,7 +191,7 @@ class Server:
 
 def train_in_process(
     federation: Federation, folder: Path, closed: Callable[[Round], None]
-) -> Server:
+) -> _Server:
     """Train all rounds, the clients of a round one after the other.
 
     Args:
@@ -203,7 +203,7 @@ def train_in_process(
         ValueError: a gate that watches what is not logged.
         BudgetSpent: the account allows no more.
     """
-    server = Server(federation, folder)
+    server = _Server(federation, folder)
     closed(Round(0, server.loss))
     model = federation.make_model()
     accounts = [federation.client_account(folder, c) for c in range(federation.clients)]

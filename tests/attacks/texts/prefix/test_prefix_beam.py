@@ -9,7 +9,7 @@ from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.inversion import typical_states
-from lightning_fedleak.attacks.texts.prefix.search import BeamSearch
+from lightning_fedleak.attacks.texts.prefix.search import _BeamSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -37,8 +37,8 @@ class Case:
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         return hidden_states(self.anatomy, LAYER, ids)
 
-    def read(self, width: int, deadline: Deadline | None = None) -> BeamSearch:
-        search = BeamSearch(
+    def read(self, width: int, deadline: Deadline | None = None) -> _BeamSearch:
+        search = _BeamSearch(
             Prefixes(self.bottom, Layout.from_masks((1, LENGTH), None, None)),
             self.table,
             self.observed,

@@ -1,0 +1,26 @@
+"""Names of a package that are loaded when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+
+
+def lazy(
+    package: str, homes: Mapping[str, Sequence[str]], root: str | None = None
+) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package, which imports the module of a name.
+
+    Args:
+        package: name of the package.
+        homes: names by their module.
+        root: package that the modules are in; by default ``package``.
+    """
+
+    def load(name: str) -> object:
+        for home, names in homes.items():
+            if name in names:
+                return getattr(importlib.import_module(f"{root or package}.{home}"), name)
+        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+
+    return load

@@ -1,4 +1,4 @@
-"""axe-core finds nothing serious on the site of docs/, on a phone and on a desktop."""
+"""axe-core finds nothing serious on the site of docs/, on a phone and a desktop, light and dark."""
 
 import subprocess
 import sys
@@ -24,9 +24,10 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("width", [browser.PHONE, browser.DESKTOP])
-@pytest.mark.parametrize("name", ["index", "dpsgd", "report", "api/callbacks"])
-def test_axe_finds_nothing_serious_on_the_site(site, tmp_path, name, width):
-    for dark in (False, True):
-        results = browser.violations(site / f"{name}.html", width, tmp_path, dark=dark)
-        assert [one for one in results if one["impact"] != "moderate"] == []
+def test_axe_finds_nothing_serious_on_the_site(site, tmp_path):
+    names = ["index", "dpsgd", "report", "api/callbacks"]
+    found = browser.violations([site / f"{name}.html" for name in names], tmp_path)
+    serious = {
+        name: [one for one in ones if one["impact"] != "moderate"] for name, ones in found.items()
+    }
+    assert serious == {name: [] for name in found}

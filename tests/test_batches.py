@@ -344,9 +344,7 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
     "padded right": (RIGHT, ignored(RIGHT, ~REAL), REAL.long(), "causal"),
     "padded left": (LEFT, ignored(LEFT, ~LEFT_REAL), LEFT_REAL.long(), "causal"),
     "the loss reads padding too": (RIGHT, RIGHT.clone(), REAL.long(), "causal"),
-    "a mask of floats": (RIGHT, ignored(RIGHT, ~REAL), REAL.float(), "causal"),
     "numbers of packed documents": (RIGHT, RIGHT, torch.arange(1, 16).view(3, 5), "causal"),
-    "only ids": (RIGHT, None, None, "causal"),
     "prompts left out": (RIGHT, ignored(RIGHT, ~REAL | PROMPT), REAL.long(), "causal"),
     "nothing to train on": (RIGHT, torch.full_like(RIGHT, -100), REAL.long(), "causal"),
     "rows that are nothing but padding": (

@@ -363,7 +363,6 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
     "padded with an id of no word": (
         ignored(RIGHT, ~REAL), ignored(RIGHT, ~REAL), REAL.long(), "causal",
     ),
-    "one repeated word": (RIGHT[1:2] * 0 + 7, None, REAL[1:2], "causal"),
     "one word in its padding": (RIGHT[:1] * 0 + PROMPT, None, PROMPT[None], "causal"),
     "masked words": (RIGHT, ignored(RIGHT, RIGHT != 6), REAL.long(), "masked"),
     "a short target": (RIGHT, torch.tensor([[8], [9], [3]]), REAL.long(), "seq2seq"),
@@ -371,7 +370,6 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
         RIGHT, ignored(RIGHT.flip(1), ~REAL.flip(1)), REAL.long(), "seq2seq",
     ),
     "classes": (RIGHT, CLASSES, REAL.long(), "classifier"),
-    "numbers for classes": (RIGHT, CLASSES.float(), REAL.long(), "classifier"),
 }  # fmt: skip
 
 
@@ -384,7 +382,6 @@ CONTRADICTORY: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind, str]]
     "1 is padding": (RIGHT, ignored(RIGHT, ~REAL), (~REAL).long(), "causal", "mask"),
     "1 is padding, no labels": (RIGHT, None, ~REAL, "causal", "mask"),
     "1 is padding of a source": (RIGHT, torch.tensor([[8], [9], [3]]), ~REAL, "seq2seq", "mask"),
-    "1 is padding of what is classified": (RIGHT, CLASSES, ~REAL, "classifier", "mask"),
     "1 is padding and there is none": (
         RIGHT[:1], RIGHT[:1], torch.zeros_like(RIGHT[:1]), "masked", "mask",
     ),
@@ -402,7 +399,6 @@ CONTRADICTORY: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind, str]]
     "another label than -100 is left out": (
         RIGHT, RIGHT.masked_fill(~REAL, -1), REAL, "causal", "-100",
     ),
-    "labels of a decoder": (RIGHT, RIGHT * 10_000, REAL, "seq2seq", "vocabulary"),
 }  # fmt: skip
 
 

@@ -344,9 +344,7 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
     "padded right": (RIGHT, ignored(RIGHT, ~REAL), REAL.long(), "causal"),
     "padded left": (LEFT, ignored(LEFT, ~LEFT_REAL), LEFT_REAL.long(), "causal"),
     "the loss reads padding too": (RIGHT, RIGHT.clone(), REAL.long(), "causal"),
-    "a mask of floats": (RIGHT, ignored(RIGHT, ~REAL), REAL.float(), "causal"),
     "numbers of packed documents": (RIGHT, RIGHT, torch.arange(1, 16).view(3, 5), "causal"),
-    "only ids": (RIGHT, None, None, "causal"),
     "prompts left out": (RIGHT, ignored(RIGHT, ~REAL | PROMPT), REAL.long(), "causal"),
     "nothing to train on": (RIGHT, torch.full_like(RIGHT, -100), REAL.long(), "causal"),
     "rows that are nothing but padding": (
@@ -365,7 +363,6 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
     "padded with an id of no word": (
         ignored(RIGHT, ~REAL), ignored(RIGHT, ~REAL), REAL.long(), "causal",
     ),
-    "one repeated word": (RIGHT[1:2] * 0 + 7, None, REAL[1:2], "causal"),
     "one word in its padding": (RIGHT[:1] * 0 + PROMPT, None, PROMPT[None], "causal"),
     "masked words": (RIGHT, ignored(RIGHT, RIGHT != 6), REAL.long(), "masked"),
     "a short target": (RIGHT, torch.tensor([[8], [9], [3]]), REAL.long(), "seq2seq"),
@@ -373,7 +370,6 @@ CONSISTENT: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind]] = {
         RIGHT, ignored(RIGHT.flip(1), ~REAL.flip(1)), REAL.long(), "seq2seq",
     ),
     "classes": (RIGHT, CLASSES, REAL.long(), "classifier"),
-    "numbers for classes": (RIGHT, CLASSES.float(), REAL.long(), "classifier"),
 }  # fmt: skip
 
 
@@ -386,7 +382,6 @@ CONTRADICTORY: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind, str]]
     "1 is padding": (RIGHT, ignored(RIGHT, ~REAL), (~REAL).long(), "causal", "mask"),
     "1 is padding, no labels": (RIGHT, None, ~REAL, "causal", "mask"),
     "1 is padding of a source": (RIGHT, torch.tensor([[8], [9], [3]]), ~REAL, "seq2seq", "mask"),
-    "1 is padding of what is classified": (RIGHT, CLASSES, ~REAL, "classifier", "mask"),
     "1 is padding and there is none": (
         RIGHT[:1], RIGHT[:1], torch.zeros_like(RIGHT[:1]), "masked", "mask",
     ),
@@ -404,7 +399,6 @@ CONTRADICTORY: dict[str, tuple[Tensor, Tensor | None, Tensor | None, Kind, str]]
     "another label than -100 is left out": (
         RIGHT, RIGHT.masked_fill(~REAL, -1), REAL, "causal", "-100",
     ),
-    "labels of a decoder": (RIGHT, RIGHT * 10_000, REAL, "seq2seq", "vocabulary"),
 }  # fmt: skip
 
 

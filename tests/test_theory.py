@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from benchmarks.papers.lemma import (
-    advantage_bound,
     condition,
     direction_probability,
     projection_radius,
@@ -41,14 +40,6 @@ def draw(law: str, rng: np.random.Generator, n: int, d: int) -> np.ndarray:
 
 
 # The formulas
-
-
-def test_eq_5_by_hand() -> None:
-    assert advantage_bound(0.9, 0.1, tokens=3, n_batch=2) == pytest.approx(
-        0.9 + 0.9**12 - 0.1 - 1, abs=1e-15
-    )
-    assert advantage_bound(1, 0, tokens=15) == 1.0
-    assert advantage_bound(1.0, 0.0, 5, 1, p_direction=0.5) == pytest.approx(0.5 + 0.5**5 - 1)
 
 
 def test_eq_4_by_hand() -> None:

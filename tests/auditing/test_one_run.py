@@ -110,16 +110,6 @@ def test_p_value_is_the_theorems_summed_in_rationals(m, r, v, delta) -> None:
     assert got == pytest.approx(float(exact), rel=1e-9)
 
 
-def test_without_delta_epsilon_is_the_binomials() -> None:
-    """All right: q^r = alpha."""
-    q = 0.05 ** (1 / 30)
-    assert one_run_epsilon(30, 30, 30) == pytest.approx(math.log(q / (1 - q)), rel=1e-9)
-    assert one_run_epsilon(100, 100, 50) == 0.0
-    assert one_run_epsilon(100, 0, 0) == 0.0
-    epsilon = one_run_epsilon(500, 200, 150)
-    assert binom.sf(149, 200, 1 / (1 + math.exp(-epsilon))) == pytest.approx(0.05, rel=1e-6)
-
-
 @pytest.mark.parametrize("delta", [0.0, 1e-5, 1e-3])
 def test_p_value_grows_with_epsilon_so_that_the_bound_is_well_defined(delta) -> None:
     values = [one_run_p_value(300, 100, 80, e, delta) for e in np.linspace(0, 12, 300)]

@@ -131,18 +131,6 @@ def test_one_text_in_many_rows_is_no_template_and_one_unit(kind: str) -> None:
     assert int(scored.times[-1]) == 20
 
 
-def test_pairs_of_near_copies_are_units_of_two() -> None:
-    rows = drawn(200, 0)
-    for n in range(0, 60, 2):
-        rows[n + 1] = near(rows[n], 1000 + n)
-    texts = [text(ids) for ids in rows]
-    found = find_repeats(texts, ((one, True) for one in texts))
-    assert found.again.tolist() == [True] * 60 + [False] * 140
-    assert (found.units[:60:2] == found.units[1:60:2]).all()
-    assert len(set(found.units)) == 170
-    assert found.times.tolist() == [2] * 60 + [1] * 140
-
-
 def test_who_is_a_copy_looks_at_neither_side_nor_order() -> None:
     texts = poisoned("near")[:200] + poisoned("same")[:40]
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(3)).tolist()

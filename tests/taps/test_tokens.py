@@ -78,16 +78,6 @@ def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel
             assert float(snapshot.log_probs[row, place]) == pytest.approx(expected, abs=2e-5)
 
 
-def test_a_text_reads_the_same_in_any_company(model: GPT2LMHeadModel) -> None:
-    texts = some_texts(30, 7, 12)
-    together = token_log_probs(find_anatomy(model), texts)
-    for row, text in enumerate(texts):
-        alone = token_log_probs(find_anatomy(model), [text])
-        width = alone.labels.shape[1]
-        torch.testing.assert_close(together.log_probs[row, :width], alone.log_probs[0])
-        torch.testing.assert_close(together.deviations[row, :width], alone.deviations[0])
-
-
 def test_texts_packed_into_a_row_come_apart() -> None:
     ids = torch.arange(10, 18)[None]
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])

@@ -267,22 +267,6 @@ def test_a_round_is_asked_about_with_the_weights_that_it_began_with(rate: float)
     torch.testing.assert_close(asked_after, attack.run(view, query).scores)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "settings"), [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("RMSprop", {})]
-)
-def test_a_round_that_goes_on_with_momentum_is_unknown(
-    optimizer: str, settings: dict[str, float]
-) -> None:
-    facts = RunFacts(optimizer=optimizer, optimizer_settings=settings, local_steps=1)
-    anatomy, attack = prepared(lora(), facts)
-    tensors = {r: torch.randn_like(anatomy.parameter(r)) for r in attack.needs(anatomy).gradients}
-    query = Query(texts(ROWS, LENGTH))
-    stale = UpdateSnapshot(0, Stage.SHARED, tensors, fresh=False)
-    with pytest.raises(UnusableObservation, match=r"^call optimizer\.state\.clear\(\) where"):
-        attack.run(Observation((stale,)), query)
-    attack.run(Observation((dataclasses.replace(stale, fresh=True),)), query)
-
-
 def test_what_the_loss_has_a_term_of_is_not_read() -> None:
     """A penalty on half of the maps leaves the rest to read; on all of them it is unknown."""
     model = lora()

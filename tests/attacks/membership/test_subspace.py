@@ -7,10 +7,10 @@ import torch
 from peft import AdaLoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.membership.test_gradients import variants
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
@@ -69,17 +69,6 @@ def test_words_that_are_not_shared_leave_the_states_of_later_blocks() -> None:
         scores = asked(model, inside, torch.cat([inside, texts(2, LENGTH)])).scores
         right += int((scores[:2, None] > scores[None, 2:]).sum())
     assert right >= 0.9 * 6 * 4
-
-
-def test_a_round_that_goes_on_with_momentum_is_unknown() -> None:
-    anatomy = find_anatomy(with_lora(ready(llama()), 6, ["q_proj", "v_proj"]))
-    attack = SubspaceMembership(texts(16, LENGTH))
-    attack.meet(RunFacts(optimizer="SGD", optimizer_settings={"momentum": 0.9}, local_steps=1))
-    attack.prepare(anatomy)
-    tensors = {r: torch.randn_like(anatomy.parameter(r)) for r in attack.needs(anatomy).gradients}
-    stale = UpdateSnapshot(0, Stage.SHARED, tensors, fresh=False)
-    with pytest.raises(UnusableObservation, match=r"^call optimizer\.state\.clear\(\) where"):
-        attack.run(Observation((stale,)), Query(texts(ROWS, LENGTH)))
 
 
 def test_adaloras_own_term_is_taken_off_the_rows_of_every_block() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -50,20 +49,6 @@ def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float
         assert misfit(rows, atoms[result]) < 1e-6
         for gone in result.tolist() if types > 1 else ():
             assert misfit(rows, atoms[[t for t in result.tolist() if t != gone]]) > 1e-3
-
-
-def test_no_other_pair_of_a_small_vocabulary_fits() -> None:
-    atoms = dictionary()[:16]
-    gradient, truth = planted(atoms, 2, 40)
-    rows = most_kept(sparse(gradient, 0.3))
-    fits = [
-        pair
-        for pair in itertools.combinations(range(16), 2)
-        if misfit(rows, atoms[list(pair)]) < 1e-3
-    ]
-    result = explain_kept(rows, atoms, NOTHING, ODDS[:16])
-    assert result is not None
-    assert fits == [tuple(sorted(truth.tolist()))] == [tuple(sorted(result.tolist()))]
 
 
 def test_directions_that_are_no_word_are_no_types() -> None:

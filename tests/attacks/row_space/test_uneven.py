@@ -63,10 +63,3 @@ def test_only_the_rows_that_are_known_best_are_used() -> None:
     observed = rows + errors * torch.randn(rows.shape, generator=generator, dtype=torch.float64)
     result = explain_uneven([observed], [errors], finder(atoms, []))
     assert set(result.types.tolist()) == set(truth.tolist())
-
-
-def test_noise_alone_names_nothing() -> None:
-    atoms, _, rows, generator = planted(6, 10)
-    noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
-    result = explain_uneven([noise], [torch.ones_like(noise)], finder(atoms, []))
-    assert len(result.types) <= 1

@@ -12,15 +12,13 @@ from sklearn.mixture import GaussianMixture
 from torch import distributed as dist
 
 from lightning_fedleak.attacks import FlatChat, PublicText, UnusableObservation, gradient_of
-from lightning_fedleak.attacks.words import flatchat as flatchat_module
 from lightning_fedleak.attacks.words.flatchat import (
-    TAILS,
     TypeCountRegressor,
     flatchat,
     flatten,
     separate_clusters,
 )
-from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
+from lightning_fedleak.attacks.words.mixture import Mixture
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers.models import tiny_gpt2, tiny_llama
@@ -98,15 +96,6 @@ def test_a_sharded_gradient_is_gathered_after_the_sum() -> None:
                 )
     finally:
         dist.destroy_process_group()
-
-
-def test_refits_until_the_clusters_separate(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = randn(4000, seed=6)
-    s = s / s.norm()
-    ratios = [fit_two_gaussians(s, start=t, regularization=1e-6).variance_ratio for t in TAILS]
-    assert separate_clusters(s).variance_ratio == max(ratios) < 4
-    monkeypatch.setattr(flatchat_module, "MIN_RATIO", 1.0)
-    assert separate_clusters(s).variance_ratio == ratios[0]
 
 
 def test_sums_that_are_equal_are_unknown() -> None:

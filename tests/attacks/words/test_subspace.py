@@ -424,14 +424,9 @@ def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Ob
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
-        (RunFacts(optimizer="AdamW", local_steps=1), r"optimizer\.state\.clear"),
         (RunFacts(optimizer="AdamW", local_steps=2), "a round of 2 steps of AdamW divides"),
         (RunFacts(optimizer="RMSprop", local_steps=1), "a round of 1 step of RMSprop divides"),
         (RunFacts(optimizer="Sophia", local_steps=1), "what Sophia makes of gradients"),
-        (
-            RunFacts(optimizer="SGD", optimizer_settings={"momentum": 0.9}, local_steps=1),
-            "SGD goes on",
-        ),
     ],
 )
 def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word: str) -> None:

@@ -198,18 +198,6 @@ def test_packed_rows_are_of_no_single_user() -> None:
         Run(defense, loader=DataLoader(packed(), batch_size=8))
 
 
-# ---- one batch, one release ------------------------------------------------------------------
-
-
-def test_a_batch_is_released_once() -> None:
-    run, batch = Run(DPSGD(CLIP, noise_multiplier=1.0)), first(5)
-    run.step(batch)
-    with pytest.raises(DefenseError, match="this batch was released already"):
-        run.step(batch)
-    assert run.defense.accountant.steps == 1
-    run.step(first(5))
-
-
 # ---- several clients -------------------------------------------------------------------------
 
 

@@ -282,6 +282,15 @@ def test_every_form_says_the_same(
     assert all(isinstance(p, Dense) for p in ghost) == ("dense" in kinds)
 
 
+def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
+    output = torch.full((1, 2, 4), 1e4)
+    inputs = torch.ones(1, 2, 3)
+    inputs[:, 1] = -1 + 1e-7
+    square = float(squared_norms([Outer(output, inputs)]))
+    true = float(in_full([Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
+    assert square**0.5 >= true
+
+
 @pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
 @pytest.mark.parametrize(("size", "positions"), [(4, 2), (64, 2), (64, 8), (200, 4)])
 def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(

@@ -51,10 +51,6 @@ def longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(sorted(rows, key=lambda row: -len(row[0])))
 
 
-def shuffled(rows: Sequence[Row]) -> dict[str, Tensor]:
-    return padded(random.sample(rows, len(rows)))
-
-
 def with_others(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The next row of the batch as a negative."""
     result = padded(rows)
@@ -105,7 +101,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
     ("collate", "dataset"),
     [
         (longest_first, Texts(VARIOUS)),
-        (shuffled, Texts(VARIOUS)),
         (with_others, Texts(VARIOUS)),
         (masked_longest_first, Texts(VARIOUS)),
         (padded, Unordered(VARIOUS)),

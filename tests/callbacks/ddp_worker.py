@@ -265,13 +265,6 @@ def main(root: Path) -> None:
     saved = gate.fired is not None and Path(str(gate.fired.checkpoint)).exists()
     out["gate worst"] = (trainer.global_step, gate.fired is not None and gate.fired.value, saved)
 
-    monitor = LeakageMonitor(
-        [FailsOnOne(), Probe()], every_n_steps=50, settings=WatchSettings(client="world")
-    )
-    run(root / "failing-world", [monitor])
-    lines = monitor.engine.jsonl.path.read_text().splitlines() if rank == 0 else []
-    out["failing world"] = [json.loads(line)["n"] for line in lines]
-
     monitor = LeakageMonitor(Probe(), max_overhead=0.2)
     run(root / "overhead", [monitor], max_epochs=4)
     out["overhead looks"] = (monitor.looks, monitor.last_step)

@@ -12,10 +12,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,8 +38,9 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import gpt2, llama, with_lora
 from tests.callbacks.runs import Probe, fit
 from tests.helpers.cases import Cases, gathered
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.sharded import ShardedModule
 from tests.strategies.fsdp2_worker import whole
 
 CLIP, SIGMA, TEXTS, STEPS = 0.05, 0.02, 4, 3
@@ -50,26 +49,9 @@ STAGES = ("local", "shared", "aggregate")
 CASES = Cases()
 
 
-class Sharded(CausalLMModule):
-    """Shards each block, and all else with the whole."""
-
-    def __init__(self, dropout: float = 0.0, optimizer: Any = "sgd") -> None:
-        model = tiny_gpt2(layers=2, dropout=dropout, tied=False).train()
-        super().__init__(model, 1.0 if optimizer == "sgd" else 1e-3, optimizer)
-
-    def configure_model(self) -> None:
-        if dist.is_initialized() and not isinstance(self.model.lm_head.weight, DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.model.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-
-
-class Alone(Sharded):
-    """The same module where nothing is sharded."""
-
-    def configure_model(self) -> None:
-        pass
+def gpt2_module(dropout: float = 0.0, optimizer: Any = "sgd") -> ShardedModule:
+    model = tiny_gpt2(layers=2, dropout=dropout, tied=False).train()
+    return ShardedModule(model, 1.0 if optimizer == "sgd" else 1e-3, optimizer)
 
 
 def texts(rank: int | None) -> DataLoader[Any]:
@@ -98,11 +80,10 @@ def run(
         else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     )
     strategy = DefendedStrategy(inner, defenses, client="world")
-    module = (Alone if alone else Sharded)(dropout, optimizer)
     trainer = fit(
         list(callbacks),
         root,
-        module=module,
+        module=gpt2_module(dropout, optimizer),
         loader=texts(None if alone else RANK),
         strategy=strategy,
         devices=1 if alone else 2,
@@ -280,29 +261,14 @@ def hardened(folder: Path) -> dict[str, Any]:
     return out
 
 
-class ShardedLlama(CausalLMModule):
+def module_of(lora: bool, make: Callable[[], nn.Module]) -> ShardedModule:
     """Wide enough for its inputs to be distinguished; with LoRA or whole."""
-
-    def __init__(
-        self,
-        lora: bool,
-        make: Callable[[], nn.Module] = llama,
-    ) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            model = make()
-            if lora:
-                targets = ["q_proj", "v_proj"] if make is llama else ["c_attn"]
-                model = with_lora(model, 8, targets)
-        super().__init__(model.train(), optimizer="adamw")
-
-    def configure_model(self) -> None:
-        if not isinstance(next(self.model.parameters()), DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for module in self.model.modules():
-                if type(module).__name__ in ("LlamaDecoderLayer", "GPT2Block"):
-                    fully_shard(module, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = make()
+        if lora:
+            model = with_lora(model, 8, ["q_proj", "v_proj"] if make is llama else ["c_attn"])
+    return ShardedModule(model.train(), optimizer="adamw")
 
 
 class BroughtBytes(TorchDispatchMode):
@@ -348,7 +314,7 @@ def gathered_parts(folder: Path) -> dict[str, Any]:
     ):
         steps = []
         for kind in kinds:
-            monitor, module = None, ShardedLlama(lora, make)
+            monitor, module = None, module_of(lora, make)
             if kind is not None:
                 settings = WatchSettings(client="world")
                 attack = kind(capacity_seconds=0)

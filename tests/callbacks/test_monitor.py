@@ -32,6 +32,7 @@ from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
+from tests.engine.test_looks import n_types
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.loops import lines_of
 from tests.helpers.models import tiny_gpt2
@@ -145,10 +146,6 @@ def test_an_unknown_argument_is_refused_by_its_name() -> None:
 
 
 # ---- which batches a look covers, however the Trainer steps --------------------------------------
-
-
-def n_types(*batches: Any) -> int:
-    return torch.cat([b["labels"][:, 1:].flatten() for b in batches]).unique().numel()
 
 
 class Manual(CausalLMModule):

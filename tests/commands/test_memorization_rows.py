@@ -144,16 +144,6 @@ def test_a_gate_on_prompts_is_asked_for(trained: tuple[Path, Any], tmp_path: Pat
     assert "prompt_ratio/auc is unknown" in said
 
 
-def test_all_tokens_say_something_else(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, live = trained
-    status, _ = run(folder, tmp_path / "out.json", prompt_column="prompt", loss="all")
-    content = json.loads((tmp_path / "out.json").read_text())
-    assert status == 0
-    assert content["pool"] != live["combined"]["pool"]
-
-
 def test_prompts_and_answers_without_a_word_on_the_loss_are_unknown(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -34,23 +34,21 @@ def test_release(fedleak_release):
 
 
 def run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, *options: str
 ) -> pytest.RunResult:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(source)
     plugin = ("-p", "lightning_fedleak.cli.pytest_plugin", "-p", "no:cacheprovider")
-    return pytester.runpytest_inprocess(*plugin)
+    return pytester.runpytest_inprocess(*plugin, *options)
 
 
 @pytest.mark.parametrize(("selected", "count"), [("fedleak", 2), ("not fedleak", 1)])
 def test_tests_that_measure_are_marked(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, selected: str, count: int
 ) -> None:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     tests = ("def test_a(fedleak_step): ...", "def test_b(fedleak_release): ...")
-    pytester.makepyfile("\n".join((*tests, "def test_c(): ...")))
-    plugin = ("-p", "lightning_fedleak.cli.pytest_plugin", "-p", "no:cacheprovider")
-    result = pytester.runpytest_inprocess(*plugin, "--strict-markers", "-m", selected)
+    source = "\n".join((*tests, "def test_c(): ..."))
+    result = run(pytester, monkeypatch, source, "--strict-markers", "-m", selected)
     result.assert_outcomes(passed=count, deselected=3 - count)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import lightning_fedleak
@@ -32,7 +31,7 @@ from lightning_fedleak.engine import Games, WatchSettings, contained
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.results import Results
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
+from lightning_fedleak.trainers import Threshold, Watch
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import QUIET
@@ -377,26 +376,10 @@ def in_lightning(folder: Path, attacks: Sequence[Attack]) -> tuple[nn.Module, An
     return module.model, monitor
 
 
-def under_the_trainer(folder: Path, attacks: Sequence[Attack]) -> tuple[nn.Module, Any]:
-    torch.manual_seed(7)
-    rows = [{name: value[0] for name, value in batch_of(n).items()} for n in range(6)]
-    arguments = transformers.TrainingArguments(
-        str(folder), max_steps=3, report_to=[], use_cpu=True, save_strategy="no",
-        per_device_train_batch_size=2, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = transformers.Trainer(tiny_gpt2(tied=False), arguments, train_dataset=rows)
-    callback = LeakageCallback(trainer, [*attacks] or "auto", folder=folder, every_n_steps=1)
-    if attacks:
-        trainer.add_callback(callback)
-    trainer.train()
-    return trainer.model, callback
-
-
-@pytest.mark.parametrize("train", [in_lightning, under_the_trainer])
-def test_a_trainer_trains_on_with_its_defence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
+def test_lightning_trains_on_with_its_defence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = train(tmp_path / "plain", [])
+    expected, _ = in_lightning(tmp_path / "plain", [])
 
     @contained
     def fails(self: StepEngine, *_: object, **__: object) -> None:
@@ -405,6 +388,6 @@ def test_a_trainer_trains_on_with_its_defence(
     for name in ("loss_computed", "_attack", "_end_batch", "_take_batch"):
         with monkeypatch.context() as patch, quiet():
             patch.setattr(StepEngine, name, fails)
-            model, watch = train(tmp_path / name, [BagOfWords()])
+            model, watch = in_lightning(tmp_path / name, [BagOfWords()])
         assert same(model.state_dict(), expected.state_dict()), name
         assert math.isnan(watch.latest[F1]), name

@@ -8,6 +8,7 @@ import re
 import stat
 import time
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,37 +186,26 @@ def test_steps_that_share_nothing_are_passed_over_and_then_unknown(tmp_path: Pat
     assert math.isnan(watch.latest[F1])
 
 
-def adapter_of(case: str) -> Any:
-    """Return an adapter whose batches cannot be the ones that the model was trained on."""
-
-    def adapter(batch: Any) -> TokenBatch:
-        ids, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"]
-        batches = {
-            "a mask where 1 is padding": (ids, labels, 1 - mask),
-            "a mask of zeros, without labels": (ids, None, torch.zeros_like(mask)),
-            "ids outside the vocabulary": (ids + 87654321, None, mask),
-            "labels outside the vocabulary": (ids, labels.masked_fill(labels >= 0, 87654321), mask),
-        }
-        return TokenBatch(*batches[case], "causal")
-
-    return adapter
+CONTRADICTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "a mask where 1 is padding": lambda ids, labels, mask: (ids, labels, 1 - mask),
+    "a mask of zeros, without labels": lambda ids, _, mask: (ids, None, torch.zeros_like(mask)),
+    "ids outside the vocabulary": lambda ids, _, mask: (ids + 87654321, None, mask),
+    "labels outside the vocabulary": lambda ids, labels, mask: (
+        ids, labels.masked_fill(labels >= 0, 87654321), mask,
+    ),
+}  # fmt: skip
+"""Batches that cannot be the ones that the model was trained on."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "a mask where 1 is padding",
-        "a mask of zeros, without labels",
-        "ids outside the vocabulary",
-        "labels outside the vocabulary",
-    ],
-)
+@pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -> None:
+    def adapter(batch: Any) -> TokenBatch:
+        columns = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
+        return TokenBatch(*CONTRADICTIONS[case](*columns), "causal")
+
     batches = random_token_loader(8, padded=True)
     with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
-        watch = watched(
-            tmp_path, Probe(), batches=batches, loss=fused_loss, batch_adapter=adapter_of(case)
-        )
+        watch = watched(tmp_path, Probe(), batches=batches, loss=fused_loss, batch_adapter=adapter)
     assert (watch.looks, watch.failures) == (2, 2)
     assert math.isnan(watch.latest[F1])
     assert "87654321" not in (tmp_path / "leakage.jsonl").read_text()

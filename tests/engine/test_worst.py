@@ -121,12 +121,6 @@ def gate_on(*looks: dict[str, float], **settings: Any) -> tuple[RiskGate, list[A
     return gate, events
 
 
-def test_a_gate_names_the_attack_whose_value_it_is() -> None:
-    _, (event,) = gate_on(values(0.2, 0.8))
-    assert (event.value, event.source) == (0.8, "leakage/b/f1")
-    assert not gate_on(values(0.2, 0.4))[1]
-
-
 def test_a_gate_names_the_argument_that_is_missing() -> None:
     gate, events = gate_on()
     for _ in range(3):

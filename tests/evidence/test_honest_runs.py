@@ -17,7 +17,6 @@ from transformers import Trainer
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine import record as engine_record
-from lightning_fedleak.engine.record import RunRecord
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
 from lightning_fedleak.model.snapshots import NotYet
@@ -147,17 +146,6 @@ def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> N
     check = verify_run(tmp_path)
     assert check.verdict.status == HOLDS, check.verdict
     assert "looks at the planned steps" in check.checked
-
-
-@pytest.mark.parametrize("step", [3, 6, 12])
-def test_a_plan_that_retries_move(tmp_path: Path, step: int) -> None:
-    """Under DDP one process may move the plan while another still waits, and no line is written."""
-    lines: list[Any] = []
-    record = RunRecord(tmp_path / RECORD, "a", lines.append, [])
-    record.planned = 5
-    record.append = lines.append  # type: ignore[method-assign]
-    record.write_new_plan(step, next_look=12)
-    assert [(line.step, line.next_look) for line in lines] == ([(step, 12)] if step > 5 else [])
 
 
 def test_weights_that_were_not_hashed_are_open(

@@ -154,15 +154,6 @@ def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     assert both.values["leakage_aggregate/subspace_texts/token_accuracy"] > 0.5
 
 
-def test_whole_texts_are_unknown_where_adam_made_the_update(tmp_path):
-    net, data = model(), batches(4, 1)
-    rounds = observer(tmp_path, net, [SubspaceTexts()], steps=1, optimizer=ADAMW)
-    rounds.begin(0, trained_state(net))
-    look = rounds.look(train(net, data, ADAMW), batches=data)
-    assert math.isnan(look.values["leakage/subspace_texts/token_accuracy"])
-    assert "steps of SGD" in look.unknown["leakage/subspace_texts"]
-
-
 def test_what_a_look_finds_only_the_owner_of_the_files_may_read(tmp_path):
     net, data = model(), batches(4, 2)
     rounds = observer(tmp_path, net)

@@ -25,8 +25,9 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.helpers.cases import Case, Cases, gathered
-from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
+from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
+from tests.helpers.sharded import ShardedModule
 from tests.strategies.ddp_worker import Batches, distance, flat
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
@@ -212,19 +213,12 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
-class ShardedGPT2(CausalLMModule):
+class ShardedGPT2(ShardedModule):
     """A sharded model with blocks, and the states that leave its first block."""
 
     def __init__(self) -> None:
         super().__init__(tiny_gpt2(layers=2, dropout=0.0, tied=False).train())
         self.sent: list[torch.Tensor] = []
-
-    def configure_model(self) -> None:
-        if not isinstance(self.model.lm_head.weight, DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.model.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
 
     def on_train_start(self) -> None:
         block = self.model.transformer.h[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe
+from tests.helpers.loops import lines_of
 from tests.helpers.settings import QUIET, grouped
 
 WORDS, WIDTH, ROWS, LENGTH = 200, 16, 4, 6
@@ -98,11 +98,6 @@ def watch_of(
     defaults = {"every_n_steps": 1, "tensorboard": False, "games": Games(targets=2)}
     given = grouped(settings, folder=folder, **defaults)
     return Watch(model, optimizer, attacks, **given), probe
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.rglob("leakage.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Levels(Probe):
@@ -190,7 +185,7 @@ def test_parts_of_a_virtual_batch_are_no_steps(tmp_path: Path) -> None:
     assert watch.loop.steps == 3
     assert [step for step, *_ in probe.seen] == [0, 1, 2]
     assert all(map(torch.equal, probe.at("shared"), applied))
-    words = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
+    words = lines_of(tmp_path, "bag_of_words")
     for step, line in enumerate(words):
         both = torch.cat([batch(2 * step)["input_ids"], batch(2 * step + 1)["input_ids"]])
         assert line["n"] == len(both[:, :-1].unique())
@@ -211,7 +206,7 @@ def test_before_its_step_nothing_is_known_and_without_an_account_no_epsilon(tmp_
         train(model, optimizer, watch)
     assert math.isnan(watch.latest["leakage_local/bag_of_words/f1"])
     assert not any("epsilon" in name for name in watch.latest)
-    whys = {line["unknown"] for line in lines(tmp_path) if line["attack"] == "fc_membership"}
+    whys = {line["unknown"] for line in lines_of(tmp_path, "fc_membership")}
     assert any("does not say what it does to a canary" in (why or "") for why in whys)
 
 
@@ -354,7 +349,7 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
     assert all(map(torch.equal, applied, run([])))
     assert len(probe.at("shared")) == len(applied) == 4 // parts
     assert all(map(torch.equal, probe.at("shared"), applied))
-    words = [line for line in lines(tmp_path) if line["attack"] == "bag_of_words"]
+    words = lines_of(tmp_path, "bag_of_words")
     for number, line in enumerate(words):
         read = [batch(number * parts + part)["input_ids"] for part in range(parts)]
         assert line["n"] == len(torch.cat(read)[:, :-1].unique())

@@ -10,25 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.attacks.memorization import Combined, Extraction
 from lightning_fedleak.callbacks import WatchSettings
 from tests.engine.channels.test_memorization import SETTINGS, fit, tiny
-from tests.helpers.lightning_modules import CausalLMModule
-
-
-class Sharded(CausalLMModule):
-    """Shards each block, and all else with the whole."""
-
-    def configure_model(self) -> None:
-        if not isinstance(self.model.lm_head.weight, DTensor):
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.model.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+from tests.helpers.sharded import ShardedModule
 
 
 def run(kind: str, callbacks: list[Any]) -> list[torch.Tensor]:
@@ -37,7 +25,7 @@ def run(kind: str, callbacks: list[Any]) -> list[torch.Tensor]:
         _, module = fit(callbacks, devices=2, strategy="ddp", max_epochs=2)
     else:
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        model = Sharded(tiny(), 1e-2, "adamw")
+        model = ShardedModule(tiny(), 1e-2, "adamw")
         _, module = fit(callbacks, model, devices=2, strategy=strategy, max_epochs=2)
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return [*weights, torch.get_rng_state()]

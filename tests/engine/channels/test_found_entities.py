@@ -171,6 +171,7 @@ def test_values_in_labels_are_shown_and_those_in_prompts_are_not(run: SimpleName
     assert "0 values were trained on" in lines(run.folder, "entity/email/label")[-1]["unknown"]
     assert run.latest["leakage/worst/memorization"] == run.latest["leakage/combined/auc"]
     assert not any("entity/phone" in name and "shown" in name for name in run.latest)
+    assert "Values, phone in the label" in page(findings(read([run.folder])))
 
 
 def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:
@@ -183,11 +184,6 @@ def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:
             assert number.encode() not in content, path
             assert number.replace("-", "").encode() not in content, path
             assert json.dumps(ids)[1:-1].encode() not in content, path
-
-
-def test_the_report_says_counts_by_kind_and_place(run: SimpleNamespace) -> None:
-    text = page(findings(read([run.folder])))
-    assert "Values, phone in the label" in text
 
 
 def test_all_rows_are_searched_as_is_said_and_compared_once(

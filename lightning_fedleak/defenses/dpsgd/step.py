@@ -1,4 +1,8 @@
-"""One training step of DP-SGD: its batch, its forward pass and loss, and its clipped sum."""
+"""One training step of DP-SGD: its batch, its forward pass and loss, and its clipped sum.
+
+Noise covers the optimizer's updates and nothing else. What is written to a model in another way
+leaves with it uncovered, so :class:`Buffers` and :class:`Weights` refuse such a write.
+"""
 
 from __future__ import annotations
 
@@ -354,9 +358,6 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
         "bounds a sample that decides whether its batch counts. Return a loss for every batch; "
         "mean_of_sample_means counts a sample without labels as zero."
     )
-
-
-# ---- weights and buffers: noise covers the optimizer's updates, and no other write to a model ----
 
 
 class Buffers:

@@ -11,12 +11,11 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.finetuning import refusing
 from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import explain, plain
 from lightning_fedleak.report.records.utility import title_of
-from lightning_fedleak.validate import explained
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
@@ -51,7 +50,7 @@ def make_folder(folder: Path, out: Path) -> None:
         SourceError: it cannot be made.
     """
     hint = "Name another folder with --out"
-    with explained(f"'{out}' cannot be written to", OSError, error=SourceError, hint=hint):
+    with refusing(f"'{out}' cannot be written to", OSError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -341,7 +341,12 @@ PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
     ("attack", "settings", "error", "words"),
     [
         (Recording, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
-        (lambda: Recording(layer=3), {}, ValueError, "layer must be an integer from 0 to 2, got 3.*2 blocks"),
+        (
+            lambda: Recording(layer=3),
+            {},
+            ValueError,
+            "layer must be an integer from 0 to 2, got 3.*2 blocks",
+        ),
         (Narrow, {}, ValueError, "'recording' cannot be played on this model"),
         (
             lambda: GradientMembership(PUBLIC),

@@ -302,7 +302,12 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
     [
         (Recording, {"texts": 0}, ValueError, "texts must be an integer of at least 1"),
         (Recording, {"stages": "aggregate"}, ValueError, "Add 'shared' to stages"),
-        (lambda: exact(9), {}, ValueError, r"layer must be .* 0 to 2, got 9: the model has 2 blocks"),
+        (
+            lambda: exact(9),
+            {},
+            ValueError,
+            r"layer must be .* 0 to 2, got 9: the model has 2 blocks",
+        ),
         (Recording, {"assume": ()}, ThreatModelError, "below the split"),
     ],
 )

@@ -78,7 +78,7 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
     for wrong in ({"batch_size": 0}, {"length": 1}, {"val_fraction": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             TextDataModule(text, tiny_tokenizer(), **wrong)
-    with pytest.raises(SourceError, match="length must be .* to 64, got 65: tokens"):
+    with pytest.raises(SourceError, match=r"length must be .* to 64, got 65: tokens"):
         TextDataModule(text, tiny_tokenizer(), length=65).setup()
     with pytest.raises(SourceError, match=r"at least 50 \(batch_size\)"):
         TextDataModule(text, tiny_tokenizer(), batch_size=50).setup()

@@ -255,9 +255,9 @@ def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> 
 def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
     anatomy, pool = anatomy_of("gpt2"), pool_of()
     config = GameConfig(games=2, batch=4)
-    with pytest.raises(ValueError, match="attack 'toy': layer must be .*got 3"):
+    with pytest.raises(ValueError, match=r"attack 'toy': layer must be .*got 3"):
         play(anatomy, [ToyMembership(3)], pool, config)
-    with pytest.raises(ValueError, match="tokens must be .*got 65.*context"):
+    with pytest.raises(ValueError, match=r"tokens must be .*got 65.*context"):
         play(anatomy, [ToyMembership(1)], SentencePool([[1, 2], [3, 4]], tokens=65), config)
     with pytest.raises(ValueError, match="needs planted="):
         play(anatomy, [ToyMembership(1)], pool, replace(config, protocol="authors"))

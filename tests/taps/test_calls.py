@@ -73,7 +73,7 @@ def test_what_cannot_be_tried_is_said() -> None:
     batch = read_batch(flattened(), "causal")
     embedded = model.get_input_embeddings()(batch.input_ids)
     for call, why in (
-        ({"inputs_embeds": embedded}, "not called on the batch's input_ids"),
+        ({"inputs_embeds": embedded}, "not on the batch's input_ids"),
         ({"input_ids": batch.input_ids, "past_key_values": object()}, "cannot be repeated"),
     ):
         with pytest.raises(UnusableObservation, match=why):

@@ -18,7 +18,7 @@ from lightning_utilities.core import rank_zero
 from rich.console import Console
 from safetensors.torch import save_file
 
-from lightning_fedleak.cli.finetuning import SourceError, quiet_logs
+from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refusing
 from lightning_fedleak.cli.printing import (
     LinesTable,
     explain_run,
@@ -32,7 +32,6 @@ from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
 from lightning_fedleak.federation import SUM
 from lightning_fedleak.report import ReportError, write
-from lightning_fedleak.validate import explained
 
 _MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
 
@@ -124,7 +123,7 @@ def _check_gates(federation: Federation) -> None:
     fewest = min(map(len, federation.rows))
     texts = min(federation.local_steps * federation.batch_size, fewest)
     for gate in round_gates:
-        with explained(f"--watch {gate.metric}", ValueError, error=SourceError):
+        with refusing(f"--watch {gate.metric}", ValueError):
             gate.watch_rounds(observer)
         if "membership" in gate.metric and texts < LEAST_MEMBERS:
             raise SourceError(

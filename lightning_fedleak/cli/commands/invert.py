@@ -20,8 +20,10 @@ from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     SourceError,
+    check_option,
     load_tokenizer,
     read_texts,
+    refusing,
 )
 from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies import invert
@@ -29,7 +31,6 @@ from lightning_fedleak.cli.studies.invert import Cell
 from lightning_fedleak.cli.studies.models import check_context, find_model
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.validate import check_integer, explained
 
 UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
 
@@ -127,7 +128,7 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
     blocks = len(anatomy.blocks)
     layers = list(dict.fromkeys(options.layer or (round(blocks / 3), round(2 * blocks / 3))))
     for layer in layers:
-        with explained(f"--layer {layer}", ValueError, error=SourceError):
+        with refusing(f"--layer {layer}", ValueError):
             place_of(anatomy, layer)
     return layers
 
@@ -140,7 +141,7 @@ def _rows(
     for length in sorted(set(options.lengths)):
         check_context(anatomy, length, "--lengths")
         least = 2 if anatomy.kind == "causal" else 1
-        check_integer("--lengths", length, at_least=least, hint="tokens", error=SourceError)
+        check_option("--lengths", length, at_least=least, hint="tokens")
         rows[length] = invert.rows_of_length(
             texts,
             tokenizer,

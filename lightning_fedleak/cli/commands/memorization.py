@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
-from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refusing
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both, released_config
@@ -32,7 +32,6 @@ from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.validate import explained
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 _USED_UP = (
@@ -152,7 +151,7 @@ def _compare(
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         unread = f"--model '{options.model}' cannot be read"
-        with explained(unread, UnusableObservation, error=SourceError):
+        with refusing(unread, UnusableObservation):
             result = pool.compare(*answer, alpha=alpha)
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL as EMBEDDED_MODEL
     from lightning_fedleak.cli.finetuning.assets import TRAINING as TRAINING
     from lightning_fedleak.cli.finetuning.assets import SourceError as SourceError
+    from lightning_fedleak.cli.finetuning.assets import check_option as check_option
     from lightning_fedleak.cli.finetuning.assets import quiet_logs as quiet_logs
+    from lightning_fedleak.cli.finetuning.assets import refusing as refusing
     from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
     from lightning_fedleak.cli.finetuning.data import TextDataModule as TextDataModule
     from lightning_fedleak.cli.finetuning.data import TokenRows as TokenRows
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.texts import text_of as text_of
 
 _HOMES = {
-    "assets": ("EMBEDDED_MESSAGES", "EMBEDDED_MODEL", "TRAINING", "SourceError", "quiet_logs"),
+    "assets": (
+        "EMBEDDED_MESSAGES",
+        "EMBEDDED_MODEL",
+        "TRAINING",
+        "SourceError",
+        "check_option",
+        "quiet_logs",
+        "refusing",
+    ),
     "data": ("PadRight", "TextDataModule", "TokenRows", "load_tokenizer"),
     "module": ("CausalLMFineTuning", "load_model"),
     "texts": ("column_of", "is_chat", "read_labelled", "read_rows", "read_texts", "text_of"),

@@ -6,10 +6,11 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from lightning_fedleak.cli.finetuning import hub
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import check_integer, explained
 
 FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
@@ -21,6 +22,12 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "
 
 class SourceError(ValueError):
     """A model, text or folder cannot be used; the message says what to give instead."""
+
+
+refusing = partial(explained, error=SourceError)
+"""Raises :class:`SourceError` in place of errors of a block."""
+check_option = partial(check_integer, error=SourceError)
+"""Returns an integer within its bounds, or raises :class:`SourceError`."""
 
 
 def is_path(name: str) -> bool:
@@ -75,7 +82,7 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
         problem = f"there is no folder '{name}'{nearest(path)}"
     else:
         impossible = f"'{name}' is no folder{nearest(path)}, and no model of the hub"
-        with explained(impossible, ValueError, error=SourceError):
+        with refusing(impossible, ValueError):
             cached = hub.model_is_cached(str(name))
         if (why := hub.why_unreachable()) is None:
             return str(name), {}
@@ -98,7 +105,7 @@ def loading(source: str, kind: str) -> Iterator[None]:
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
     failed = f"no {kind} could be loaded from '{source}'"
-    with explained(failed, OSError, ValueError, error=SourceError, hint=hint):
+    with refusing(failed, OSError, ValueError, hint=hint):
         yield
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.cli.finetuning import assets
+from lightning_fedleak.cli.finetuning.assets import check_option
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.validate import check_integer, check_number
 
@@ -146,7 +147,7 @@ class TextDataModule(L.LightningDataModule):
         if self._train is not None:
             return
         hint, limit = "tokens that this model can read", self.tokenizer.model_max_length
-        check_integer("length", self.length, at_most=limit, hint=hint, error=assets.SourceError)
+        check_option("length", self.length, at_most=limit, hint=hint)
         source = assets.EMBEDDED_MESSAGES if self.text is None else self.text
         texts = read_texts(source, self.column)
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))

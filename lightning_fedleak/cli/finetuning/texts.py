@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.cli.finetuning import hub
-from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, is_path, nearest
+from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, is_path, nearest, refusing
 from lightning_fedleak.extras import needing
-from lightning_fedleak.validate import explained
 
 Rows = list[Mapping[str, object]]
 
@@ -120,7 +119,7 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
 
 
 def _content(path: Path) -> bytes:
-    with explained(f"'{path}' cannot be read", OSError, error=SourceError):
+    with refusing(f"'{path}' cannot be read", OSError):
         return path.read_bytes()
 
 
@@ -133,7 +132,7 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     data = _content(path)
     if packed:
         broken = OSError, EOFError, zlib.error
-        with explained(f"'{path}' is not a readable .gz file", *broken, error=SourceError):
+        with refusing(f"'{path}' is not a readable .gz file", *broken):
             data = gzip.decompress(data)
     text = _decoded(data, path)
     if kind not in _TABLES:
@@ -166,7 +165,7 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
         separator = next((mark for mark in ";\t" if mark in first), separator)
     limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
     broken = f"'{path}' is not a readable {kind} file"
-    with ExitStack() as stack, explained(broken, csv.Error, error=SourceError):
+    with ExitStack() as stack, refusing(broken, csv.Error):
         stack.callback(csv.field_size_limit, limit)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
@@ -202,7 +201,7 @@ def _json_lines(text: str, path: Path) -> Rows:
         if not line.strip():
             continue
         place = f"'{path}', line {number}"
-        with explained(f"{place} is not JSON", json.JSONDecodeError, error=SourceError):
+        with refusing(f"{place} is not JSON", json.JSONDecodeError):
             row = json.loads(line)
         rows.append(_row(row, place, "line"))
     return rows
@@ -225,7 +224,7 @@ def _parquet_rows(path: Path) -> Rows:
     with needing("datasets", f"'{path}' is a parquet file; install what reads those", SourceError):
         import pyarrow.parquet as parquet
     kind = f"'{path}' is not a readable .parquet file"
-    with explained(kind, OSError, ValueError, error=SourceError):
+    with refusing(kind, OSError, ValueError):
         rows: Rows = parquet.read_table(path).to_pylist()
     return rows
 
@@ -257,7 +256,7 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
     if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
         raise SourceError(hub.unreachable(source, "file or folder of texts", why))
     neither = f"'{source}' is neither a file nor a dataset loaded as name:config:split:column"
-    with explained(neither, Exception, error=SourceError):  # whatever the hub's client raises
+    with refusing(neither, Exception):  # whatever the hub's client raises
         data = load_dataset(name, config or None, split=split or "train")
     return list(data), column or None
 

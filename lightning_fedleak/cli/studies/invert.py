@@ -20,13 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak import attacks
 from lightning_fedleak.attacks import InversionAttack
-from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.finetuning import SourceError, check_option
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
-from lightning_fedleak.validate import check_integer
 
 LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
 MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
@@ -300,7 +299,7 @@ def rows_of_length(
     available = length - len(front) - len(end)
     special = len(front) + len(end)
     hint = f"{special} are special tokens"
-    check_integer("--lengths", length, at_least=special + 1, hint=hint, error=SourceError)
+    check_option("--lengths", length, at_least=special + 1, hint=hint)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     rows: list[Tensor] = []
     collected: list[int] = []

@@ -11,14 +11,13 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from lightning_fedleak.cli.finetuning import load_tokenizer
+from lightning_fedleak.cli.finetuning import check_option, load_tokenizer, refusing
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.extras import needing
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
-from lightning_fedleak.validate import check_integer, explained
 
 
 def find_model(name: str | None) -> Anatomy:
@@ -118,7 +117,7 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
     torch.manual_seed(seed)
     no_default = "PEFT knows no default for this model: pass --targets"
     unfit = no_default if targets is None else f"--targets {targets}"
-    with explained(unfit, ValueError, error=SourceError):
+    with refusing(unfit, ValueError):
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
@@ -141,7 +140,7 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
         SourceError: says how many tokens it reads.
     """
     context, hint = context_length(anatomy), "tokens that the model's context holds"
-    check_integer(option, tokens, at_most=context, hint=hint, error=SourceError)
+    check_option(option, tokens, at_most=context, hint=hint)
 
 
 Head = Literal["causal", "row", "token", "masked"]
@@ -251,6 +250,6 @@ def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
     with needing("peft", "--model holds adapters of PEFT", SourceError):
         from peft import PeftModel
     unfit = f"the adapters in '{folder}' do not fit --base"
-    with explained(unfit, OSError, ValueError, RuntimeError, error=SourceError):
+    with refusing(unfit, OSError, ValueError, RuntimeError):
         adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
     return find_anatomy(adapted.eval())

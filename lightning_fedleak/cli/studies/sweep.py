@@ -23,15 +23,14 @@ from lightning_fedleak.callbacks import Games, LeakageMonitor
 from lightning_fedleak.cli.finetuning import (
     TRAINING,
     CausalLMFineTuning,
-    SourceError,
     TextDataModule,
+    check_option,
     quiet_logs,
 )
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.report.records import RECORD, EndLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.validate import check_integer
 
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
@@ -161,9 +160,7 @@ def read_layer(setting: Setting, anatomy: Anatomy) -> int:
     if setting.layer is None:
         return max(1, blocks // 2)
     hint = f"the model has {blocks} blocks"
-    return check_integer(
-        "--layer", setting.layer, at_least=0, at_most=blocks, hint=hint, error=SourceError
-    )
+    return check_option("--layer", setting.layer, at_least=0, at_most=blocks, hint=hint)
 
 
 def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:

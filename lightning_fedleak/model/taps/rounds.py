@@ -123,11 +123,10 @@ def control_update(
         UnusableObservation: the round cannot be made again.
     """
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
-    why = local.why_not or ("no step of the round was seen" if local.optimizer is None else None)
-    if why is None and not trained <= local.weights.keys():
-        why = "more is trained at the end of the round than at its begin"
-    if why is not None:
-        raise UnusableObservation(why)
+    is_more = not trained <= local.weights.keys()
+    if local.why_not is not None or local.optimizer is None or is_more:
+        unseen = "no step of the round was seen, or more is trained at its end than at its begin"
+        raise UnusableObservation(local.why_not or unseen)
     parameters = {role: anatomy.parameter(role) for role in roles}
     wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
     learning_rate = sum(local.rates_of({*wanted.values()})) / len(local.rates)

@@ -31,7 +31,6 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.validate import check_integer, explained
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, 0.1, {}),
@@ -182,9 +181,8 @@ class Federation:
         Raises:
             SourceError: a client has none, or a row is longer than the model reads.
         """
-        error, limit = finetuning.SourceError, self.tokenizer.model_max_length
-        hint = "tokens that this model can read"
-        check_integer("--length", self.length, at_most=limit, hint=hint, error=error)
+        hint, limit = "tokens that this model can read", self.tokenizer.model_max_length
+        finetuning.check_option("--length", self.length, at_most=limit, hint=hint)
         shares, texts, _, _ = self._texts
         rows = [self._rows([texts[i] for i in numbers]) for numbers in shares]
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
@@ -304,7 +302,7 @@ class Federation:
         gates = []
         for name in self.watched:
             hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
-            with explained(f"--watch {name}", ValueError, error=finetuning.SourceError, hint=hint):
+            with finetuning.refusing(f"--watch {name}", ValueError, hint=hint):
                 gates.append(RoundGate(name, at_most=self.gate, action=self.action))
         return gates
 

@@ -55,7 +55,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
 
-SMOKE = ("--runs 3", "--large --runs 1")
+SMOKE = ("--runs 1", "--large --runs 1")
 
 REFUTES = 0.15
 VOCABULARY, WIDTH, BLOCKS, TOKENS = 256, 48, 3, 32

@@ -7,8 +7,11 @@ python -m benchmarks.cost.gpu --device cpu --small --page FILE
 from __future__ import annotations
 
 import argparse
-import subprocess
+import contextlib
+import multiprocessing
+import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,23 +26,39 @@ SMALL = {
 WHOLE = {"overhead": "--steps 24", "dpsgd": ""}
 
 
+def write_output(script: str, arguments: list[str], path: Path) -> None:
+    """Run a script of this folder, and write what it prints to a file."""
+    sys.argv = [script, *arguments]
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_module(f"benchmarks.cost.{script}", run_name="__main__")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a model of one block, a step of each")
     parser.add_argument("--page", type=Path, default=PAGE, help="what it holds is kept")
     options = parser.parse_args()
+    tables = ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "printed")
+        for script, settings in (SMALL if options.small else WHOLE).items():
+            arguments = [*settings.split(), "--device", options.device]
+            # Forked, so that what is imported stays so; a GPU is not touched here before.
+            context = multiprocessing.get_context("fork")
+            process = context.Process(target=write_output, args=(script, arguments, path))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"{script}: exit status {process.exitcode}")
+            printed = path.read_text()
+            tables += f"\n```text\n{printed.strip()}\n```\n"
+            print(printed, flush=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     page = (options.page if options.page.exists() else PAGE).read_text().split(HEADING)[0]
     if options.device == "cuda":
         page = page.replace(NOT_RUN, "But for *Measured* below, every figure")
-    page += f"{HEADING}\nOn {name}, by `make gpu`:\n"
-    for script, settings in (SMALL if options.small else WHOLE).items():
-        arguments = [*settings.split(), "--device", options.device]
-        command = [sys.executable, "-m", f"benchmarks.cost.{script}", *arguments]
-        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        page += f"\n```text\n{printed.strip()}\n```\n"
-        print(printed, flush=True)
+    page += f"{HEADING}\nOn {name}, by `make gpu`:\n{tables}"
     options.page.write_text(page)
 
 

@@ -10,10 +10,10 @@ in turns; the first steps of a block, of which a watched one looks at one, do no
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -107,6 +107,17 @@ def measure(engine: str, options: argparse.Namespace) -> list[str]:
     return [engine, *ends, f"{watched / plain:.3f}", spread_in_words]
 
 
+def print_rows(options: argparse.Namespace, place: dict[str, str]) -> None:
+    """Measure as one of both processes; the first prints."""
+    os.environ |= place
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    for engine in options.engines:
+        row = measure(engine, options)
+        if torch.distributed.get_rank() == 0:
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=["fsdp2"])
@@ -117,14 +128,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo")
-        for engine in options.engines:
-            row = measure(engine, options)
-            if torch.distributed.get_rank() == 0:
-                print(f"| {' | '.join(row)} |", flush=True)
-        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -133,12 +136,16 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |", flush=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     place |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.cost.sharded", *sys.argv[1:]]
+    context = multiprocessing.get_context("fork")  # what is imported is so already
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **place, "RANK": r, "LOCAL_RANK": r})
+        context.Process(target=print_rows, args=(options, place | {"RANK": r, "LOCAL_RANK": r}))
         for r in "01"
     ]
-    sys.exit(max(rank.wait() for rank in ranks))
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
 
 
 if __name__ == "__main__":

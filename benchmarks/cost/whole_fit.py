@@ -11,14 +11,14 @@ included. Words is the F1 of ``SubspaceWords`` at its last look, where it had on
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -58,7 +58,7 @@ def llama(shape: tuple[int, int, int], rank: int) -> nn.Module:
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
-def one_fit(shape: tuple[int, int, int], watched: bool) -> dict[str, object]:
+def one_fit(shape: tuple[int, int, int], watched: bool) -> dict[str, Any]:
     """Return the peak in bytes, processor seconds of the fit, and what attacks gave."""
     rows, length = map(int, OPTIONS.batch.split("x"))
     torch.manual_seed(0)
@@ -89,19 +89,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
-    if OPTIONS.json is not None:
-        print(json.dumps(one_fit(*shapes.values(), watched=OPTIONS.json == "watched")))
-        return
     print_place(1, f"LoRA r {OPTIONS.rank}")
     print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
     print("|---|---|---|---|---|---|")
-    for shape in shapes:
+    for shape, numbers in shapes.items():
         for kind in ("bare", "watched"):
-            command = [sys.executable, "-m", "benchmarks.cost.whole_fit", shape, "--json", kind]
-            command += ["--steps", str(OPTIONS.steps), "--batch", OPTIONS.batch]
-            command += ["--rank", str(OPTIONS.rank)]
-            finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            received = json.loads(finished.stdout.splitlines()[-1])
+            # Of a process of its own, for its peak; what is imported is so already.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+                received = pool.submit(one_fit, numbers, kind == "watched").result()
             words = "" if received["words"] is None else f"{received['words']:.3f}"
             row = f"{received['peak'] / 1e9:.2f} | {received['seconds']:.0f} | {words}"
             print(f"| {shape} | {kind} | {row} | {', '.join(received['results'])} |", flush=True)
@@ -115,6 +110,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", default="1x64", help="rows x tokens")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--json", choices=("bare", "watched"), help="one fit, in this process")
     OPTIONS = parser.parse_args()
     main()

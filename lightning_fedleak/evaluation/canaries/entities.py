@@ -159,8 +159,8 @@ class EntitySet(CanarySet):
         absent = kind.lengths | {one.number for one in self.entities if one.kind == entity.kind}
         generator = random.Random(self.record.key + row.to_bytes(8, "big"))
         numbers = _numbers(kind.size, n + len(absent), generator)
-        values = [kind.value(number) for number in numbers if number not in absent][:n]
-        tokens = _tokens_of(kind, values, self._tokenizer)
+        others = [number for number in numbers if number not in absent][:n]
+        tokens = _tokens_of(kind, map(kind.value, others), self._tokenizer)
         fitting = (one for one in tokens if one and len(one[0]) <= kind.room)
         return [entity.ids, *(ids[start:end] for ids, start, end in fitting)]
 

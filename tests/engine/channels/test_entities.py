@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak import DPSGD, DefendedStrategy, Games, LeakageMonitor, RiskGate
@@ -30,15 +31,15 @@ def planted(seed: int = 2, count: int = 48) -> Any:
     return with_entities(rows, PHONE, times=(1, 8), tokenizer=TOKENIZER, count=count, seed=seed)
 
 
-def model() -> GPT2LMHeadModel:
+def model(layers: int = 2) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 100, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 60}
+    sizes = {"vocab_size": 100, "n_embd": 48, "n_head": 4, "n_layer": layers, "n_positions": 60}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0))
 
 
-def watch(data: Any, folder: Path, **more: Any) -> LeakageMonitor:
+def watch(data: Any, folder: Path, candidates: int = 30, **more: Any) -> LeakageMonitor:
     return LeakageMonitor(
-        [Entities(candidates=30)],
+        [Entities(candidates)],
         games=Games(entities=data.entities),
         folder=folder,
         settings=WatchSettings(**more),
@@ -79,16 +80,24 @@ def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
     tmp_path: Path,
 ) -> None:
     """Where none leaks 5% are: more than three of twenty with a probability of .016."""
-    flagged = 0
+    flagged, label_flagged = 0, 0
     once = Memorization(looks=())  # at the end
     for seed in range(20):
-        data, folder = planted(seed), tmp_path / f"{seed}"
-        _, module = fit([], model(), data, max_epochs=3, lr=5e-3)
-        fit([watch(data, folder, memorization=once)], module.model, data, max_epochs=1, lr=5e-3)
-        assert len(lines(folder, "entity/phone/prompt")) == 1
-        last = lines(tmp_path / f"{seed}", "entity/phone/prompt")[-1]["metrics"]
-        flagged += last["p_value"]["value"] <= 0.05 or last["first"]["low"] > 0
+        data, folder, trained = planted(seed), tmp_path / f"{seed}", model(layers=1)
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-2, fused=True)
+        for _ in range(3):
+            for batch in DataLoader(data, batch_size=8, shuffle=True):
+                trained(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        fit([watch(data, folder, 20, memorization=once)], trained, data, max_epochs=1)
+        [prompt] = lines(folder, "entity/phone/prompt")
+        [label] = lines(folder, "entity/phone/label")
+        metrics = prompt["metrics"]
+        flagged += metrics["p_value"]["value"] <= 0.05 or metrics["first"]["low"] > 0
+        label_flagged += label["unknown"] is None and label["metrics"]["p_value"]["value"] <= 0.05
     assert flagged <= 3
+    assert label_flagged > 10
 
 
 def test_ranks_are_those_of_the_models_own_answers(run: Any) -> None:

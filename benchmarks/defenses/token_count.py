@@ -10,7 +10,7 @@ from lightning_fedleak.attacks.membership.base import (
     MembershipGuess,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
+from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states
@@ -86,7 +86,7 @@ class TokenCount(MembershipAttack):
         whole = torch.zeros(self.tokens + 2, self.tokens, d)
         places = [*range(self.tokens), *ends]
         whole[torch.arange(self.tokens + 2), torch.tensor(places)] = weight
-        first = Frozen(whole.flatten(1), bias)
+        first = FrozenLinear(whole.flatten(1), bias)
         return CraftedFC(first, log_ratios[None], -thresholds, self.tokens)
 
     def gradient(

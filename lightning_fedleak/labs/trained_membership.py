@@ -27,7 +27,7 @@ from lightning_fedleak.attacks.membership.base import (
     sentence_rows,
     threat_with_public_text,
 )
-from lightning_fedleak.attacks.membership.fc import CraftedFC, Frozen, batch_inputs
+from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
@@ -333,7 +333,7 @@ class TrainedMembership(MembershipAttack):
     def craft(self, target: Tensor) -> CraftedFC:
         """Run A_attack of the paper: return the trained layers for one target, (D,)."""
         neuron = self.neuron(target)
-        first = Frozen(neuron.weight, neuron.bias)
+        first = FrozenLinear(neuron.weight, neuron.bias)
         return CraftedFC(first, neuron.second, self._biases(neuron), self.read_together)
 
     @torch.no_grad()

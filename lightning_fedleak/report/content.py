@@ -1,7 +1,7 @@
 """Everything that a report says: the source of each of its forms.
 
-Nothing here is typed by hand that the run knows. What the run does not know is ``NOT_RECORDED``, or
-comes from ``report.toml``.
+Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``, or comes from
+``report.toml``.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def _verdict(
 
 
 def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
-    """Return how much was read in the worst place, in a word."""
-    heights = [one.height for one in readings if one.verdict == "read"]
-    # Without guessing, a number also counts by what could be read here: by its control.
-    heights += [
+    """Return the level: ``"high"`` if a value is above ``HIGH`` or a claim is refuted."""
+    above_chance = [one.height for one in readings if one.verdict == "read"]
+    # Where guessing has no level of its own, a number counts by its distance above its control.
+    above_chance += [
         attack.above_chance
         for fit in fits
         for attack in of_what_left(fit)
@@ -132,7 +132,7 @@ def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
     ]
     if (
         any(attack.refuted for fit in fits for attack in fit.attacks)
-        or max(heights, default=0.0) > HIGH
+        or max(above_chance, default=0.0) > HIGH
     ):
         return "high"
     return "some" if any(one.verdict != "unknown" for one in readings) else "unknown"
@@ -154,7 +154,7 @@ _DEFENSE = (
 )
 _COPIES = {"x1": "one row", "x2": "2 to 4 rows", "x5": "5 to 16 rows", "x17": "more rows"}
 ASSUMPTION = "settings=WatchSettings(assume=DISHONEST_SERVER)"
-"""The argument that has attacks of a server played that adds layers of its own."""
+"""The argument that runs attacks of a server that adds its own layers."""
 _CLIENT_DEFENSE = "ClientDP(..., trust='local') clips each client's update and adds noise to it"
 
 
@@ -173,14 +173,14 @@ def next_steps(fits: Sequence[FitSummary]) -> list[str]:
     if fits and not all(any(a.stage == RELEASED and a.looks for a in f.attacks) for f in fits):
         steps.append(
             "Test the trained model before it is released: leave rows out of the training data "
-            "(leave_out) and play LeakageMonitor([Combined(), Extraction()]), or run `fedleak "
+            "(leave_out) and run LeakageMonitor([Combined(), Extraction()]), or run `fedleak "
             "memorization`."
         )
     return list(dict.fromkeys(steps))
 
 
-def given_away(fit: FitSummary) -> list[tuple[str, str]]:
-    """Return which records the trained model gives away, and what in them, in counts alone.
+def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
+    """Return what the trained model memorized, as rows of a title and a result, in counts alone.
 
     The rows are of the list of records, of values by kind and place, of the passages of texts by
     their copies, and of prompts; empty where nothing of it was asked.
@@ -194,12 +194,13 @@ def given_away(fit: FitSummary) -> list[tuple[str, str]]:
             place, _, times = place.partition("_x")
             words = f"Planted values, {kind} in the {place}" + f", {times} times" * bool(times)
             greedy = f"written greedily: {interval(attack.rates.get('greedy'))}; n {attack.last_n}"
-            rows.append((words, f"{answer} more rank first than of those left out; {greedy}"))
+            rank_1 = f"rate of rank 1, above that of values left out: {answer}"
+            rows.append((words, f"{rank_1}; {greedy}"))
         elif attack.name.startswith("prompt_ratio"):
             rows.append(("Prompts, which have no loss", f"AUC {answer}"))
         for name, copies in _COPIES.items():
             if (rate := attack.rates.get(f"extracted_{name}")) is not None:
-                words = f"{interval(rate)} more are extracted than of those left out"
+                words = f"rate of extraction, above that of texts left out: {interval(rate)}"
                 rows.append((f"Passages of texts in {copies}", words))
     return rows
 
@@ -261,14 +262,14 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     without_result = [a for a in fit.attacks if a.why_unknown and not a.looks]
     for reason, attacks in grouped(without_result, lambda a: a.why_unknown).items():
         yield f"Get a result of {_names(attacks)}, which is unknown: {reason}."
-    if blind := [a for a in fit.attacks if a.is_blind]:
+    if weak := [a for a in fit.attacks if a.is_blind]:
         yield (
-            f"Get a number that counts beside {_names(blind)}, which reads little here even of "
-            f"what is known: attacks='auto' chooses by itself, and smaller batches show more."
+            f"{_names(weak)} reads little here even where the words are known: set attacks='auto', "
+            "which chooses by itself, or use smaller batches."
         )
     for name, reason in fit.not_played.items():
         if "=" in reason:  # the reason names an argument
-            yield f"Have {name} played: {reason}."
+            yield f"Run {name}: {reason}."
     unsure = [a for a in fit.attacks if a.conclusive is False and a.stage != RELEASED]
     if unsure:
         yield (

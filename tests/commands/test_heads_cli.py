@@ -1,4 +1,4 @@
-"""Classifiers and masked models, asked by the command."""
+"""``fedleak memorization`` on classifiers and masked models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import BertModel
 
 from lightning_fedleak.attacks.memorization import Combined, ShortAnswers
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.models import ask_both
+from lightning_fedleak.cli.studies.models import log_probs_before_and_after
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.trainers import Watch
@@ -75,7 +75,7 @@ def command(folder: Path, head: str, **more: Any) -> tuple[int, str]:
     return run_command("memorization", **places | sides | labels | {"drawn": True} | more)
 
 
-def test_the_command_says_what_the_live_look_said(released: Any, tmp_path: Path) -> None:
+def test_the_commands_auc_equals_that_of_the_last_look(released: Any, tmp_path: Path) -> None:
     head, folder, live = released
     status, _ = command(folder, head, out=tmp_path / "out.json", records=tmp_path / "r.jsonl")
     assert status == 0
@@ -98,7 +98,7 @@ def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) ->
     assert beyond["auc_high"] > 0.5
 
 
-def test_what_is_no_class_or_has_no_column_is_unknown(released: Any, tmp_path: Path) -> None:
+def test_an_invalid_class_or_a_missing_column_is_unknown(released: Any, tmp_path: Path) -> None:
     head, folder, _ = released
     rows = [json.loads(line) for line in (folder / "members.jsonl").read_text().splitlines()]
     if head == "masked":
@@ -114,16 +114,17 @@ def test_what_is_no_class_or_has_no_column_is_unknown(released: Any, tmp_path: P
         command(folder, head, prompt_column="text")
 
 
-def test_a_base_without_the_head_finds_every_class_as_likely(released: Any, tmp_path: Path) -> None:
+def test_a_base_without_a_head_makes_all_classes_equally_likely(
+    released: Any, tmp_path: Path
+) -> None:
     head, folder, _ = released
     BertModel(encoder(head).config).save_pretrained(tmp_path)
     words().save_pretrained(tmp_path)
     row = torch.tensor([2, 7, 8, 9])
-    label = torch.tensor([-100, -100, -100, -100, 3 if head == "row" else 9])
-    label[4] = 3
-    base, _ = ask_both([Text(row, label)], folder / "model", tmp_path)
+    label = torch.tensor([-100, -100, -100, -100, 3])
+    base, _ = log_probs_before_and_after([Text(row, label)], folder / "model", tmp_path)
     classes = 64 if head == "masked" else 5
     assert base.log_probs.sum().item() == pytest.approx(-torch.log(torch.tensor(classes)).item())
     (tmp_path / "config.json").write_text((folder / "model" / "config.json").read_text())
     with pytest.raises(SourceError, match="lacks"):
-        ask_both([Text(row, label)], tmp_path, folder / "base")
+        log_probs_before_and_after([Text(row, label)], tmp_path, folder / "base")

@@ -33,7 +33,7 @@ TEXTS = 24
 def _models_are_asked_once() -> Iterator[None]:
     """Options change what is made of the answers to a pool of texts, and not the answers."""
     answers: dict[object, object] = {}
-    ask = command.ask_both
+    ask = command.log_probs_before_and_after
 
     def asked(texts: list[Text], model: str, base: str) -> object:
         key = Path(model).resolve(), tuple(tuple(text.ids.tolist()) for text in texts)
@@ -42,7 +42,7 @@ def _models_are_asked_once() -> Iterator[None]:
         return answers[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "ask_both", asked)
+        patch.setattr(command, "log_probs_before_and_after", asked)
         yield
 
 

@@ -25,7 +25,7 @@ from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2
 AUC = "leakage/recording/auc"
 
 
-class Recording(FCMembership):
+class RecordingAttack(FCMembership):
     """Keeps what it was given of the steps themselves."""
 
     default_name = "recording"
@@ -63,7 +63,7 @@ def id_batches(n=32):
 
 
 def test_half_of_the_targets_are_in_the_batch_and_half_in_an_earlier_one(tmp_path):
-    attack = Recording()
+    attack = RecordingAttack()
     watch = watched(tmp_path, attack, still_gpt2(), every_n_steps=3)
     batches = id_batches()
     assert [step for step, *_ in attack.runs] == [1, 3, 6]
@@ -80,10 +80,10 @@ def test_half_of_the_targets_are_in_the_batch_and_half_in_an_earlier_one(tmp_pat
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_looks_at_one_batch_again_have_the_texts_of_another(tmp_path, accumulate):
+def test_looks_at_one_batch_again_have_non_members_of_another(tmp_path, accumulate):
     """The loader does not shuffle, and each look is a whole number of epochs behind another."""
     batches = list(random_token_loader(16 * accumulate)) * 5
-    attack = Recording()
+    attack = RecordingAttack()
     watch = watched(tmp_path, attack, batches=batches, accumulate=accumulate, every_n_steps=4)
     assert [step for step, *_ in attack.runs] == [1, 4, 8, 12, 16]
     assert watch.failures == 0
@@ -93,7 +93,7 @@ def test_looks_at_one_batch_again_have_the_texts_of_another(tmp_path, accumulate
 def test_held_out_texts_of_the_users_own_give_the_first_look_a_result(tmp_path):
     texts = torch.randint(3, 97, (30, 9), generator=torch.Generator().manual_seed(5)).tolist()
     [batch] = id_batches(4)
-    attack = Recording()
+    attack = RecordingAttack()
     games = Games(held_out=PublicText([*texts, *batch]), targets=3)
     watch = watched(tmp_path, attack, n=4, games=games)
     [(step, _, _, query)] = attack.runs
@@ -104,7 +104,7 @@ def test_held_out_texts_of_the_users_own_give_the_first_look_a_result(tmp_path):
 
 
 def test_accumulated_batches_are_samples_of_one_game(tmp_path):
-    attack = Recording()
+    attack = RecordingAttack()
     games = Games(targets=8)
     watch = watched(tmp_path, attack, accumulate=2, every_n_steps=2, games=games)
     batches = id_batches()
@@ -138,7 +138,7 @@ def classified():
     ids=["padded", "padded masked model", "several lengths without mask", "classifier"],
 )
 def test_members_are_distinguished_perfectly(tmp_path, model, batches):
-    watch = watched(tmp_path, Recording(), model(), batches=batches(), every_n_steps=2)
+    watch = watched(tmp_path, RecordingAttack(), model(), batches=batches(), every_n_steps=2)
     assert (watch.failures, watch.latest[AUC]) == (0, 1)
 
 
@@ -146,7 +146,7 @@ def test_members_are_distinguished_perfectly(tmp_path, model, batches):
 
 
 def test_the_hidden_states_are_those_of_eval_mode_and_the_upstream_that_of_the_step(tmp_path):
-    attack, model, passes = Recording(), tiny_gpt2(dropout=0.3), []
+    attack, model, passes = RecordingAttack(), tiny_gpt2(dropout=0.3), []
 
     def keep(_, __, output):
         states = output[0] if isinstance(output, tuple) else output
@@ -177,7 +177,7 @@ def test_the_hidden_states_are_those_of_eval_mode_and_the_upstream_that_of_the_s
 @pytest.mark.parametrize("granularity", ["token", "full"])
 def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granularity):
     """One step with the crafted layers in the model, by autograd, against the live game."""
-    attack = Recording(layer=1, granularity=granularity, tokens=12)
+    attack = RecordingAttack(layer=1, granularity=granularity, tokens=12)
     scale, model = 1e-6, still_gpt2()
     games = Games(targets=2, scale=scale)
     watched(tmp_path, attack, model, lr=0.0, every_n_steps=3, games=games)
@@ -193,7 +193,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
 
 
 def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path):
-    class Sometimes(Recording):
+    class Sometimes(RecordingAttack):
         def run(self, view, query=None):
             guess = super().run(view, query)
             if view.gradients[-1].step in (4, 5):
@@ -213,9 +213,9 @@ def test_games_are_pooled_over_the_window_and_a_look_has_its_own_values(tmp_path
 # ---- what is unknown ----------------------------------------------------------------------------
 
 
-def test_before_a_text_is_known_to_be_outside_the_result_is_pending(tmp_path):
+def test_without_non_members_the_result_is_pending(tmp_path):
     gate = Threshold(AUC, at_most=1.0, action="raise")
-    attacks = [Recording(), Probe()]
+    attacks = [RecordingAttack(), Probe()]
     watch = watched(tmp_path, attacks, still_gpt2(), gates=[gate], lr=0.0, every_n_steps=2)
     assert [(line["step"], line["attack"]) for line in watch.lines()][:3] == [
         (0, "probe"), (1, "recording"), (2, "recording"),
@@ -229,16 +229,18 @@ def test_a_run_that_ends_before_there_was_a_result_is_unknown(tmp_path):
         pytest.warns(UserWarning, match="unknown, not 0"),
         pytest.raises(RuntimeError, match="unknown"),
     ):
-        watched(tmp_path, Recording(), n=4, gates=[gate])
+        watched(tmp_path, RecordingAttack(), n=4, gates=[gate])
     [line] = lines_of(tmp_path)
     assert line["unknown"].startswith("training ended before there was a first result")
     assert "games=Games(held_out=texts)" in line["unknown"]
 
 
-def test_what_stays_pending_is_unknown(tmp_path):
+def test_a_result_that_is_pending_for_too_long_is_unknown(tmp_path):
     ids = torch.arange(3, 12)[None].repeat(4, 1)
     with pytest.warns(UserWarning, match=r"outside this batch: .*, for more than 20 looks"):
-        watch = watched(tmp_path, Recording(), batches=[{"input_ids": ids, "labels": ids}] * 24)
+        watch = watched(
+            tmp_path, RecordingAttack(), batches=[{"input_ids": ids, "labels": ids}] * 24
+        )
     assert watch.failures == 4
     assert math.isnan(watch.latest[AUC])
 
@@ -262,7 +264,7 @@ def early_loss(model, batch):
 )
 def test_a_loss_that_does_not_depend_on_the_targets_is_unknown(tmp_path, layer, loss, words):
     with pytest.warns(UserWarning, match=words):
-        watch = watched(tmp_path, Recording(layer=layer), loss=loss, n=8)
+        watch = watched(tmp_path, RecordingAttack(layer=layer), loss=loss, n=8)
     assert math.isnan(watch.latest[AUC])
 
 
@@ -272,7 +274,7 @@ def test_a_text_that_the_loss_ignores_is_not_queried(tmp_path):
         labels[0, 6:] = labels[2, 6:] = -100
         return fused_loss(model, {**batch, "labels": labels})
 
-    attack = Recording()
+    attack = RecordingAttack()
     watched(tmp_path, attack, loss=loss, every_n_steps=3)
     batches = id_batches()
     for step, _, snapshot, query in attack.runs:
@@ -281,7 +283,7 @@ def test_a_text_that_the_loss_ignores_is_not_queried(tmp_path):
         assert len(texts_of(query)) == len(snapshot.tensors[CRAFTED]) == 4
 
 
-class Crashing(Recording):
+class Crashing(RecordingAttack):
     """Crashes once it is in the loop."""
 
     default_name = "crashing"
@@ -293,22 +295,22 @@ class Crashing(Recording):
         return super().gradient(*args)
 
 
-class NoScore(Recording):
+class NoScore(RecordingAttack):
     default_name = "no_score"
 
     def run(self, view, query=None):
         return MembershipGuess(torch.full((8,), math.nan), torch.zeros(8, dtype=torch.bool))
 
 
-class NoDecision(Recording):
+class NoDecision(RecordingAttack):
     default_name = "no_decision"
 
     def run(self, view, query=None):
         return MembershipGuess(torch.zeros(8), torch.zeros(1, dtype=torch.bool))
 
 
-def test_crashes_and_scores_that_are_none_are_counted(tmp_path):
-    attacks = [Crashing(), NoScore(), NoDecision(), Recording()]
+def test_crashes_and_invalid_scores_count_as_failures(tmp_path):
+    attacks = [Crashing(), NoScore(), NoDecision(), RecordingAttack()]
 
     def loss(model, batch):
         attacks[0].is_armed = True
@@ -329,7 +331,7 @@ def test_crashes_and_scores_that_are_none_are_counted(tmp_path):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-class Narrow(Recording):
+class TruncatedEmbedding(RecordingAttack):
     def embed(self, hidden, query):
         return super().embed(hidden, query)[:, :7]
 
@@ -340,14 +342,14 @@ PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
 @pytest.mark.parametrize(
     ("attack", "settings", "error", "words"),
     [
-        (Recording, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
+        (RecordingAttack, {"assume": HONEST_BUT_CURIOUS}, ThreatModelError, "chooses the modules"),
         (
-            lambda: Recording(layer=3),
+            lambda: RecordingAttack(layer=3),
             {},
             ValueError,
             "layer must be an integer from 0 to 2, got 3.*2 blocks",
         ),
-        (Narrow, {}, ValueError, "'recording' cannot be played on this model"),
+        (TruncatedEmbedding, {}, ValueError, "'recording' cannot be played on this model"),
         (
             lambda: GradientMembership(PUBLIC),
             {"games": Games(held_out=PUBLIC)},
@@ -364,7 +366,7 @@ def test_games_that_cannot_be_played_are_refused(tmp_path, attack, settings, err
 def test_a_model_without_blocks_is_refused(tmp_path):
     model = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
     with pytest.raises(ValueError, match="no transformer blocks"):
-        watched(tmp_path, Recording(), model)
+        watched(tmp_path, RecordingAttack(), model)
 
 
 # ---- the user's own canaries --------------------------------------------------------------------
@@ -382,4 +384,4 @@ def test_canaries_that_nothing_queries_are_refused():
     games, model = Games(canaries=planted().canaries), still_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), 1)
     with pytest.raises(ValueError, match=r"and there are none: add Canaries\(\)"):
-        Watch(model, optimizer, Recording(), games=games)
+        Watch(model, optimizer, RecordingAttack(), games=games)

@@ -48,7 +48,7 @@ def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float
     assert float(got["type_count_error"]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
-def test_state_survives_a_checkpoint_as_plain_tensors() -> None:
+def test_a_loaded_state_gives_the_same_values() -> None:
     metric = WordRecovery(VOCAB)
     metric.persistent(True)
     metric.update(guess([1, 2], 3.0), truth([2, 3]))

@@ -1,8 +1,9 @@
 """The FC-based adversary: two fully connected layers that fire on one hidden state only.
 
 Vu et al. 2024, Sect. 4.1 and Appx. A (Algorithms 2 and 3, Eqs. 2 and 6). The layers compute
-``relu(tau - ‖x - T‖_1)``, so the gradient of the second bias is non-zero if and only if some input
-of the batch lies within ``tau`` of the target. A server that trains adds them as real modules.
+``relu(tau - ‖x - T‖_1)``. A gradient of the second bias that is not zero proves that an input of
+the batch lies within ``tau`` of the target; such an input gives one unless its upstream gradient is
+zero or contributions cancel. A server that trains adds the layers as real modules.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class CraftedFC(nn.Module):
     """
 
     def __init__(
-        self, first: TwoIdentities | Frozen, second: Tensor, biases: Tensor, tokens: int | None
+        self,
+        first: TwoIdentities | FrozenLinear,
+        second: Tensor,
+        biases: Tensor,
+        tokens: int | None,
     ) -> None:
         super().__init__()
         self.tokens = tokens
@@ -63,7 +68,7 @@ class CraftedFC(nn.Module):
         return z if real is None else z * real[..., None].to(z.dtype)
 
 
-class Frozen(nn.Module):
+class FrozenLinear(nn.Module):
     """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
 
     Args:
@@ -84,7 +89,9 @@ class Frozen(nn.Module):
 
 
 class TwoIdentities(nn.Module):
-    """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], zero below.
+    """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
+
+    The paper's rows of zeros are left out.
 
     W1 is stored up to :data:`MAX_STORED_WEIGHTS` weights. A larger one is applied without being
     stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
@@ -148,10 +155,15 @@ def _select_inputs(
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
-TRAINERS_WORDS: dict[str, Precision] = {"bf16": "bf16", "16": "fp16", "32": "fp32", "64": "fp32"}
-"""Precisions by how a Trainer's words for them begin."""
+PRECISION_BY_PREFIX: dict[str, Precision] = {
+    "bf16": "bf16",
+    "16": "fp16",
+    "32": "fp32",
+    "64": "fp32",
+}
+"""Precision by the prefix of the Trainer's ``precision`` argument."""
 
-SAFE: dict[Precision, tuple[float, float]] = {
+SAFE_DISTANCES: dict[Precision, tuple[float, float]] = {
     "fp32": (1e-3, 2.5e-4),
     "tf32": (2e-3, 1e-2),
     "fp16": (2e-3, 1e-2),
@@ -163,9 +175,9 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's
 The class says on which models they were measured.
 """
 
-NUMBERS_AT_ONCE = 1 << 20  # of a sum at once (4 MiB in float32), which bounds the memory
+MAX_NUMBERS_AT_ONCE = 1 << 20  # of a sum at once (4 MiB in float32), which bounds the memory
 
-WIDEST_RUNG = 0.5
+MAX_RELATIVE_TAU = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
 
 RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
@@ -190,9 +202,10 @@ class FCMembership(MembershipAttack):
     at layer 1, where it was .0016 for two sentences that differ only in their last punctuation
     mark. ``tau="auto"`` lies between, in units of ``‖T‖_1``, because the scale of hidden states
     differs by a factor of a thousand between models and layers. A number is absolute, as in the
-    paper. TF32 counts as float16, which has as many bits. The server must embed its targets in the
-    client's precision: between float32 and bfloat16 the distance is up to .07. In half precision
-    the first layers round far less than the last, and other tokens come near: give ``tau`` there.
+    paper. TF32 counts as float16, whose mantissa has as many bits. The server must embed its
+    targets in the client's precision: between float32 and bfloat16 the distance is up to .07. In
+    half precision the first layers round far less than the last, and other tokens come near: give
+    ``tau`` there.
 
     No ``tau`` separates two texts with the same hidden state: at layer 0 the same word at the same
     place, and in a causal model positions whose whole prefix occurs in another sentence. Under
@@ -269,14 +282,20 @@ class FCMembership(MembershipAttack):
     def set_precision(self, precision: str) -> None:
         """Set the precision in which the client runs, in the Trainer's words (``"bf16-mixed"``).
 
-        Of this one and the parameters' the coarser counts.
+        The coarser of this one and the parameters' is used.
+
+        Raises:
+            ValueError: the precision is unknown.
         """
         name = str(precision)
-        words: dict[str, Precision] = {**{one: one for one in SAFE}, **TRAINERS_WORDS}
+        words: dict[str, Precision] = {
+            **{one: one for one in SAFE_DISTANCES},
+            **PRECISION_BY_PREFIX,
+        }
         current = next((one for word, one in words.items() if name.startswith(word)), None)
         if current is None:
             raise ValueError(
-                f"unknown precision {precision!r}: pass one of {list(SAFE)} or a Trainer's own"
+                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)}, or a Trainer's"
             )
         self._hints["trainer"] = current
 
@@ -313,7 +332,7 @@ class FCMembership(MembershipAttack):
         Raises:
             ValueError: a target is not finite, or all zero where ``tau`` is to follow its size.
         """
-        safe_tau, safe_zone = SAFE[self._resolve_precision(targets.dtype)]
+        safe_tau, safe_zone = SAFE_DISTANCES[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
         check_targets(sizes)
@@ -330,13 +349,13 @@ class FCMembership(MembershipAttack):
     def _multiples(self, safe_tau: float) -> Tensor:
         if self._ladder_steps != "auto":
             return torch.tensor(self._ladder_steps, dtype=torch.float64)
-        top = WIDEST_RUNG / safe_tau if self.tau == "auto" else 32.0
+        top = MAX_RELATIVE_TAU / safe_tau if self.tau == "auto" else 32.0
         lower = [0.5**i for i in range(5, 0, -1)]
         higher = [top ** (i / 8) for i in range(1, 9)]
         return torch.tensor([*lower, 1.0, *higher], dtype=torch.float64)
 
     def _resolve_precision(self, dtype: torch.dtype) -> Precision:
-        order = list(SAFE)
+        order = list(SAFE_DISTANCES)
         hints = [*self._hints.values(), _dtype_precision(dtype, torch.device("cpu"))]
         return max(hints, key=order.index)
 
@@ -378,7 +397,7 @@ class FCMembership(MembershipAttack):
         ``tau_relative`` is the value of ``tau="auto"`` in the present precision, in units of
         ``‖T‖_1``.
         """
-        relative = SAFE[self._resolve_precision(torch.float32)][0]
+        relative = SAFE_DISTANCES[self._resolve_precision(torch.float32)][0]
         ladder = self._ladder_steps
         return {
             "layer": self.layer,
@@ -400,7 +419,7 @@ def l1_distances(rows: Tensor, targets: Tensor, dead_zones: Tensor) -> Tensor:
         dead_zones: (G,), 0 for the plain L1 distance.
     """
     distances = rows.new_empty(len(targets), len(rows))
-    parts = torch.split(rows, max(1, NUMBERS_AT_ONCE // max(1, rows.shape[1])))
+    parts = torch.split(rows, max(1, MAX_NUMBERS_AT_ONCE // max(1, rows.shape[1])))
     for k, (target, zone) in enumerate(zip(targets, dead_zones.tolist(), strict=True)):
         differences = ((part - target).abs_() for part in parts)
         sums = [(x.sub_(zone).clamp_min_(0) if zone > 0 else x).sum(1) for x in differences]

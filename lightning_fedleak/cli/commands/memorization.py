@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refusing
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
-from lightning_fedleak.cli.studies.models import ask_both, released_config
+from lightning_fedleak.cli.studies.models import log_probs_before_and_after, released_config
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
@@ -241,7 +241,7 @@ def _answers_of(
 ) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
     """Return what the base and the trained model say of groups of texts, by one forward a text."""
     texts = {text.whole.content: text.whole for group in groups for text in group}
-    answers = ask_both([*texts.values()], options.model, options.base)
+    answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
     def of_pool(one: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:

@@ -14,10 +14,10 @@ from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies.models import (
+    build_meta_and_probe,
     check_context,
     find_model,
-    find_shapes,
-    has_config_alone,
+    has_config_without_weights,
     with_lora,
 )
 from lightning_fedleak.engine import WatchSettings
@@ -58,8 +58,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     default = 0 if options.peft == "full" else 8
     rank = default if options.lora_r is None else options.lora_r
     option = f"--batch {options.batch[0]} x"
-    if options.model is not None and has_config_alone(options.model):
-        shapes = find_shapes(options.model, rank, options.targets)
+    if options.model is not None and has_config_without_weights(options.model):
+        shapes = build_meta_and_probe(options.model, rank, options.targets)
         check_context(shapes[0], options.batch[1], option)
         print_costs(console, *shapes, options.batch)
         return 0

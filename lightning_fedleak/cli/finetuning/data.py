@@ -41,7 +41,7 @@ class TokenRows(Dataset[Tensor]):
     def tokenize(
         cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
     ) -> TokenRows:
-        """Return the rows of texts; rests of fewer than two tokens have nothing to predict."""
+        """Return the rows of texts, without a last piece of one token, which has no next one."""
         rows = [
             torch.tensor(ids[start : start + length])
             for ids in (tokenizer(list(texts), verbose=False)["input_ids"] if texts else ())
@@ -85,7 +85,7 @@ class PadRight:
 class TextDataModule(L.LightningDataModule):
     """Any text as batches for a causal language model, split into train and validation.
 
-    Texts, split and order depend on ``seed`` alone, never on the global random numbers.
+    Split and order depend on ``seed`` and the texts alone, never on the global random numbers.
 
     Args:
         text: a file, folder or dataset as

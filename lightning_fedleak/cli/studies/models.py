@@ -50,22 +50,22 @@ def _find_auto_class(config: Any) -> Any:
     return transformers.AutoModel
 
 
-def has_config_alone(name: str) -> bool:
+def has_config_without_weights(name: str) -> bool:
     """Return whether a name is that of a folder with a model's configuration and no weights."""
     folder = Path(name).expanduser()
     weights = (path for end in ("safetensors", "bin") for path in folder.glob(f"*.{end}"))
     return (folder / "config.json").is_file() and not any(weights)
 
 
-def find_shapes(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Anatomy]:
-    """Return a causal model without numbers, and a narrow block of it with random ones.
+def build_meta_and_probe(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Anatomy]:
+    """Return a causal model on the meta device, and a narrow one-block copy with random weights.
 
-    The block has few tokens, and shows which maps read an input that a token determines.
+    The copy has 64 tokens. It shows which maps read an input that a token determines.
 
     Args:
         name: folder of the configuration.
-        rank: see :func:`with_lora`, as the others.
-        targets: names of modules.
+        rank: see :func:`with_lora`.
+        targets: see :func:`with_lora`.
 
     Raises:
         SourceError: the configuration is of no causal language model; or see :func:`with_lora`.
@@ -80,21 +80,23 @@ def find_shapes(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Ana
             if getattr(block, key, None) is not None:
                 setattr(block, key, value)
         auto = _find_auto_class(config)
-        runs = auto.from_config(block, dtype=torch.float32)
+        probe = auto.from_config(block, dtype=torch.float32)
         with torch.device("meta"):
-            shape = auto.from_config(config, dtype=config.dtype)
+            meta_model = auto.from_config(config, dtype=config.dtype)
     if auto != transformers.AutoModelForCausalLM:
         raise SourceError(
             f"the architectures of '{name}/config.json' name no causal language model, the only "
             "kind whose costs are known without weights: give --model a folder with weights"
         )
     with torch.device("meta"):
-        shapes = with_lora(find_anatomy(shape.eval()), rank, targets, seed=0)
-    return shapes, with_lora(find_anatomy(runs.eval()), rank, targets, seed=0)
+        shapes = with_lora(find_anatomy(meta_model.eval()), rank, targets, seed=0)
+    return shapes, with_lora(find_anatomy(probe.eval()), rank, targets, seed=0)
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:
-    """Return the model with PEFT's adapters, the only part that is then trained.
+    """Return the model with PEFT's adapters of alpha 2 * rank, the only part that is then trained.
+
+    It sets the global seed of torch.
 
     Args:
         anatomy: of the model.
@@ -129,12 +131,12 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
 
 
 def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
-    """Raise an error where the model reads no texts that are so long.
+    """Raise an error where a text has more tokens than the model's context.
 
     Args:
         anatomy: the model's.
         tokens: of a text.
-        option: for the message.
+        option: the option that the message names.
 
     Raises:
         SourceError: says how many tokens it reads.
@@ -153,9 +155,9 @@ _HEADS: dict[str, tuple[Head, Any]] = {
 
 
 def released_config(model: str | Path, base: str | Path) -> tuple[Any, Head]:
-    """Return the configuration of a trained model, which is that of the base under adapters.
+    """Return the configuration of a trained model, and what its ``architectures`` predict.
 
-    With it what its ``architectures`` say that it predicts.
+    Where ``model`` holds adapters, both are those of the base.
 
     Raises:
         SourceError: there is none, or adapters of a classifier are on a base without its head.
@@ -183,33 +185,34 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
         name: folder or name on the hub.
         config: of the trained model.
         head: what that predicts.
-        option: ``"--model"``; ``"--base"``: the numbers that it lacks are 0, so that it finds every
-            class as likely; anything else: they are drawn, as before a training.
+        option: what happens to weights that the model lacks. ``"--model"``: an error.
+            ``"--base"``: they are 0, so that all classes are as likely. Anything else: they keep
+            their random initial values.
 
     Raises:
         SourceError: it cannot be loaded, or is a trained model without its head.
     """
     if head == "causal":
-        return _causal(find_model(name), option)
+        return _require_causal(find_model(name), option)
     source, settings = model_source(name)
     auto = next(auto for one, auto in _HEADS.values() if one == head)
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
     settings |= labels | {"dtype": torch.float32, "ignore_mismatched_sizes": option != "--model"}
     with loading(source, "model of that architecture"):
         model, loaded = auto.from_pretrained(source, output_loading_info=True, **settings)
-    lost = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
-    if (absent := {*loaded["missing_keys"], *lost}) and option == "--model":
-        raise SourceError(f"{option} '{name}' lacks {len(absent)} tensors of its own architecture")
+    mismatched = [key if isinstance(key, str) else key[0] for key in loaded["mismatched_keys"]]
+    if (missing := {*loaded["missing_keys"], *mismatched}) and option == "--model":
+        raise SourceError(f"{option} '{name}' lacks {len(missing)} tensors of its own architecture")
     for key, parameter in model.named_parameters():
-        if key in absent and option == "--base":
+        if key in missing and option == "--base":
             parameter.data.zero_()
     return find_anatomy(model.eval())
 
 
-def ask_both(
+def log_probs_before_and_after(
     texts: Sequence[Text], model: str | Path, base: str | Path
 ) -> tuple[TokenSnapshot, TokenSnapshot]:
-    """Return what the base and the trained model say of texts; one model is in memory at a time.
+    """Return the token log-probabilities of the base and of the trained model, one after the other.
 
     Args:
         texts: the texts.
@@ -217,7 +220,7 @@ def ask_both(
         base: folder of the model that the training began from, or its name on the hub.
 
     Raises:
-        SourceError: a model cannot be loaded, or is of a kind that is not asked.
+        SourceError: a model cannot be loaded, or its kind is not supported.
     """
     config, head = released_config(model, base)
     mask = load_tokenizer(base).mask_token_id if head == "masked" else None
@@ -236,7 +239,7 @@ def ask_both(
     return before, after
 
 
-def _causal(anatomy: Anatomy, option: str) -> Anatomy:
+def _require_causal(anatomy: Anatomy, option: str) -> Anatomy:
     if anatomy.kind != "causal":
         raise SourceError(
             f"{option} is a {anatomy.kind} model: what a model has memorized is read from causal "

@@ -1,9 +1,9 @@
 """The secret of which canaries are in the data: it can be kept, re-derived and committed to.
 
-All of it follows from a key of 256 bits by HMAC-SHA256: each canary's coin, how often it is
-repeated, its places among the data, and the commitment. Who knows some of the coins learns nothing
-about the others (of an ordinary random number generator the state could be recovered), and the
-commitment shows nothing about the key.
+All of it follows from a key of 256 bits by HMAC-SHA256: each canary's inclusion bit, how
+often it is repeated, its positions in the data, and the commitment. The inclusion bits are outputs
+of a keyed pseudorandom function: knowing some reveals nothing about the others, unlike the outputs
+of an ordinary generator, and the commitment reveals nothing about the key.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explained
 
 SCHEMA = 1  # version of the file; others are not read
-_DERIVED = ("included", "commitment")  # fields of a file that follow from the others
-_BITS = 64  # of the numbers that coins and places are derived from
+_COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`load` computes again
+_BITS = 64  # of the numbers that inclusion bits and positions are derived from
 
 
 class InclusionMismatch(ValueError):
@@ -36,8 +36,8 @@ class InclusionMismatch(ValueError):
 class Secret(ABC):
     """A frozen dataclass of what follows from a key. It goes to a file by :meth:`save` only.
 
-    It is not pickled: a checkpoint or a cache would show what it holds. Processes that start
-    workers by spawning do hand it on to them.
+    It is not pickled: a checkpoint or a cache would show what it holds. It is pickled only to
+    start a worker process by spawning.
 
     Attributes:
         title: what it is called in messages.
@@ -78,7 +78,7 @@ class Secret(ABC):
             content = read_secret(Path(path), f"the {cls.title}")
             check_choice("schema", content["schema"], (SCHEMA,))
             secret = cls._of_content(content)
-            stated = {name: content[name] for name in _DERIVED if name in secret._content()}
+            stated = {name: content[name] for name in _COMPUTED_FIELDS if name in secret._content()}
         if any(secret._content()[name] != value for name, value in stated.items()):
             raise InclusionMismatch(f"{path} was changed: it does not follow from its key")
         return secret
@@ -242,11 +242,11 @@ def draw_or_load(
     """Return the secret of a file if it exists, else one that is drawn and written to that file.
 
     Args:
-        kind: of secret.
+        kind: the class of the secret.
         draw: returns one by its key.
-        seed: of the key; None draws from the operating system.
+        seed: determines the key; None draws it from the operating system.
         file: that all processes see; None for none.
-        action: what several processes without seed and file would do, each for itself.
+        action: what is drawn, for the error: ``"draw canaries"``.
 
     Raises:
         ValueError: several processes have neither seed nor file.

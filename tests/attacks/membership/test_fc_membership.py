@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
-from lightning_fedleak.attacks.membership.fc import SAFE, FCMembership
+from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.helpers import models
@@ -208,17 +208,17 @@ def test_tau_follows_the_precision_and_the_size_of_the_target():
         return float(attack.settings(scale * target)[0][0, attack.guess_rung])
 
     attack = FCMembership(1)
-    assert tau(attack) == pytest.approx(SAFE["fp32"][0] * size)
-    assert tau(attack, 1000.0) == pytest.approx(1000 * SAFE["fp32"][0] * size)
+    assert tau(attack) == pytest.approx(SAFE_DISTANCES["fp32"][0] * size)
+    assert tau(attack, 1000.0) == pytest.approx(1000 * SAFE_DISTANCES["fp32"][0] * size)
     explicit = FCMembership(1)
     explicit.set_precision("bf16")
-    assert tau(explicit) == pytest.approx(SAFE["bf16"][0] * size)
+    assert tau(explicit) == pytest.approx(SAFE_DISTANCES["bf16"][0] * size)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
     for trainers, ours in (("32-true", "fp32"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")):
         attack.set_precision(trainers)
         taus, zones = attack.settings(target)
-        assert float(taus[0, attack.guess_rung]) == pytest.approx(SAFE[ours][0] * size)
-        assert float(zones[0]) == pytest.approx(SAFE[ours][1] * size / 32)
+        assert float(taus[0, attack.guess_rung]) == pytest.approx(SAFE_DISTANCES[ours][0] * size)
+        assert float(zones[0]) == pytest.approx(SAFE_DISTANCES[ours][1] * size / 32)
         assert (taus[0].diff() > 0).all()
         assert float(taus[0, -1]) == pytest.approx(0.5 * size)
     fixed = FCMembership(1, tau=0.3, dead_zone=0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
-from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refusing
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import ask_both, released_config
@@ -151,7 +151,7 @@ def _compare(
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         unread = f"--model '{options.model}' cannot be read"
-        with refusing(unread, UnusableObservation):
+        with refuse_errors(unread, UnusableObservation):
             result = pool.compare(*answer, alpha=alpha)
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
@@ -351,8 +351,8 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     names = entity_names(Path(kind).stem for kind in options.entities or ())
     for metric, limit in limits:
         if metric.startswith("entity/") and metric not in names:
-            known = ", ".join(names) if names else "the values in the texts: give --entities"
-            raise SourceError(f"--at-most {metric}=... is none of {known}")
+            kinds = ", ".join(names) if names else "the values in the texts: give --entities"
+            raise SourceError(f"--at-most {metric}=... is none of {kinds}")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits

@@ -12,7 +12,7 @@ NAME = "lightning-fedleak"
 
 
 @contextmanager
-def needing(extra: str, what: str, error: type[Exception] = ImportError) -> Iterator[None]:
+def require_package(extra: str, what: str, error: type[Exception] = ImportError) -> Iterator[None]:
     """Raise an error where an import in the block fails: what needs it, and what installs it."""
     try:
         yield

@@ -132,7 +132,7 @@ def check_choice(
 
 
 @contextmanager
-def explained(
+def explain_errors(
     message: str, *caught: type[Exception], error: type[Exception], hint: str = ""
 ) -> Iterator[None]:
     """Raise an error in place of those of the block.

@@ -55,7 +55,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
     named = {
         extra
         for path in (ROOT / "lightning_fedleak").rglob("*.py")
-        for extra in re.findall(r"\b(?:install|needing)\(['\"](\w+)['\"]", path.read_text())
+        for extra in re.findall(r"\b(?:install|require_package)\(['\"](\w+)['\"]", path.read_text())
     }
     assert {"cli", "demo", "datasets", "dp", "peft"} <= named
     assert named <= EXTRAS.keys()

@@ -231,7 +231,7 @@ class Attack(ABC):
             UnusableObservation: the snapshot is non-finite or all zero.
         """
 
-    def prepared(self, calibration: Stored | None) -> Stored:
+    def require_calibration(self, calibration: Stored | None) -> Stored:
         """Return what :meth:`prepare` stored, or raise ``RuntimeError`` if nothing is."""
         if calibration is None:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from lightning_fedleak.cli.finetuning import refusing
+from lightning_fedleak.cli.finetuning import refuse_errors
 from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.overview import explain, plain
@@ -50,7 +50,7 @@ def make_folder(folder: Path, out: Path) -> None:
         SourceError: it cannot be made.
     """
     hint = "Name another folder with --out"
-    with refusing(f"'{out}' cannot be written to", OSError, hint=hint):
+    with refuse_errors(f"'{out}' cannot be written to", OSError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -19,7 +19,7 @@ from lightning_fedleak.report.records import (
     parse_json,
     split_lines,
 )
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 CHAINED = 4
 """Schema of the first lines that are chained."""
@@ -57,7 +57,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     """
     log = ChainedFile(path.name)
     hint = f"Name the folder that holds {RESULTS} and {RECORD}"
-    with explained(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
+    with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
     unchained = 0
     for number, line in enumerate(split_lines(data), 1):

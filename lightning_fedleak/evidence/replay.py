@@ -31,7 +31,7 @@ from lightning_fedleak.report.records import (
     is_drawn,
     is_number,
 )
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 MOST_STEPS = 10**7
 """Steps of which those to be kept are drawn again, in 10 s; of more it is open which they are."""
@@ -92,7 +92,7 @@ def find_kept(
     fit, line = by_step[step]
     path = folder / fit.run / f"step-{step}.safetensors"
     hint = "--evidence takes the folder that Evidence(folder=...) had"
-    with explained(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
+    with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != line.file:
         verdict.contradict(f"{path.name} is not the file that was kept")

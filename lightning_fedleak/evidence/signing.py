@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak.evidence.chain import read_chain
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.extras import needing
+from lightning_fedleak.extras import require_package
 from lightning_fedleak.report import ReportError
 from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, split_lines
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -153,7 +153,7 @@ def _digest(content: bytes) -> str:
 
 def _load_key(path: Path, *, private: bool) -> Any:
     """Return an ed25519 key in a PEM file."""
-    with needing("sign", "signatures need the package cryptography"):
+    with require_package("sign", "signatures need the package cryptography"):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     key_class = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
@@ -162,7 +162,7 @@ def _load_key(path: Path, *, private: bool) -> Any:
         "It must have no password. Make one with: openssl genpkey -algorithm ed25519 -out "
         "private.pem; openssl pkey -in private.pem -pubout -out public.pem"
     )
-    with explained(unread, OSError, ValueError, TypeError, error=ReportError, hint=hint):
+    with explain_errors(unread, OSError, ValueError, TypeError, error=ReportError, hint=hint):
         content = path.read_bytes()
         key: object = (
             serialization.load_pem_private_key(content, None)

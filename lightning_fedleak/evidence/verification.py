@@ -36,7 +36,7 @@ from lightning_fedleak.report.records import (
     as_json,
     code_of,
 )
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
@@ -284,7 +284,7 @@ def _codes_in(folder: Path) -> tuple[str, list[tuple[str, object]], Verdict]:
     none, and the server's codes show how far each goes.
     """
     verdict, closings = Verdict(), Verdict()
-    with explained(
+    with explain_errors(
         f"'{folder}' cannot be compared with the server's log",
         *(OSError, ValueError, LookupError, TypeError),
         error=ReportError,
@@ -487,7 +487,7 @@ def _saved_tensors(place: Path) -> dict[str, Tensor]:
     files = [place] if place.is_file() else next(filter(None, by_kind), [])
     tensors: dict[str, Tensor] = {}
     for path in files:
-        with explained(f"'{path}' cannot be read as weights", Exception, error=ReportError):
+        with explain_errors(f"'{path}' cannot be read as weights", Exception, error=ReportError):
             if path.suffix == ".safetensors":
                 tensors |= load_file(path)
             else:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
-from lightning_fedleak.extras import needing
+from lightning_fedleak.extras import require_package
 from lightning_fedleak.federation import (
     HEAD,
     ClientDP,
@@ -37,7 +37,7 @@ from lightning_fedleak.federation.updates import State
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
 
-with needing("nvflare", "lightning_fedleak.federation.nvflare needs NVFlare"):
+with require_package("nvflare", "lightning_fedleak.federation.nvflare needs NVFlare"):
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter

@@ -16,7 +16,7 @@ from lightning_fedleak.report.content import findings
 from lightning_fedleak.report.html import RELEASE, leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
@@ -130,7 +130,7 @@ def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
         if not about.is_file():
             return {}
     text = _text(about)
-    with explained(f"'{about}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
+    with explain_errors(f"'{about}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
         tables = tomllib.loads(text)
     fields = tables.get("release", {})
     names = {*tables} - {"release"} or (isinstance(fields, dict) and {*fields} - {*RELEASE})
@@ -143,14 +143,14 @@ def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
 
 
 def _text(path: Path) -> str:
-    with explained(f"'{path}' cannot be read", OSError, UnicodeDecodeError, error=ReportError):
+    with explain_errors(f"'{path}' cannot be read", OSError, UnicodeDecodeError, error=ReportError):
         return path.read_text(encoding="utf-8")
 
 
 def _writing_to(
     folder: Path, hint: str = "Name another folder with --out"
 ) -> AbstractContextManager[None]:
-    return explained(f"'{folder}' cannot be written to", OSError, error=ReportError, hint=hint)
+    return explain_errors(f"'{folder}' cannot be written to", OSError, error=ReportError, hint=hint)
 
 
 def _write_whole(path: Path, content: str) -> None:

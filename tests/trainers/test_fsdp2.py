@@ -41,6 +41,13 @@ def test_words_of_both_processes_are_read_in_a_loop(ranks) -> None:
         assert all(case == {"same": True, "named": True} for case in found.values())
 
 
+def test_words_of_a_real_model_are_read(ranks) -> None:
+    for found in of(ranks, "real model"):
+        if not found:
+            pytest.skip("FEDLEAK_ASSETS has no stories15M")
+        assert found == {"full": 1.0, "lora": 1.0}
+
+
 def test_a_control_that_fails_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
     for found in of(ranks, "control fails on one"):
         assert found == {"same": True, "controls": [None, None, None]}
@@ -79,7 +86,7 @@ def test_accelerate_shards_accumulates_and_casts(ranks) -> None:
 
 def test_words_of_both_processes_are_read_under_a_trainer(ranks) -> None:
     for found in of(ranks, "trainers"):
-        assert len(found) == 6
+        assert len(found) == 10
         for name, case in found.items():
             assert case.pop("lowest") > (0.95 if "bf16" in name else 0.999), name
             assert case == {"same": True, "distinct": True, "looks": 3, "f1": 1.0}, name
@@ -102,3 +109,22 @@ def test_attacks_on_a_lora_choose_themselves_without_the_whole_model(ranks) -> N
 def test_a_resumed_trainer_goes_on_as_one_that_was_not_stopped(ranks) -> None:
     for found in of(ranks, "trainer saves and resumes"):
         assert found == {"same": True, "steps": [0, 1, 2, 3], "f1": 1.0}
+
+
+def test_a_gate_stops_both_processes_at_one_step(ranks) -> None:
+    for found in of(ranks, "trainer's gate"):
+        assert found == {"steps": 2, "saved": True}
+
+
+def test_trained_weights_are_asked_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainer's weights"):
+        assert found["same"]
+        assert 0 <= found["auc"] <= 1
+        assert found["looks"][-1] == 12
+
+
+def test_what_shards_cannot_tell_is_refused_under_a_trainer(ranks) -> None:
+    for found in of(ranks, "trainer refuses"):
+        assert "LeakageCallback: FSDP2 reduces" in found["rank"]
+        assert "pass client='world'" in found["rank"]
+        assert "plays membership games, which need whole layers" in found["membership"]

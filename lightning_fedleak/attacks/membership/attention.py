@@ -358,7 +358,7 @@ class AttentionMembership(MembershipAttack):
         return torch.tensor(list(digest), dtype=torch.uint8)
 
     def _require_calibration(self) -> Calibration:
-        return self.prepared(self._calibration)
+        return self.require_calibration(self._calibration)
 
     def _whiten(self, hidden: Tensor) -> Tensor:
         """Return hidden states in the coordinates that the heads read, at least in float32."""

@@ -374,7 +374,7 @@ class AlignedFlatChat(Attack):
         return WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
-        self._calibration = self.prepared(self._calibration).on_device(device)
+        self._calibration = self.require_calibration(self._calibration).on_device(device)
         return self._calibration
 
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:

@@ -27,7 +27,7 @@ from lightning_fedleak.evidence import (
 from lightning_fedleak.evidence.chain import runs_below
 from lightning_fedleak.report import ReportError, read
 from lightning_fedleak.report.records import RECORD
-from lightning_fedleak.validate import explained
+from lightning_fedleak.validate import explain_errors
 
 WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
@@ -98,7 +98,7 @@ def _function(name: str) -> Callable[..., object]:
     path = Path(place)
     sys.path.insert(0, str(path.parent if path.suffix == ".py" else Path.cwd()))
     wrong = f"--train takes FILE.py:FUNCTION or MODULE:FUNCTION, and '{name}' is none"
-    with explained(wrong, ImportError, AttributeError, ValueError, error=ReportError):
+    with explain_errors(wrong, ImportError, AttributeError, ValueError, error=ReportError):
         module = importlib.import_module(path.stem if path.suffix == ".py" else place)
         train: Callable[..., object] = getattr(module, function)
     return train

@@ -18,7 +18,7 @@ from lightning_utilities.core import rank_zero
 from rich.console import Console
 from safetensors.torch import save_file
 
-from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refusing
+from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refuse_errors
 from lightning_fedleak.cli.printing import (
     LinesTable,
     explain_run,
@@ -123,7 +123,7 @@ def _check_gates(federation: Federation) -> None:
     fewest = min(map(len, federation.rows))
     texts = min(federation.local_steps * federation.batch_size, fewest)
     for gate in round_gates:
-        with refusing(f"--watch {gate.metric}", ValueError):
+        with refuse_errors(f"--watch {gate.metric}", ValueError):
             gate.watch_rounds(observer)
         if "membership" in gate.metric and texts < LEAST_MEMBERS:
             raise SourceError(

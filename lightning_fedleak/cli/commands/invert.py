@@ -23,7 +23,7 @@ from lightning_fedleak.cli.finetuning import (
     check_option,
     load_tokenizer,
     read_texts,
-    refusing,
+    refuse_errors,
 )
 from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies import invert
@@ -128,7 +128,7 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
     blocks = len(anatomy.blocks)
     layers = list(dict.fromkeys(options.layer or (round(blocks / 3), round(2 * blocks / 3))))
     for layer in layers:
-        with refusing(f"--layer {layer}", ValueError):
+        with refuse_errors(f"--layer {layer}", ValueError):
             place_of(anatomy, layer)
     return layers
 

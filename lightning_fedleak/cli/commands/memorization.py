@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
-from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refusing
+from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import log_probs_before_and_after, released_config
@@ -151,7 +151,7 @@ def _compare(
     results = []
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         unread = f"--model '{options.model}' cannot be read"
-        with refusing(unread, UnusableObservation):
+        with refuse_errors(unread, UnusableObservation):
             result = pool.compare(*answer, alpha=alpha)
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
@@ -186,8 +186,8 @@ def _values_found(
     )
     if law := laws.get("prompts"):
         by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
-    if known := {name: one for name, one in by_kind.items() if not isinstance(one, str)}:
-        print_table(console, _table(known))
+    if values := {name: one for name, one in by_kind.items() if not isinstance(one, str)}:
+        print_table(console, _table(values))
     return by_kind
 
 
@@ -215,8 +215,8 @@ def _list_rows(
     console.print(_counted(records, options.records))
     if beyond is None:
         return records.counts
-    without = pool.list_records(*answer, rate, alpha).counts
-    return max(records.counts, without, key=lambda one: one["at_least"])
+    first_counts = pool.list_records(*answer, rate, alpha).counts
+    return max(records.counts, first_counts, key=lambda one: one["at_least"])
 
 
 def _summarize(
@@ -351,8 +351,8 @@ def _limits(options: Namespace) -> list[tuple[str, float]]:
     names = entity_names(Path(kind).stem for kind in options.entities or ())
     for metric, limit in limits:
         if metric.startswith("entity/") and metric not in names:
-            known = ", ".join(names) if names else "the values in the texts: give --entities"
-            raise SourceError(f"--at-most {metric}=... is none of {known}")
+            kinds = ", ".join(names) if names else "the values in the texts: give --entities"
+            raise SourceError(f"--at-most {metric}=... is none of {kinds}")
         if metric != "at_least" and limit > 1:
             raise SourceError(f"--at-most {limit:g} is above 1: {metric} is a share")
     return limits

@@ -125,8 +125,8 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
         ("its control adds at least", basis + max(control, products), by_layers, controls),
     ):
         cells = [
-            f"{memory / 1e9:.3g} GB, {float(f'{each / rate + brought / LINK:.2g}'):g} s"
-            for each, brought in zip(operations, (0, sent, sent), strict=True)
+            f"{memory / 1e9:.3g} GB, {float(f'{each / rate + sent_bytes / LINK:.2g}'):g} s"
+            for each, sent_bytes in zip(operations, (0, sent, sent), strict=True)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)

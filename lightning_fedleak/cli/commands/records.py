@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.text import Text
 
-from lightning_fedleak.cli.finetuning import SourceError, read_rows, refusing, text_of
+from lightning_fedleak.cli.finetuning import SourceError, read_rows, refuse_errors, text_of
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.private_files import write_lines, write_secret
@@ -27,7 +27,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
             may have been trained on under differential privacy.
     """
     listed = f"'{options.file}' cannot be used"
-    with refusing(listed, OSError, ValueError):
+    with refuse_errors(listed, OSError, ValueError):
         records = RecordList.load(options.file)
     rows, _ = read_rows(options.data)
     if (largest := max((line.row for line in records.lines), default=-1)) >= len(rows):
@@ -87,7 +87,7 @@ def _drop(
     if problem:
         raise SourceError(problem)
     dropped = {line.row for line in records.riskiest(options.top)}
-    with refusing(f"'{options.out}' cannot be written", OSError, TypeError):
+    with refuse_errors(f"'{options.out}' cannot be written", OSError, TypeError):
         note = "rows were dropped by a list that left-out rows made: draw left-out rows again"
         write_secret(used_up_mark(options.out), {"note": note}, replace=True)
         records.used_up().save(options.file)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import SourceError as SourceError
     from lightning_fedleak.cli.finetuning.assets import check_option as check_option
     from lightning_fedleak.cli.finetuning.assets import quiet_logs as quiet_logs
-    from lightning_fedleak.cli.finetuning.assets import refusing as refusing
+    from lightning_fedleak.cli.finetuning.assets import refuse_errors as refuse_errors
     from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
     from lightning_fedleak.cli.finetuning.data import TextDataModule as TextDataModule
     from lightning_fedleak.cli.finetuning.data import TokenRows as TokenRows
@@ -38,7 +38,7 @@ _HOMES = {
         "SourceError",
         "check_option",
         "quiet_logs",
-        "refusing",
+        "refuse_errors",
     ),
     "data": ("PadRight", "TextDataModule", "TokenRows", "load_tokenizer"),
     "module": ("CausalLMFineTuning", "load_model"),

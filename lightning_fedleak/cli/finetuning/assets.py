@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_fedleak.cli.finetuning import hub
-from lightning_fedleak.validate import check_integer, explained
+from lightning_fedleak.validate import check_integer, explain_errors
 
 FOLDER = Path(__file__).parent
 EMBEDDED_MODEL = FOLDER / "model"
@@ -24,7 +24,7 @@ class SourceError(ValueError):
     """A model, text or folder cannot be used; the message says what to give instead."""
 
 
-refusing = partial(explained, error=SourceError)
+refuse_errors = partial(explain_errors, error=SourceError)
 """Raises :class:`SourceError` in place of errors of a block."""
 check_option = partial(check_integer, error=SourceError)
 """Returns an integer within its bounds, or raises :class:`SourceError`."""
@@ -82,7 +82,7 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
         problem = f"there is no folder '{name}'{nearest(path)}"
     else:
         impossible = f"'{name}' is no folder{nearest(path)}, and no model of the hub"
-        with refusing(impossible, ValueError):
+        with refuse_errors(impossible, ValueError):
             cached = hub.model_is_cached(str(name))
         if (why := hub.why_unreachable()) is None:
             return str(name), {}
@@ -105,7 +105,7 @@ def loading(source: str, kind: str) -> Iterator[None]:
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
     failed = f"no {kind} could be loaded from '{source}'"
-    with refusing(failed, OSError, ValueError, hint=hint):
+    with refuse_errors(failed, OSError, ValueError, hint=hint):
         yield
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.defenses import mean_of_sample_means
-from lightning_fedleak.extras import needing
+from lightning_fedleak.extras import require_package
 from lightning_fedleak.validate import check_choice
 
 
@@ -98,7 +98,7 @@ class CausalLMFineTuning(L.LightningModule):
 
 
 def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
-    with needing("peft", "peft='lora' needs the package peft"):
+    with require_package("peft", "peft='lora' needs the package peft"):
         from peft import LoraConfig, TaskType, get_peft_model
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.cli.finetuning import hub
-from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, is_path, nearest, refusing
-from lightning_fedleak.extras import needing
+from lightning_fedleak.cli.finetuning.assets import (
+    SourceError,
+    as_path,
+    is_path,
+    nearest,
+    refuse_errors,
+)
+from lightning_fedleak.extras import require_package
 
 Rows = list[Mapping[str, object]]
 
@@ -119,7 +125,7 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
 
 
 def _content(path: Path) -> bytes:
-    with refusing(f"'{path}' cannot be read", OSError):
+    with refuse_errors(f"'{path}' cannot be read", OSError):
         return path.read_bytes()
 
 
@@ -132,7 +138,7 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     data = _content(path)
     if packed:
         broken = OSError, EOFError, zlib.error
-        with refusing(f"'{path}' is not a readable .gz file", *broken):
+        with refuse_errors(f"'{path}' is not a readable .gz file", *broken):
             data = gzip.decompress(data)
     text = _decoded(data, path)
     if kind not in _TABLES:
@@ -165,7 +171,7 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
         separator = next((mark for mark in ";\t" if mark in first), separator)
     limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
     broken = f"'{path}' is not a readable {kind} file"
-    with ExitStack() as stack, refusing(broken, csv.Error):
+    with ExitStack() as stack, refuse_errors(broken, csv.Error):
         stack.callback(csv.field_size_limit, limit)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
@@ -201,7 +207,7 @@ def _json_lines(text: str, path: Path) -> Rows:
         if not line.strip():
             continue
         place = f"'{path}', line {number}"
-        with refusing(f"{place} is not JSON", json.JSONDecodeError):
+        with refuse_errors(f"{place} is not JSON", json.JSONDecodeError):
             row = json.loads(line)
         rows.append(_row(row, place, "line"))
     return rows
@@ -221,10 +227,12 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
 
 
 def _parquet_rows(path: Path) -> Rows:
-    with needing("datasets", f"'{path}' is a parquet file; install what reads those", SourceError):
+    with require_package(
+        "datasets", f"'{path}' is a parquet file; install what reads those", SourceError
+    ):
         import pyarrow.parquet as parquet
     kind = f"'{path}' is not a readable .parquet file"
-    with refusing(kind, OSError, ValueError):
+    with refuse_errors(kind, OSError, ValueError):
         rows: Rows = parquet.read_table(path).to_pylist()
     return rows
 
@@ -241,8 +249,8 @@ def _check_name(source: str) -> None:
     is_file = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
     if not is_file and (colon or len(path.parts) < 2 or not Path(path.parts[0]).is_dir()):
         return
-    here = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
-    why = "" if is_file else f"{here}for the dataset of that name write '{source}:'"
+    folder = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
+    why = "" if is_file else f"{folder}for the dataset of that name write '{source}:'"
     raise SourceError(f"there is no file '{source}'{why}{nearest(path)}")
 
 
@@ -250,13 +258,13 @@ def _hub_rows(source: str) -> tuple[Rows, str | None]:
     """Return the rows of a dataset, and the column in its name."""
     _check_name(source)
     absent = f"there is no file '{source}'. If it names a dataset of the hub, install what reads it"
-    with needing("datasets", absent, SourceError):
+    with require_package("datasets", absent, SourceError):
         from datasets import load_dataset
     name, config, split, column, *_ = (*source.split(":"), "", "", "")
     if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
         raise SourceError(hub.unreachable(source, "file or folder of texts", why))
     neither = f"'{source}' is neither a file nor a dataset loaded as name:config:split:column"
-    with refusing(neither, Exception):  # whatever the hub's client raises
+    with refuse_errors(neither, Exception):  # whatever the hub's client raises
         data = load_dataset(name, config or None, split=split or "train")
     return list(data), column or None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from lightning_fedleak import defenses as known
-from lightning_fedleak.cli.finetuning import SourceError, refusing
+from lightning_fedleak.cli.finetuning import SourceError, refuse_errors
 from lightning_fedleak.cli.studies.names import did_you_mean
 from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
@@ -59,7 +59,7 @@ class DefenseSpec:
             return []
         kind, wrong = defense_kinds()[self.kind], (DefenseError, ValueError, TypeError)
         hint = f"'{self.kind}' takes {', '.join(inspect.signature(kind).parameters)}"
-        with refusing(f"'{self}' cannot be built", *wrong, hint=hint):
+        with refuse_errors(f"'{self}' cannot be built", *wrong, hint=hint):
             return [kind(**self.arguments)]
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from lightning_fedleak.cli.finetuning import check_option, load_tokenizer, refusing
+from lightning_fedleak.cli.finetuning import load_tokenizer, refuse_errors
 from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
-from lightning_fedleak.extras import needing
+from lightning_fedleak.extras import require_package
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -113,13 +113,15 @@ def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> An
         )
     if rank == 0:
         return anatomy
-    with needing("peft", "--lora-r (0 trains the whole model) needs the package peft", SourceError):
+    with require_package(
+        "peft", "--lora-r (0 trains the whole model) needs the package peft", SourceError
+    ):
         from peft import LoraConfig, get_peft_model
     names = None if targets is None else targets.split(",")
     torch.manual_seed(seed)
     no_default = "PEFT knows no default for this model: pass --targets"
     unfit = no_default if targets is None else f"--targets {targets}"
-    with refusing(unfit, ValueError):
+    with refuse_errors(unfit, ValueError):
         config = LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
@@ -141,8 +143,12 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
     Raises:
         SourceError: says how many tokens it reads.
     """
-    context, hint = context_length(anatomy), "tokens that the model's context holds"
-    check_option(option, tokens, at_most=context, hint=hint)
+    context = context_length(anatomy)
+    if context is not None and tokens > context:
+        raise SourceError(
+            f"{option} {tokens} is longer than the model's context of {context}: give "
+            f"{context} or fewer"
+        )
 
 
 Head = Literal["causal", "row", "token", "masked"]
@@ -250,9 +256,9 @@ def _require_causal(anatomy: Anatomy, option: str) -> Anatomy:
 
 def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
     """Return the base with the adapters of a folder."""
-    with needing("peft", "--model holds adapters of PEFT", SourceError):
+    with require_package("peft", "--model holds adapters of PEFT", SourceError):
         from peft import PeftModel
     unfit = f"the adapters in '{folder}' do not fit --base"
-    with refusing(unfit, OSError, ValueError, RuntimeError):
+    with refuse_errors(unfit, OSError, ValueError, RuntimeError):
         adapted = PeftModel.from_pretrained(anatomy.model, str(folder))
     return find_anatomy(adapted.eval())

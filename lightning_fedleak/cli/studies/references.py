@@ -34,7 +34,7 @@ from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report import records
 
 OPTIMIZERS = "AdamW", "Adam", "SGD"
-_TAKEN = "betas", "eps", "momentum", "nesterov", "weight_decay"
+_COPIED_SETTINGS = "betas", "eps", "momentum", "nesterov", "weight_decay"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Recipe:
                 "--references compares rows by their draw, and one model would have seen half of "
                 "them: give --drawn, others of a fresh draw, and --references 2 or more"
             )
-        said: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if options.run is not None:
-            said = _recorded(options.run)
+            settings = _recorded(options.run)
         elif not options.no_account:
             raise SourceError(
                 "references train again on private rows, which is outside of epsilon: give the "
@@ -93,15 +93,15 @@ class Recipe:
                 "privacy, or say by --no-account that it was not"
             )
         for name in ("epochs", "batch_size", "lr"):
-            said[name] = getattr(options, name) or said.get(name)
-            if said[name] is None:
+            settings[name] = getattr(options, name) or settings.get(name)
+            if settings[name] is None:
                 raise SourceError(
                     f"no record says it: give --{name.replace('_', '-')} of the training"
                 )
         adapters = Path(options.model) / "adapter_config.json"
         if adapters.is_file():
-            said["adapters"] = json.loads(adapters.read_text())
-        return cls(**said)
+            settings["adapters"] = json.loads(adapters.read_text())
+        return cls(**settings)
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
         "epochs": int(epochs) if epochs > 0 and is_known else None,
         "lr": group.get("initial_lr", group.get("lr")),
         "optimizer": optimizers[0]["class"],
-        "settings": {name: group[name] for name in _TAKEN if name in group},
+        "settings": {name: group[name] for name in _COPIED_SETTINGS if name in group},
         "bf16": "bf16" in str(training.get("precision")),
         "clip": training.get("gradient_clip_val"),
     }
@@ -238,21 +238,23 @@ class References:
                     parts |= {f"{side} {n} labels": text.labels for n, text in enumerate(texts)}
                 digest = hash_tensors(parts)
                 path = self._folder and self._folder / f"reference_{digest[:16]}.safetensors"
-                said = None
+                log_probs = None
                 if path is not None and path.is_file():
                     with suppress(OSError, ValueError):  # no private file: it is made again
-                        said = load_private(path).get(digest)
-                if said is None:
+                        log_probs = load_private(path).get(digest)
+                if log_probs is None:
                     torch.manual_seed(number)  # of a new head, adapters, the order and dropout
                     anatomy = load_released(str(options.base), config, head, "--references")
                     trained = self._train(anatomy.model, rows, head, tokenizer)
-                    said = token_log_probs(trained, [t.whole for t in self.texts], mask).log_probs
+                    log_probs = token_log_probs(
+                        trained, [t.whole for t in self.texts], mask
+                    ).log_probs
                     if path is not None:
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        save_private(path, {digest: said})
-                if not bool(said.isfinite().all()):
+                        save_private(path, {digest: log_probs})
+                if not bool(log_probs.isfinite().all()):
                     raise SourceError(f"reference {number + 1} diverged: give a lower --lr")
-                self.answers.append(said)
+                self.answers.append(log_probs)
 
     def _train(self, model: nn.Module, rows: Sequence[Text], head: Head, tokenizer: Any) -> Anatomy:
         """Return a reference, trained on some texts."""

@@ -29,6 +29,7 @@ from lightning_fedleak.engine.channels.base import Channel, Requirement
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import (
     NO_CONTROLS,
+    NoNonMembers,
     Part,
     Pool,
     collect,
@@ -36,7 +37,6 @@ from lightning_fedleak.engine.channels.pool import (
     forwards_of,
 )
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -49,8 +49,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     highest_auc,
     membership_values,
     other_law,
+    spent_at,
 )
-from lightning_fedleak.evaluation.metrics.within import spent_at
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (

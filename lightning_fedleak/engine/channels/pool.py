@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers as NoNonMembers
 from lightning_fedleak.engine.channels.training_rows import (
-    NoNonMembers,
     check_loader,
     check_shuffle,
     find_left_out,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from lightning_fedleak.private_files import read_secret, write_secret
-from lightning_fedleak.validate import check_choice, check_integer, check_number, explained
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_errors
 
 SCHEMA = 1  # version of the file; others are not read
 _COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`load` computes again
@@ -74,7 +74,7 @@ class Secret(ABC):
                 its key.
         """
         unread = f"{path} is no {cls.title} of this version"
-        with explained(unread, ValueError, KeyError, TypeError, error=InclusionMismatch):
+        with explain_errors(unread, ValueError, KeyError, TypeError, error=InclusionMismatch):
             content = read_secret(Path(path), f"the {cls.title}")
             check_choice("schema", content["schema"], (SCHEMA,))
             secret = cls._of_content(content)

@@ -38,7 +38,7 @@ from lightning_fedleak.model.model_runs import (
     undisturbed,
 )
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from lightning_fedleak.validate import check_integer, explained
+from lightning_fedleak.validate import check_integer, explain_errors
 
 PROBE_TOKENS = 4  # before and after the token that tests whether a model reads ahead; not tuned
 
@@ -349,7 +349,7 @@ class _GameRun:
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:
             attack.meet(facts)
-            with explained(f"attack '{attack.name}'", ValueError, error=ValueError):
+            with explain_errors(f"attack '{attack.name}'", ValueError, error=ValueError):
                 _prepare(attack, anatomy)
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.defend = config, defend

@@ -32,7 +32,7 @@ from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
-from lightning_fedleak.validate import check_choice, explained
+from lightning_fedleak.validate import check_choice, explain_errors
 
 BARS = 256  # places in the order of others that count; more: slower, and the bound hardly rises
 HALVINGS = 24  # of the search for the level of each bar; more: the bound hardly rises
@@ -407,7 +407,7 @@ class RecordList:
             OSError: it cannot be read.
         """
         unread = f"'{path}' cannot be used as a list of records"
-        with explained(unread, ValueError, KeyError, TypeError, error=ValueError):
+        with explain_errors(unread, ValueError, KeyError, TypeError, error=ValueError):
             check_private(path)
             head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
             check_choice("kind", head["kind"], ("records",))

@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
-from lightning_fedleak.evaluation.metrics.within import spent_at
+from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_fedleak.extras import needing
+from lightning_fedleak.extras import require_package
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, trained_state
 
-with needing("flower", "lightning_fedleak.federation.flower needs Flower"):
+with require_package("flower", "lightning_fedleak.federation.flower needs Flower"):
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.common import (
         Code,

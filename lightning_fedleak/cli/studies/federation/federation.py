@@ -302,7 +302,7 @@ class Federation:
         gates = []
         for name in self.watched:
             hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
-            with finetuning.refusing(f"--watch {name}", ValueError, hint=hint):
+            with finetuning.refuse_errors(f"--watch {name}", ValueError, hint=hint):
                 gates.append(RoundGate(name, at_most=self.gate, action=self.action))
         return gates
 

@@ -48,7 +48,7 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Sta
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
     "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 "
-    "--regression-pool 1 --pool 8 --blind-tokens 500",
+    "--regression-shapes 4 --regression-pool 1 --pool 8 --blind-tokens 500",
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
     "flatchat-abs-oracle,aligned-sign --calibration-tokens 500 --pool 8 --surface lora",
 )
@@ -92,11 +92,12 @@ def composed_batches(
         yield gradient, chosen.labels.unique()
 
 
-def type_count_regressor(anatomy, text: PublicText, per_shape: int, pool: int, seed: int):
-    """FLATCHAT's estimator, fitted on public batches of the paper's 18 shapes."""
+def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
+    """FLATCHAT's estimator, fitted on public batches of the paper's 18 shapes, or of the first."""
     weights, counts = [], []
-    for shape in REGRESSION_SHAPES:
-        for gradient, types in composed_batches(anatomy, text, shape, per_shape, seed, pool):
+    batches = args.regression_batches, args.seed, args.regression_pool
+    for shape in REGRESSION_SHAPES[: args.regression_shapes]:
+        for gradient, types in composed_batches(anatomy, text, shape, *batches):
             weights.append(float(flatchat(gradient, 1).mixture.weights[1]))
             counts.append(len(types))
     return TypeCountRegressor.fit(weights, counts)
@@ -108,9 +109,7 @@ def runners(names, anatomy, public: PublicText, args):
     regressor = None
     if {"flatchat-gmm", "flatchat-abs"} & set(names):
         start = time.perf_counter()
-        regressor = type_count_regressor(
-            anatomy, public, args.regression_batches, args.regression_pool, args.seed
-        )
+        regressor = type_count_regressor(anatomy, public, args)
         seconds["flatchat"] = time.perf_counter() - start
     for name in names:
         if name == "blind-oracle":
@@ -182,7 +181,8 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of the calibrating texts"
     )
-    parser.add_argument("--regression-batches", type=int, default=5, help="for each of 18 shapes")
+    parser.add_argument("--regression-batches", type=int, default=5, help="for each shape")
+    parser.add_argument("--regression-shapes", type=int, default=len(REGRESSION_SHAPES))
     parser.add_argument(
         "--regression-pool", type=int, default=40, help="public sentences of each of them, at least"
     )

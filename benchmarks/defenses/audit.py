@@ -4,15 +4,14 @@
     OMP_NUM_THREADS=1 python -m benchmarks.defenses.audit --broken --audits 100
 
 Each audit is a seeded run of ``DPSGD`` with entropy of its own. Every example is a planted gradient
-on an axis of its own, included with probability 1/2, so that there are as many games as examples
-(see ``planted_gradients.py``). The score is the best there is and the threshold is fixed
-beforehand; the result is a 95% lower bound on epsilon.
+on an axis of its own, included with probability 1/2: as many games as examples (see
+``planted_gradients.py``). The score is the best there is and the threshold is fixed beforehand; the
+result is a 95% lower bound on epsilon.
 
 - ``epsilon``: PRV's value of what the defence has accounted.
-- ``median``: the median bound over epsilon; ``pooled``: the bound of the games of all audits
-  together over epsilon, which says how near an audit of this kind comes.
-- ``exceeded``: audits whose bound exceeds epsilon, at most 5% where the claim is right; ``p``: the
-  binomial probability of so many or more.
+- ``median``: the median bound over epsilon; ``pooled``: that of all audits' games together.
+- ``exceeded``: audits whose bound exceeds epsilon, at most 5% where the claim is right.
+- ``p``: the binomial probability of so many or more.
 
 Two claims are audited. ``dp`` is (epsilon, delta)-DP and nothing else, at a small delta and at one
 at which a few hundred games show most. ``gaussian``, for rate 1, says that no test does better than

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rich.text import Text
 from transformers import AutoTokenizer
 
@@ -108,12 +109,20 @@ def test_an_invented_message_is_printed_beside_what_was_read_of_it(
     assert str(revealed) not in text.plain.replace("\n", "")
 
 
-def test_a_gate_lets_all_steps_pass_and_nothing_is_revealed(model: str, tmp_path: Path) -> None:
-    code, printed = shown(
-        model=model, text=private(tmp_path), steps=2, at_most=1.0, out=tmp_path / "out",
-        terminal=True,
-    )  # fmt: skip
-    assert code == 0
+def test_two_runs_with_one_seed_are_one_run_that_the_gate_lets_pass(
+    model: str, tmp_path: Path
+) -> None:
+    rows = []
+    for name in ("a", "b"):
+        torch.rand(1)
+        code, printed = shown(
+            model=model, text=private(tmp_path), steps=2, at_most=1.0, out=tmp_path / name,
+            terminal=True,
+        )  # fmt: skip
+        assert code == 0
+        [path] = (tmp_path / name).rglob("watched/leakage.jsonl")
+        rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
+    assert rows[0] == rows[1]
     printed = Text.from_ansi(printed).plain
     assert "Run 1: watched" in printed
     assert "aligned_flatchat" in printed

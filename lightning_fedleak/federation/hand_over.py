@@ -142,11 +142,7 @@ class _Sender:
         self._numbers = itertools.count()
 
     def append(self, batch: Any) -> None:
-        """Write a batch.
-
-        Raises:
-            TypeError: it holds something that is neither a tensor nor a plain value.
-        """
+        """Write a batch."""
         leaves, tree = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         tensors = {
             str(n): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)

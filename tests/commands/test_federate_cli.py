@@ -152,7 +152,7 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
         ("--epsilon 8 --delta 0.9", "below 0.25"),
         ("--lora-r 4", "give --peft lora too"),
         ("--peft lora --targets none_such", "--targets none_such"),
-        ("--length 4000", "more than the"),
+        ("--length 4000", "--length must be an integer from 1 to"),
     ],
 )
 def test_errors_name_what_to_change(

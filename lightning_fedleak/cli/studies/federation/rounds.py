@@ -138,9 +138,6 @@ class _Server:
             round_: number of the round.
             returned: state by client that was drawn; None for one that sent nothing.
             observer: looks at the sum.
-
-        Raises:
-            BudgetSpent: the account allows no more.
         """
         sent = self.state
         updates: dict[int, Mapping[str, Tensor]] = {}

@@ -112,9 +112,13 @@ class StepTruth:
                 kind = self._run.anatomy.kind
                 error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
         needed = self._why_not is not None or batch is None or self._adapter is not None
-        if self._run.on_any_process(error is not None and needed):
-            raise Refusal(error or BatchError("another process could not read its first batch"))
+        self._refuse_anywhere(error, error is not None and needed)
         self._unreadable = error
+
+    def _refuse_anywhere(self, error: Exception | None, here: bool) -> None:
+        """End the run where the first batch cannot be read on this process, or on another one."""
+        if self._run.on_any_process(here):
+            raise Refusal(error or BatchError("another process could not read its first batch"))
 
     def read(self, batch: Any) -> TokenBatch:
         """Return the ids, labels and mask of the user's batch.
@@ -231,8 +235,7 @@ class StepTruth:
         """
         self.is_unchecked = False
         error = self._unreadable
-        if self._run.on_any_process(error is not None and look.truth_error is not None):
-            raise Refusal(error or BatchError("another process could not read its first batch"))
+        self._refuse_anywhere(error, error is not None and look.truth_error is not None)
 
     def check(self, batch: TokenBatch, look: Look) -> None:
         """Add a batch to a look, unless its values contradict each other: then it is unknown."""

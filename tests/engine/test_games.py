@@ -320,8 +320,9 @@ def test_crashes_and_invalid_scores_count_as_failures(tmp_path):
         watch = watched(tmp_path, attacks, loss=loss, every_n_steps=3)
     messages = " ".join(str(w.message) for w in caught)
     assert "RuntimeError at test_games.py" in messages
-    assert "gave no score for some of its targets" in messages
-    assert "decided about other targets" in messages
+    for name in ("no_score", "no_decision"):
+        why = "the attack gave no score and decision for each target"
+        assert f"'{name}' gave no result at step 0: UnusableObservation: {why}" in messages
     assert "secret" not in messages
     assert math.isnan(watch.latest["leakage/crashing/auc"])
     assert math.isnan(watch.latest["leakage/no_score/auc"])

@@ -154,11 +154,9 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown:
     """Return a guess beside the secret bits; unknown where it is about other targets."""
     try:
         scores = guess.scores.detach().cpu().double()
-        if scores.shape != members.shape or bool(scores.isnan().any()):
-            raise UnusableObservation("the attack gave no score for some of its targets")
         decisions = guess.members.detach().bool().cpu()
-        if decisions.shape != members.shape:
-            raise UnusableObservation("the attack decided about other targets than asked")
+        if {scores.shape, decisions.shape} != {members.shape} or bool(scores.isnan().any()):
+            raise UnusableObservation("the attack gave no score and decision for each target")
     except Exception as error:
         return Unknown(reason(error))
     return Played(scores, members, decisions)

@@ -14,8 +14,10 @@ TRL := .venv-trl$(addprefix -,$(TRL_VERSION))
 DEEPSPEED := .venv-deepspeed
 QUANTIZED := .venv-quantized
 LOGGERS := .venv-loggers
-# Those of tests/ that hold slow tests: the others need not be collected to run these.
-SLOW = $(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests))
+# Those of tests/ that hold slow tests: the others need not be collected to run these. The longest come first, so that
+# no process waits for one at the end.
+LONGEST := tests/test_examples.py tests/engine/channels/test_entities.py tests/trainers/test_fsdp2.py tests/docs/test_python.py
+SLOW = $(LONGEST) $(filter-out $(LONGEST),$(sort $(shell grep -rl --include='test_*.py' 'mark\.slow' tests)))
 PAPERS_LOG ?= benchmarks/papers/measured.jsonl
 
 # An environment that begins with all that .venv holds: only what differs from it is installed there.

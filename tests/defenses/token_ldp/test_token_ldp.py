@@ -234,7 +234,6 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     assert defense.epsilon_spent == defense.epsilon_per_sequence == 40.0
     state = defense.state_dict()
     defense.teardown()
-    defense.teardown()
     defense.load_state_dict(state)  # another fit in one process: its own past counts once
     assert not torch.equal(defended(defense, gpt2, ids, entropy=b"h" * 32), first)
     assert (defense.releases_per_example, defense.epsilon_spent) == (2, 80.0)

@@ -1,8 +1,9 @@
-"""The examples in the docstrings of the package's root run as they stand."""
+"""The examples in docstrings run as they stand: of the root's names, and of some behind it."""
 
 from __future__ import annotations
 
 import doctest
+import importlib
 from functools import partial
 
 import lightning
@@ -11,6 +12,13 @@ import pytest
 import lightning_fedleak as fedleak
 
 NAMES = sorted(set(fedleak.__all__) - {"__version__"})
+MODULES = [
+    "attacks.texts.embedding_descent",
+    "labs.token_relaxation",
+    "evaluation.auditing.private_training",
+    "cli.finetuning.data",
+    "cli.finetuning.module",
+]
 
 
 def find_examples(name: str) -> list[doctest.DocTest]:
@@ -33,3 +41,10 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
         test.globs = {}  # each imports what it needs, as a reader would
         runner.run(test, out=report.append)
     assert runner.failures == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_behind_the_root_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"lightning_fedleak.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0

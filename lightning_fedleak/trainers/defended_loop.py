@@ -188,9 +188,9 @@ class DefendedLoop(Host):
             raise DefenseError(
                 "DefendedLoop: gradients are there before backward, or this batch was released "
                 "already, or did not come from this loop. Each release is accounted as a draw of "
-                "its own: iterate over the DefendedLoop, and take one loss, one optimizer.step() "
-                "and one zero_grad() (set_to_none=True, its default) for each batch; "
-                "max_physical_batch_size takes the place of accumulation."
+                "its own: iterate over the DefendedLoop, and take one loss and one "
+                "optimizer.step(), then zero_grad() (set_to_none=True, its default), for each "
+                "batch; max_physical_batch_size takes the place of accumulation."
             )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss

@@ -12,6 +12,7 @@ from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.cli.finetuning import TextDataModule
 
 if __name__ == "__main__":
@@ -20,6 +21,10 @@ if __name__ == "__main__":
     os.chdir(folder)
     shorter = partialmethod(TextDataModule.__init__, length=32)
     printed = io.StringIO()
-    with patch.object(TextDataModule, "__init__", shorter), contextlib.redirect_stdout(printed):
+    with (
+        patch.object(TextDataModule, "__init__", shorter),
+        patch.object(aligned_readout, "_REPEATS", 2),
+        contextlib.redirect_stdout(printed),
+    ):
         runpy.run_path(str(example), run_name="__main__")
     (folder / f"{rank}.json").write_text(json.dumps({"printed": printed.getvalue()}))

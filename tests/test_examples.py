@@ -28,9 +28,9 @@ def set_calibration(attack: AlignedFlatChat, init: Any, *settings: Any, **named:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs an example in an empty folder, on fewer and shorter texts: gives what it printed.
+    """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed.
 
-    Steps are those of every run of it, where they are given.
+    Each of its runs takes so many steps, where they are given.
     """
     monkeypatch.chdir(tmp_path)
     shorter = partialmethod(TextDataModule.__init__, length=32)
@@ -38,7 +38,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     calibrated = partialmethod(set_calibration, AlignedFlatChat.__init__)
     monkeypatch.setattr(AlignedFlatChat, "__init__", calibrated)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
-
     init = L.Trainer.__init__
 
     def run(name: str, words: int = 16, count: int | None = None, steps: int | None = None) -> str:

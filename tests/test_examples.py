@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 
 from lightning_fedleak.attacks import AlignedFlatChat
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.finetuning import TextDataModule, read_texts, texts
-from tests.helpers.processes import SECONDS, environment_of_own
+from tests.helpers.processes import two_processes
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def set_calibration(attack: AlignedFlatChat, init: Any, *settings: Any, **named: Any) -> None:
+    """A readout that is calibrated on a twelfth of the usual text, or half of an example's."""
+    init(attack, *settings, **named | {"calibration_tokens": 1_000})
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed."""
+    """Runs an example in an empty folder, on fewer and shorter texts; gives what it printed.
+
+    Each of its runs takes so many steps, where they are given.
+    """
     monkeypatch.chdir(tmp_path)
     shorter = partialmethod(TextDataModule.__init__, length=32)
     monkeypatch.setattr(TextDataModule, "__init__", shorter)
+    calibrated = partialmethod(set_calibration, AlignedFlatChat.__init__)
+    monkeypatch.setattr(AlignedFlatChat, "__init__", calibrated)
+    monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
+    init = L.Trainer.__init__
 
-    def run(name: str, words: int = 16, count: int | None = None) -> str:
+    def run(name: str, words: int = 16, count: int | None = None, steps: int | None = None) -> str:
         def read_some(path: str | Path) -> list[str]:
             return [" ".join(text.split()[:words]) for text in read_texts(path)[:count]]
 
         for module in (texts, finetuning):
             monkeypatch.setattr(module, "read_texts", read_some)
+        if steps is not None:
+
+            def stopped(trainer: L.Trainer, **settings: Any) -> None:
+                assert settings["max_steps"] > steps
+                init(trainer, **settings | {"max_steps": steps})
+
+            monkeypatch.setattr(L.Trainer, "__init__", stopped)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
@@ -44,22 +64,18 @@ def value(printed: str, before: str) -> float:
     return float(line.removeprefix(before).split()[0].rstrip(","))
 
 
-def test_quickstart(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the readout calibrated as in the other examples, on a sixth of the usual text."""
-    defaults = AlignedFlatChat.__init__.__wrapped__.__kwdefaults__
-    assert defaults["calibration_tokens"] > 2_000
-    monkeypatch.setitem(defaults, "calibration_tokens", 2_000)
-    assert 0.5 < value(run("quickstart.py"), "leakage/aligned_flatchat/f1 =") <= 1
+def test_quickstart(run) -> None:
+    assert 0.5 < value(run("quickstart.py", steps=11), "leakage/aligned_flatchat/f1 =") <= 1
 
 
 def test_custom_attack(run) -> None:
-    printed = run("custom_attack.py")
+    printed = run("custom_attack.py", steps=6)
     assert 0 < value(printed, "largest_rows: F1") <= 1
     assert 0.5 < value(printed, "aligned_flatchat: F1") <= 1
 
 
 def test_lora_closes_one_surface_and_leaves_another_open(run) -> None:
-    whole, dropped, lora = run("lora.py").split("dropout")[1:]
+    whole, dropped, lora = run("lora.py", steps=6).split("dropout")[1:]
     assert value(whole, "  aligned_flatchat: f1") > 0.5
     for printed in (dropped, lora):
         assert "aligned_flatchat: f1 0.000, exposed 0" in printed
@@ -76,15 +92,16 @@ def test_membership_is_told_unless_noise_drowns_it(run) -> None:
 
 
 def test_inversion_reads_texts_at_every_split(run) -> None:
-    looks = re.findall(r"step \d+: .*", run("inversion.py"))  # perhaps behind a progress bar
-    assert [look.split(":")[0] for look in looks] == ["step 0", "step 4", "step 8"]
+    printed = run("inversion.py", steps=5)
+    looks = re.findall(r"step \d+: .*", printed)  # perhaps behind a progress bar
+    assert [look.split(":")[0] for look in looks] == ["step 0", "step 4"]
     for look in looks:
         for split in (1, 3, 5):
             assert value(look[look.index(f"split {split}:") :], f"split {split}:") > 0.9
 
 
 def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
-    printed = run("own_defense.py")
+    printed = run("own_defense.py", steps=4)
     local = value(printed, "leakage_local/aligned_flatchat/f1 =")
     assert local - 0.2 < value(printed, "leakage/aligned_flatchat/f1 =") <= local
     assert value(printed, "leakage_local/fc_membership/auc =") == 1
@@ -93,18 +110,10 @@ def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
 
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, str(EXAMPLES / "defended_ddp.py")],
-        cwd=tmp_path,
-        env=environment_of_own(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert finished.returncode == 0, finished.stderr
-    local = value(finished.stdout, "leakage_local/aligned_flatchat/f1 =")
-    shared = value(finished.stdout, "leakage/aligned_flatchat/f1 =")
-    assert shared < local
+    first, second = two_processes("tests.defended_ddp_worker", tmp_path)
+    assert second["printed"] == ""
+    local = value(first["printed"], "leakage_local/aligned_flatchat/f1 =")
+    assert value(first["printed"], "leakage/aligned_flatchat/f1 =") < local
 
 
 def test_the_trained_weights_give_their_texts_away(run) -> None:

@@ -37,7 +37,8 @@ from lightning_fedleak.model.taps import Text, token_log_probs
 from lightning_fedleak.model.taps.tokens import candidate_log_probs
 
 SMOKE = (
-    "--model {model} --text {records} --texts 8 --count 2 --found 60 --epochs 1 --candidates 20",
+    "--model {model} --text {records} --texts 8 --count 2 --found 60 --epochs 1 --candidates 20 "
+    "--length 40",
 )
 
 FIRST = (

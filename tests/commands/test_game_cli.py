@@ -115,7 +115,7 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
     [
         (["--attack", "fc", "--text", "few", "--batch", "10"], "distinct sentences"),
         (["--attack", "fc", "--layer", "3"], "layer must be an integer from 0 to 2, got 3"),
-        (["--attack", "fc", "--tokens", "65"], "--tokens must be an integer from 1 to 64, got 65"),
+        (["--attack", "fc", "--tokens", "65"], "longer than the model's context of 64"),
         (["--attack", "attention", "--text", "some"], "public texts to calibrate on"),
         (["--targets", "c_attn"], "give its rank too, --lora-r 8"),
     ],

@@ -1,11 +1,16 @@
 """TrainedMembership: training against torch's autograd and Adam, closed forms, promises."""
 
+import csv
+import gzip
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fedleak.attacks.base import RunFacts
+from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.labs.trained_membership import TrainedMembership, train_neuron
@@ -156,3 +161,36 @@ def test_refresh_follows_the_model(public):
 def test_refusals_say_what_to_do(build, words, public, anatomy):
     with pytest.raises(ValueError, match=words):
         build(public, anatomy)
+
+
+@pytest.mark.assets
+def test_on_a_real_model_members_score_higher(assets):
+    """stories15M, batches of 20 sentences, other sentences of the same kind as public text."""
+    folder = assets / "models/stories15M"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    with gzip.open(assets / "data/banking77/train.csv.gz", "rt") as lines:
+        rows = [row[0] for row in csv.reader(lines)][1:]
+    picks = torch.randperm(len(rows), generator=generator(7))[:300].tolist()
+    ids = [[1, *tokenizer(rows[i], add_special_tokens=False)["input_ids"]][:24] for i in picks]
+    public, pool = PublicText(ids[:100]), PublicText(ids[100:])
+    attack = TrainedMembership(3, public, hidden_units=64, steps=100)
+    attack.prepare(anatomy)
+    scores, truth = [], []
+    for game in range(4):
+        batch = pool.rows(range(40 * game, 40 * game + 20), 24, generator())
+        other = pool.rows(range(40 * game + 20, 40 * game + 24), 24, generator())
+        hidden = hidden_states(anatomy, 3, batch.input_ids, batch.attention_mask)
+        their = hidden_states(anatomy, 3, other.input_ids, other.attention_mask)
+        targets = torch.cat(
+            [
+                attack.embed(hidden[:4], Query(batch.input_ids[:4], batch.attention_mask[:4])),
+                attack.embed(their, Query(other.input_ids, other.attention_mask)),
+            ]
+        )
+        gradient = attack.gradient(
+            targets, hidden, batch.attention_mask, torch.ones(hidden.shape[:2])
+        )
+        scores.append(attack.guess(gradient.sum(0)).scores)
+        truth.append(torch.arange(8) < 4)
+    assert roc_auc_score(torch.cat(truth).numpy(), torch.cat(scores).numpy()) > 0.9

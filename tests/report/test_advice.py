@@ -51,7 +51,7 @@ def test_what_is_unknown_untested_or_not_played_names_the_argument(tmp_path):
     lines = [result(0, **READ), result(0, "silent") | {"unknown": "pass local_steps="}]
     told = steps(tmp_path, lines, begin(attacks=attacks, not_played=not_played))
     assert "Get a result of silent, which is unknown: pass local_steps=." in told
-    assert "Have aligned played: no text to calibrate on" in told
+    assert "Run aligned: no text to calibrate on" in told
     assert "bias_sign" not in told
     assert "LeakageMonitor(attacks=[SubspaceTexts()])" in told
     assert "LeakageMonitor(settings=WatchSettings(assume=DISHONEST_SERVER))" in told

@@ -286,7 +286,7 @@ def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     output = torch.full((1, 2, 4), 1e4)
     inputs = torch.ones(1, 2, 3)
     inputs[:, 1] = -1 + 1e-7
-    square = float(squared_norms([Outer(output, inputs)]))
+    square = float(squared_norms([[Outer(output, inputs)]])[0])
     true = float(in_full([Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
     assert square**0.5 >= true
 

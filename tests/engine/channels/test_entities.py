@@ -148,7 +148,7 @@ def test_the_report_and_the_card_say_what_by_kind_and_place(run: Any) -> None:
         text = text.replace("\\", "")
         assert "Planted values, phone in the label, 8 times" in text
         assert "Planted values, phone in the prompt" in text
-        assert "more rank first than of those left out" in text
+        assert "rate of rank 1, above that of values left out" in text
     assert "regurgitation (entity" not in html  # planted values are no texts of the data
 
 

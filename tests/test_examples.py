@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from lightning_fedleak.attacks import AlignedFlatChat
 from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.finetuning import TextDataModule, read_texts, texts
-from tests.helpers.processes import two_processes
+from tests.helpers.processes import SECONDS, environment_of_own
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -110,10 +112,18 @@ def test_own_defense_hides_few_words_and_leaves_membership_unknown(run) -> None:
 
 @pytest.mark.ddp
 def test_defended_ddp(tmp_path: Path) -> None:
-    first, second = two_processes("tests.defended_ddp_worker", tmp_path)
-    assert second["printed"] == ""
-    local = value(first["printed"], "leakage_local/aligned_flatchat/f1 =")
-    assert value(first["printed"], "leakage/aligned_flatchat/f1 =") < local
+    finished = subprocess.run(
+        [sys.executable, str(EXAMPLES / "defended_ddp.py")],
+        cwd=tmp_path,
+        env=environment_of_own(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert finished.returncode == 0, finished.stderr
+    local = value(finished.stdout, "leakage_local/aligned_flatchat/f1 =")
+    shared = value(finished.stdout, "leakage/aligned_flatchat/f1 =")
+    assert shared < local
 
 
 def test_the_trained_weights_give_their_texts_away(run) -> None:

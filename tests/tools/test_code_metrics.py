@@ -16,9 +16,9 @@ from tests.tools import code_metrics
 # 440.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 47_390,
-    "longest": 628,
-    "long": 7,
+    "code": 47_290,
+    "longest": 627,
+    "long": 1,
     "imports": 50,
     "most_imports": 18,
     "callbacks": 0,

@@ -146,8 +146,13 @@ def explain_errors(
     try:
         yield
     except caught as cause:
-        words = getattr(cause, "strerror", None) or cause
-        raise error(f"{message}: {words}{hint and f'. {hint}'}") from cause
+        words = str(getattr(cause, "strerror", None) or cause)
+        if not words or isinstance(cause, KeyError):
+            words = f"{type(cause).__name__} {words}".rstrip()
+        if (file := getattr(cause, "filename", None)) and str(file) not in message:
+            words += f" ({file})"
+        # A chained error of JSON would hold the whole line that it could not read.
+        raise error(f"{message}: {words}{hint and f'. {hint}'}") from None
 
 
 def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:

@@ -104,8 +104,7 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
     scores = torch.cat([local.scores for local in played])
     members = torch.cat([local.members for local in played])
     claims: list[tuple[Claim, float]] = [("dp", SMALL_DELTA), ("dp", LARGE_DELTA)]
-    if row.rate == 1:
-        claims.append(("gaussian", SMALL_DELTA))
+    claims += [("gaussian", SMALL_DELTA)] * (row.rate == 1)
     for claim, delta in claims:
         epsilon = epsilon_of(planted.history, delta, "prv")
 
@@ -174,13 +173,13 @@ def drawn_twice_as_often() -> Iterator[None]:
 
 @contextlib.contextmanager
 def every_second_release_forgotten() -> Iterator[None]:
-    right, odd = Accountant.step, itertools.cycle((True, False))
+    right, odd = Accountant.counter, itertools.cycle((True, False))
 
-    def forgetful(self: Accountant, *arguments: Any) -> None:
-        if next(odd):
-            right(self, *arguments)
+    def forgetful(self: Accountant, *arguments: Any) -> Callable[[], None]:
+        count = right(self, *arguments)
+        return lambda: count() if next(odd) else None
 
-    with mock.patch.object(Accountant, "step", forgetful):
+    with mock.patch.object(Accountant, "counter", forgetful):
         yield
 
 

@@ -75,7 +75,9 @@ class UpdateRelease:
             defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
         self.client: Client = client
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
-        self._of_batches = list[Defense]()
+        # Per-sample defences first: what they put in place of an empty batch is then defended too.
+        in_order = sorted(self.defenses, key=lambda d: not d.per_sample)
+        self._of_batches = _overriding("on_batch", in_order)
         self._of_steps = _overriding("on_training_step", self.defenses[::-1])
         self._of_logical_batches = _overriding("on_logical_batch", self.defenses[::-1])
         self._of_releases = _overriding("before_release", self.defenses)
@@ -117,9 +119,6 @@ class UpdateRelease:
         for defense in self.defenses:
             if fitting or defense.acts_in_inference:
                 defense.before_setup(context)
-        # Per-sample defences first: what they put in place of an empty batch is then defended too.
-        in_order = sorted(self.defenses, key=lambda d: not d.per_sample)
-        self._of_batches = [defense for defense in in_order if defense.acts_on_batches]
 
     def train_starts(self) -> None:
         """Call every defence right before training."""
@@ -144,7 +143,7 @@ class UpdateRelease:
         self._just_released.clear()
         if self.gradient_defenses and self._unreleased != []:
             self._check_unmoved(context)
-        for defense in self._of_batches:
+        for defense in (d for d in self._of_batches if d.acts_on_batches):
             if isinstance(batch, Iterator):
                 raise DefenseError(
                     f"{type(defense).__name__} replaces batches, but `training_step` takes an "
@@ -332,7 +331,8 @@ def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None
 
 def _overriding(hook: str, defenses: Sequence[Defense]) -> list[Defense]:
     """Return the defences that override a hook, the others of which do nothing in it."""
-    return [d for d in defenses if getattr(type(d), hook) is not getattr(Defense, hook)]
+    default = getattr(Defense, hook)
+    return [d for d in defenses if getattr(getattr(d, hook), "__func__", None) is not default]
 
 
 def _returned(defense: Defense, hook: str, value: Any) -> Any:

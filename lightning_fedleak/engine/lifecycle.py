@@ -347,9 +347,12 @@ class Engine(StepEngine):
         self._conclude(earlier)
         if self.keeper is not None and self.keeper.batch_ends() and self.is_replay:
             raise StepRepeated
-        if self.weights is not None:
+        fit = self.fit
+        if self.weights is not None and fit is not None:
+            held, fit.failure = fit.failure, None  # of this process, for the next look at a step
             self._look_at_weights()
-            self._conclude(earlier)
+            self._conclude(None)
+            fit.failure = fit.failure or held
 
     def _conclude(self, earlier: str | None) -> None:
         """Publish what failed, unless it is ``earlier`` than the look that ends; ask the gates."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, MissingText, PublicText
 from lightning_fedleak.attacks.shared_work import share_work
+from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
@@ -82,6 +83,7 @@ class Lineup:
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
         self._estimated: set[str] = set()
+        reshard(run.anatomy.root)  # an evaluation before this leaves layers of FSDP2 whole
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}
         for channel in self._channels:

@@ -24,7 +24,14 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, NotYet, Stage, is_shard
+from lightning_fedleak.model.snapshots import (
+    ON_THE_WAY,
+    GradientSnapshot,
+    NotYet,
+    Stage,
+    check_finite,
+    is_shard,
+)
 from lightning_fedleak.model.taps import (
     ChangedInPlace,
     LocalRound,
@@ -475,7 +482,9 @@ def reason(error: Exception) -> str:
     kind = type(error).__name__
     if isinstance(error, _OWN_ERRORS):
         return f"{kind}: {error}"
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    callers = [one for one in frames if Path(one.filename).name != "validate.py"]
+    place = [one for one in callers if one.name != check_finite.__name__][-1]
     path = Path(place.filename)
     internal = path.is_relative_to(_PACKAGE) and error.__cause__ is None
     if isinstance(error, DefenseError) and internal:

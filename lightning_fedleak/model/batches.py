@@ -424,8 +424,10 @@ def write_batch(batch: Any, tokens: TokenBatch) -> Any:
         return _check_copy(batch, new_batch, batch.input_ids is old)
     is_plain = isinstance(batch, Tensor) or type(batch) in (tuple, list)
     _check(is_plain, "the batch cannot be copied with other ids", batch)
-    has_place = "labels" not in new or read_batch(batch, tokens.kind).labels is not None
-    _check(has_place, "the batch has no place for labels", batch)
+    old_labels = read_batch(batch, tokens.kind).labels
+    _check(
+        "labels" not in new or old_labels is not None, "the batch has no place for labels", batch
+    )
     if isinstance(batch, Tensor):
         return tokens.input_ids
     _, *others = batch

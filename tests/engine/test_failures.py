@@ -101,6 +101,7 @@ PAGES = {
         "Engine._write_between_looks",
         "Report.write_between_looks",
         "UserMetrics.changed",
+        "privacy_values",
         "LoopRun.progress",
         "is_training",
     ),

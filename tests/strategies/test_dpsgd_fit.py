@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -175,3 +177,25 @@ def test_a_loss_of_nan_stops_nothing_and_reaches_no_weight() -> None:
     module, _ = fit(defense, Sour())
     assert defense.releases == defense.accountant.steps == 6
     assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+class Writing(L.Callback):
+    """Writes to weights behind the optimizer's step, by a hook of its own."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        weight = next(p for p in pl_module.parameters() if p.requires_grad)
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                weight.add_(1e-3)
+
+        self.hook = register_optimizer_step_post_hook(write)
+
+
+def test_a_hook_on_optimizers_that_writes_to_weights_is_refused() -> None:
+    writing = Writing()
+    try:
+        with pytest.raises(DefenseError, match="weights were written to since the optimizer's"):
+            fit(DPSGD(CLIP, noise_multiplier=1.0), callbacks=[writing])
+    finally:
+        writing.hook.remove()

@@ -16,7 +16,7 @@ from tests.tools import code_metrics
 # 440.
 # Each module of a command has its own `run`.
 CEILINGS = {
-    "code": 47_290,
+    "code": 47_325,
     "longest": 627,
     "long": 1,
     "imports": 50,

@@ -308,7 +308,9 @@ class MembershipAttack(Attack):
 
         Raises:
             UnusableObservation: the gradient is not finite.
+            ValueError: it has another number of rungs.
         """
+        check_choice("rungs of the gradient", gradient.shape[1], (self.rungs,))
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:

@@ -65,7 +65,8 @@ class Entities(MemorizationAttack):
             UnusableObservation: an answer of the model is not finite.
         """
         snapshot = view.candidates
-        assert snapshot is not None
+        if snapshot is None:
+            raise UnusableObservation("no model is released here: no value was asked")
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
         check_finite(snapshot.log_probs[columns], "the model's log probabilities")
         value = snapshot.log_probs[:, :1]

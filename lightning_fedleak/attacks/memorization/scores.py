@@ -102,7 +102,8 @@ class MemorizationAttack(Attack):
 
 def _finite(released: ReleasedModel | None) -> ReleasedModel:
     """Return what the model was asked, if attacks can read it."""
-    assert released is not None
+    if released is None:
+        raise UnusableObservation("no model is released here: no text was asked")
     check_finite(released.now.log_probs, "the model's log probabilities")
     return released
 

@@ -73,13 +73,14 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     states = hidden.double()
     mean = states.mean(0)
     centred = states - mean
-    values, vectors = torch.linalg.eigh(centred.T @ centred / max(n - 1, 1))
-    scale = values.median()
-    if n <= d or not scale > 1e-12 * values[-1]:
+    spectrum = torch.linalg.eigh(centred.T @ centred / (n - 1)) if n > d else None
+    if spectrum is None or not spectrum[0].median() > 1e-12 * spectrum[0][-1]:
         raise ValueError(
             f"{n} tokens of public text, or too alike ones, cannot whiten {d} dimensions: give "
             f"more text (at least {2 * d} tokens are advised), or set whiten=False"
         )
+    values, vectors = spectrum
+    scale = values.median()
     values = (values.clamp(min=0.0) + ridge * scale).clamp(min=1e-9 * float(scale))
     matrix = (vectors * values.rsqrt()) @ vectors.T
     return Whitening(mean.float(), matrix.float())

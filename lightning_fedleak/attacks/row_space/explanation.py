@@ -412,7 +412,7 @@ class ReadableInput:
         dims = atoms.width - len(atoms.beside)
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
-        if not len(shared.principal):
+        if dims > 1 and not len(shared.principal):
             none = torch.empty(0, dtype=torch.long, device=odds.device)
             return PursuitResult(none, odds, 0.0, 1.0, False)
         result = explain(atoms, shared, odds) if len(shared.principal) < dims - 1 else None

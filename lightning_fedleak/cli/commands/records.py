@@ -26,9 +26,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         SourceError: the list or the rows cannot be used, stdout is no terminal, or rows were or
             may have been trained on under differential privacy.
     """
-    listed = f"'{options.file}' cannot be used"
-    with refuse_errors(listed, OSError, ValueError):
+    try:
         records = RecordList.load(options.file)
+    except (OSError, ValueError) as error:
+        raise SourceError(str(error)) from None
     rows, _ = read_rows(options.data)
     if (largest := max((line.row for line in records.lines), default=-1)) >= len(rows):
         raise SourceError(

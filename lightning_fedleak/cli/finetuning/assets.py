@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,12 +51,14 @@ def as_path(name: str | Path) -> Path:
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (RuntimeError, OSError) as error:  # a name is often the text itself: not to be repeated
-        why = getattr(error, "strerror", None) or "no user has the name behind ~"
-        raise SourceError(
-            f"a name of {len(str(name))} characters is not a file, folder or dataset ({why}): give "
-            "the name of a file that holds the text, not the text."
-        ) from None
+    except (RuntimeError, OSError) as error:
+        problem = f"'{name}' cannot be looked for: {getattr(error, 'strerror', None) or error}"
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:  # often the text itself
+            problem = (
+                f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "
+                "name of a file that holds the text, not the text."
+            )
+        raise SourceError(problem) from None
     return path
 
 

@@ -164,7 +164,7 @@ class TextDataModule(L.LightningDataModule):
         self._train, self._val = train, val
 
     def _loader(self, rows: TokenRows | None, *, train: bool) -> DataLoader[Tensor]:
-        assert rows is not None  # setup() comes first
+        assert rows is not None, "call setup() first"
         pad = self.tokenizer.pad_token_id
         return DataLoader(
             rows,

@@ -270,8 +270,8 @@ class Budget:
         Both hold until an attribute of this budget changes.
 
         Raises:
-            DefenseError: before the training data are known, or releases before had another noise
-                or rate. The function: the account cannot be written.
+            DefenseError: releases before had another noise or rate. The function: the account
+                cannot be written, or a filter's budget is spent.
         """
         assert self.rate is not None
         sigma = self.noise_now

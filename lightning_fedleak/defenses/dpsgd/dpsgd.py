@@ -134,7 +134,6 @@ class DPSGD(Defense):
         )
         norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
         self._clip = Clip(norm, gamma, clip.form)
-        self._shares_noise = release.trust == "central"
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
@@ -325,7 +324,7 @@ class DPSGD(Defense):
 
     def before_release(self) -> None:
         """Raise :class:`BudgetSpent` for a release that the budget does not cover."""
-        if self.target_epsilon is not None:
+        if self._budget.target_epsilon is not None:
             with self._team.together():
                 self._budget.check_affords_another()
 
@@ -338,8 +337,14 @@ class DPSGD(Defense):
         """
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
-        noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
-        sigma = noise_multiplier / math.sqrt(context.clients if self._shares_noise else 1)
+        if self._budget.next_release is None:
+            with team.together():
+                self._budget.settle_next()
+        assert self._budget.next_release is not None
+        noise_multiplier, count = self._budget.next_release
+        sigma = noise_multiplier / math.sqrt(
+            context.clients if self.release.trust == "central" else 1
+        )
         std = sigma * norm
         if team.size > 1:  # what follows would send other messages where these differ
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -364,7 +369,7 @@ class DPSGD(Defense):
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
         step.released(unchecked=not compared)
-        if self.target_epsilon is not None:
+        if self._budget.target_epsilon is not None:
             self._stop_if_spent(context)
 
     def on_canary(
@@ -398,7 +403,7 @@ class DPSGD(Defense):
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        share = math.sqrt(context.clients if self._shares_noise else 1)
+        share = math.sqrt(context.clients if self.release.trust == "central" else 1)
         return self._budget.noise_now / share * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(

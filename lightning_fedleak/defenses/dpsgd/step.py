@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -84,12 +85,11 @@ class WatchedStep:
         self._last_comparison: int | None = None
 
     def adopt(self, context: DefenseContext) -> None:
-        """Read which parameters belong to which layer; to be called before training."""
+        """Read parameters by layer, whether DDP reduces and what is sharded; before training."""
         self._recorder.read_parameters()
         self._reduces = context.host.reducer is not None
         self._shards = [p for p in context.root.parameters() if isinstance(p, DTensor)]
-        self.weights.remove()
-        self.weights = Weights()  # of a checkpoint, perhaps
+        self.weights.restart()
 
     def batch_to_run(self, batch: Any, context: DefenseContext) -> Any:
         """Return the batch, or one example that does not count in place of an empty one."""
@@ -185,7 +185,7 @@ class WatchedStep:
                 "Return one DataLoader (torch.utils.data.ConcatDataset joins datasets)."
             )
         self._batch, earlier = batch if number is None else number, self._released_batch
-        numbered = isinstance(self._batch, int) and isinstance(earlier, int)
+        numbered = isinstance(self._batch, Integral) and isinstance(earlier, Integral)
         if earlier is not None and (self._batch == earlier if numbered else self._batch is earlier):
             raise DefenseError(
                 "DPSGD: this batch was released already (a second optimizer step on it, in an "
@@ -290,7 +290,8 @@ class WatchedStep:
             recorder, earlier = self._recorder, self._earlier
             recorder.check()
             trained = {p for p in parameters if p.requires_grad}
-            if earlier is not None and trained != set(earlier.parameters or trained):
+            known = None if earlier is None else earlier.parameters
+            if known is not None and trained != set(known):
                 raise DefenseError(
                     "DPSGD: what is trained changed between the first piece of a batch and its "
                     "release. Freeze or unfreeze between batches; nothing was released."
@@ -461,6 +462,13 @@ class Weights:
         self._released = False
         self._not_finite: list[nn.Parameter] = []
         self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def restart(self) -> None:
+        """Begin again from the weights as they are, of a checkpoint perhaps.
+
+        The hook keeps its place before those that were registered since.
+        """
+        self._states, self._trained, self._not_finite = {}, None, []
 
     def remove(self) -> None:
         """Remove the hook on optimizers."""

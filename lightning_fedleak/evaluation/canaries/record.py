@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 
 from lightning_fedleak.private_files import read_secret, write_secret
-from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_errors
+from lightning_fedleak.validate import check_integer, check_number, explain_errors
 
 SCHEMA = 1  # version of the file; others are not read
 _COMPUTED_FIELDS = ("included", "commitment")  # fields of a file that :meth:`load` computes again
@@ -76,7 +76,8 @@ class Secret(ABC):
         unread = f"{path} is no {cls.title} of this version"
         with explain_errors(unread, ValueError, KeyError, TypeError, error=InclusionMismatch):
             content = read_secret(Path(path), f"the {cls.title}")
-            check_choice("schema", content["schema"], (SCHEMA,))
+            if content["schema"] != SCHEMA:
+                raise ValueError("it has another schema")
             secret = cls._of_content(content)
             stated = {name: content[name] for name in _COMPUTED_FIELDS if name in secret._content()}
         if any(secret._content()[name] != value for name, value in stated.items()):

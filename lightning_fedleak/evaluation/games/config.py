@@ -65,7 +65,9 @@ class GameConfig:
             if get_origin(hint) is Literal:
                 check_choice(name, getattr(self, name), get_args(hint))
         if self.protocol == "authors":
-            check_choice("targets_per_batch", self.targets_per_batch, (1,), hint="as the authors'")
+            check_choice(
+                "targets_per_batch", self.targets_per_batch, (1,), hint="with protocol='authors'"
+            )
         if self.relation == "add_remove" and (
             self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
         ):

@@ -32,7 +32,7 @@ from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
-from lightning_fedleak.validate import check_choice, explain_errors
+from lightning_fedleak.validate import explain_errors
 
 BARS = 256  # places in the order of others that count; more: slower, and the bound hardly rises
 HALVINGS = 24  # of the search for the level of each bar; more: the bound hardly rises
@@ -410,7 +410,8 @@ class RecordList:
         with explain_errors(unread, ValueError, KeyError, TypeError, error=ValueError):
             check_private(path)
             head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            check_choice("kind", head["kind"], ("records",))
+            if head["kind"] != "records":
+                raise ValueError("it is no list of records")
             return cls(head, [_RecordLine(**line) for line in lines])
 
     def used_up(self) -> RecordList:

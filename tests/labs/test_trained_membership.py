@@ -155,7 +155,10 @@ def test_refresh_follows_the_model(public):
         (lambda p, a: TrainedMembership(1, p, hidden_units=0), "hidden_units"),
         (lambda p, a: TrainedMembership(1, p, steps=0), "steps"),
         (lambda p, a: TrainedMembership(1, p, public_rows=2), "public_rows"),
-        (lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a), "sentences of public text"),
+        (
+            lambda p, a: TrainedMembership(1, [[5, 6], [7, 8]], "full").prepare(a),
+            "sentences of public text",
+        ),
     ],
 )
 def test_refusals_say_what_to_do(build, words, public, anatomy):

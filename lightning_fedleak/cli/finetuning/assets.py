@@ -52,7 +52,8 @@ def as_path(name: str | Path) -> Path:
         path = Path(name).expanduser()
         path.exists()
     except (RuntimeError, OSError) as error:
-        problem = f"'{name}' cannot be looked for: {getattr(error, 'strerror', None) or error}"
+        why = getattr(error, "strerror", None) or "no user has the name behind ~"
+        problem = f"'{name}' cannot be looked for: {why}"
         if getattr(error, "errno", None) == errno.ENAMETOOLONG:  # often the text itself
             problem = (
                 f"a name of {len(str(name))} characters is not a file, folder or dataset: give the "

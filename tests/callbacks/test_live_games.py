@@ -21,7 +21,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
-from tests.engine.test_games import AUC, Recording, id_batches, texts_of
+from tests.engine.test_games import AUC, RecordingAttack, id_batches, texts_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import grouped
@@ -55,7 +55,7 @@ def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):
     upstreams = []
     for scale in (1.0, 2.0**12):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        attack = Recording()
+        attack = RecordingAttack()
         monitor = LeakageMonitor(attack, every_n_steps=3, games=Games(targets=2))
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         fit([monitor], tmp_path / str(scale), module=still(), plugins=[plugin], n=16)
@@ -82,7 +82,7 @@ class Norm(Defense):
 
 
 def test_canaries_pass_through_the_defences_in_one_norm_with_the_update(tmp_path):
-    attack, norm, clip = Recording(), Norm(), 0.02
+    attack, norm, clip = RecordingAttack(), Norm(), 0.02
     stages = ("local", "shared")
     noise = GradientNoise(clip=clip, sigma=0.0)
     defended(tmp_path, attack, norm, noise, stages=stages, games=Games(scale=1e3))
@@ -100,7 +100,7 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
 
     Here the sign is not known: scores are |x|, folded normals.
     """
-    clip, attack = 3.0, Recording(ladder=(1.0,))
+    clip, attack = 3.0, RecordingAttack(ladder=(1.0,))
     noise = GradientNoise(clip=clip, sigma=sigma, seed=0)
     games = Games(window=200)
     monitor = defended(tmp_path, attack, noise, every_n_steps=1, games=games, n=400)
@@ -124,7 +124,9 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
 
 
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):
-    assert defended(tmp_path, Recording(), GradientNoise(clip=None, sigma=1.0)).latest[AUC] == 1
+    assert (
+        defended(tmp_path, RecordingAttack(), GradientNoise(clip=None, sigma=1.0)).latest[AUC] == 1
+    )
 
 
 class Halves(Defense):
@@ -137,7 +139,9 @@ class Halves(Defense):
 
 def test_a_defence_that_does_not_know_canaries_makes_them_unknown(tmp_path):
     with pytest.warns(UserWarning, match="'halves' does not say what it does to a canary"):
-        monitor = defended(tmp_path, [Recording(), Probe()], Halves(), stages=("local", "shared"))
+        monitor = defended(
+            tmp_path, [RecordingAttack(), Probe()], Halves(), stages=("local", "shared")
+        )
     assert math.isnan(monitor.latest[AUC])
     assert monitor.latest["leakage_local/recording/auc"] == 1
     assert monitor.latest["leakage/probe/f1"] > 0
@@ -145,7 +149,7 @@ def test_a_defence_that_does_not_know_canaries_makes_them_unknown(tmp_path):
 
 
 def test_freezing_does_not_freeze_the_servers_own_layers(tmp_path):
-    monitor = defended(tmp_path, [Recording(), Probe()], Freeze("head+embeddings"))
+    monitor = defended(tmp_path, [RecordingAttack(), Probe()], Freeze("head+embeddings"))
     assert monitor.latest["leakage/probe/exposed"] == 0
     assert monitor.latest["leakage/recording/exposed"] == monitor.latest[AUC] == 1
 
@@ -167,7 +171,7 @@ class Writes(Defense):
 
 
 def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_path):
-    attack, defense, module = Recording(), Writes(), still()
+    attack, defense, module = RecordingAttack(), Writes(), still()
     monitor = defended(tmp_path, attack, defense, module=module, stages=("local", "shared"))
     batches = list(random_token_loader(32))
     for look, step in enumerate([1, 3, 6]):
@@ -179,7 +183,7 @@ def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_p
         assert sum(text in truth.tolist() for text in texts_of(query)) == len(truth)
     assert monitor.failures == 0
     assert monitor.latest["leakage/recording/accuracy"] == 0.5
-    assert defended(tmp_path, Recording(), Writes(first=99)).latest[AUC] == 1
+    assert defended(tmp_path, RecordingAttack(), Writes(first=99)).latest[AUC] == 1
 
 
 def test_where_a_defence_acts_attention_plays_wider_bands_and_one_under_noise(tmp_path):
@@ -206,7 +210,7 @@ class Embeds(CausalLMModule):
 
 def test_a_batch_that_is_replaced_and_cannot_be_read_is_unknown(tmp_path):
     with pytest.warns(UserWarning, match="the token ids that the model was run on are not known"):
-        monitor = defended(tmp_path, Recording(), Writes(), module=still(kind=Embeds))
+        monitor = defended(tmp_path, RecordingAttack(), Writes(), module=still(kind=Embeds))
     assert math.isnan(monitor.latest[AUC])
 
 

@@ -337,11 +337,7 @@ class DPSGD(Defense):
         """
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
-        if self._budget.next_release is None:
-            with team.together():
-                self._budget.settle_next()
-        assert self._budget.next_release is not None
-        noise_multiplier, count = self._budget.next_release
+        noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
         sigma = noise_multiplier / math.sqrt(
             context.clients if self.release.trust == "central" else 1
         )

@@ -138,7 +138,7 @@ def explain_errors(
     """Raise an error in place of those of the block.
 
     Args:
-        message: what failed; the error's own words follow behind a colon.
+        message: what failed; the error's own words, and the file that it names, follow a colon.
         caught: classes of errors that are replaced.
         error: class of the new one.
         hint: ends the message: what to do.

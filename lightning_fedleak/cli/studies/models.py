@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from lightning_fedleak.cli.finetuning import load_tokenizer, refuse_errors
-from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
+from lightning_fedleak.cli.finetuning.assets import SourceError, as_path, loading, model_source
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import context_length
@@ -52,7 +52,7 @@ def _find_auto_class(config: Any) -> Any:
 
 def has_config_without_weights(name: str) -> bool:
     """Return whether a name is that of a folder with a model's configuration and no weights."""
-    folder = Path(name).expanduser()
+    folder = as_path(name)
     weights = (path for end in ("safetensors", "bin") for path in folder.glob(f"*.{end}"))
     return (folder / "config.json").is_file() and not any(weights)
 

@@ -165,10 +165,10 @@ class Recorder:
         self._batch_tensors = [t for t in tensors if t.dim() == 2 and len(t) == samples]
         self._lone_samples = set()
         expanded_before = set(self._expanded_layers)
-        for module in self._prompted:
-            get = functools.partial(_first_prompts, module.get_prompt, samples)
-            module.__dict__["get_prompt"] = get
         try:
+            for module in self._prompted:
+                get = functools.partial(_first_prompts, module.get_prompt, samples)
+                module.__dict__["get_prompt"] = get
             yield
         except Exception as error:
             try:

@@ -515,8 +515,8 @@ def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> f
         _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
     hint = f"sampling={sampling!r} needs per_round=, clients of a round"
-    given: Any = per_round
-    drawn = _number("ClientDP: per_round", given, above=0, at_most=clients, hint=hint)
+    number: Any = per_round
+    drawn = _number("ClientDP: per_round", number, above=0, at_most=clients, hint=hint)
     if sampling == "fixed" and drawn % 1:
         raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
     return float(drawn)

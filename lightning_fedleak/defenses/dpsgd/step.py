@@ -134,8 +134,8 @@ class WatchedStep:
             if len(pieces) == 1:
                 return step(batch)
             groups = [g["params"] for o in context.host.optimizers for g in o.param_groups]
-            given = [p for group in groups for p in group] or context.root.parameters()
-            parameters = [p for p in given if p.requires_grad]
+            all_parameters = [p for group in groups for p in group] or context.root.parameters()
+            parameters = [p for p in all_parameters if p.requires_grad]
             by_user = self._users is not None
 
             def begin(piece: Piece) -> None:

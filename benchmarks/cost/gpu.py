@@ -19,11 +19,16 @@ import torch
 SMOKE = ("--device cpu --small --page {out}/gpu.md",)
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 HEADING, NOT_RUN = "\n## Measured\n", "**Not run on a GPU.** Every figure"
-SMALL = {
-    "overhead": "--steps 1 --size 1 64 --vocabulary 512 --shape 2x8",
-    "dpsgd": "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --peers plain",
-}
-WHOLE = {"overhead": "--steps 24", "dpsgd": ""}
+SMALL = (
+    ("overhead", "--steps 1 --size 1 64 --vocabulary 512 --shape 2x8"),
+    ("dpsgd", "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --peers plain"),
+)
+WHOLE = (  # each fills the GPU: a step of a smaller model waits for the host
+    ("overhead", "--steps 16 --size 12 768 --shape 32x128"),
+    ("overhead", "--steps 16 --size 12 768 --shape 32x128 --precision bf16-mixed"),
+    ("dpsgd", "--layers 12 --width 768 --batch 32 128"),
+    ("dpsgd", "--layers 12 --width 768 --batch 32 128 --lora"),
+)
 
 
 def write_output(script: str, arguments: list[str], path: Path) -> None:
@@ -42,7 +47,7 @@ def main() -> None:
     tables = ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "printed")
-        for script, settings in (SMALL if options.small else WHOLE).items():
+        for script, settings in SMALL if options.small else WHOLE:
             arguments = [*settings.split(), "--device", options.device]
             # Forked, so that what is imported stays so; a GPU is not touched here before.
             context = multiprocessing.get_context("fork")
@@ -52,7 +57,8 @@ def main() -> None:
             if process.exitcode:
                 raise SystemExit(f"{script}: exit status {process.exitcode}")
             printed = path.read_text()
-            tables += f"\n```text\n{printed.strip()}\n```\n"
+            command = f"python -m benchmarks.cost.{script} {settings}".strip()
+            tables += f"\n```text\n$ {command}\n{printed.strip()}\n```\n"
             print(printed, flush=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     page = (options.page if options.page.exists() else PAGE).read_text().split(HEADING)[0]

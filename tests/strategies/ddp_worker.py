@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fedleak.defenses import Defense, DefenseContext, GradientNoise
@@ -130,6 +131,7 @@ def rank_clients(
         settings.update(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model, fitted = fit(strategy, build, devices=2, callbacks=[batches], **settings)
+            distributed.barrier()  # an all-reduce is recorded a little after it is waited for
         rank, parameters = fitted.global_rank, list(model.parameters())
         local, shared, aggregate = (tap.at(stage) for stage in ON_THE_WAY)
         found: dict[str, list[float]] = {"local": [], "shared": [], "aggregate": []}
@@ -197,6 +199,7 @@ CASES["rank reducer settings"] = rank_clients(
 def control(_: Path) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         _, run = fit("ddp", sgd, devices=2, **VALIDATION)
+        distributed.barrier()
     return {"all-reduces": all_reduces(profile), "steps": run.global_step}
 
 

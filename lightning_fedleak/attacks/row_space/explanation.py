@@ -434,9 +434,15 @@ def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> fl
     largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
-        reduced = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
-        return 2.0**-11 if reduced else single
+        return 2.0**-11 if torch.cuda.is_available() and _products_in_tf32() else single
     return largest / math.sqrt(12)
+
+
+def _products_in_tf32() -> bool:
+    products = torch.backends.cuda.matmul
+    # Since torch 2.9; allow_tf32 raises an error where this has been set.
+    precision: str | None = getattr(products, "fp32_precision", None)
+    return products.allow_tf32 if precision is None else precision == "tf32"
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:

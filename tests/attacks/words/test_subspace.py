@@ -15,6 +15,7 @@ from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import (
@@ -495,6 +496,25 @@ def test_rounding_of_half_precision_leaves_signs_alone() -> None:
     attack._before = {n: t.bfloat16() for n, t in attack._before.items()}
     with pytest.raises(UnusableObservation, match="the signs of a gradient alone"):
         attack.run(Observation((snapshot,)))
+
+
+@pytest.mark.parametrize("setting", ["common", "of the backend"])
+def test_products_in_tf32_leave_11_bits(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the setting of torch 2.9 is used, after which the older one raises an error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    products = torch.backends.cuda.matmul
+    single = torch.finfo(torch.float32).eps
+    assert explanation._rounding([torch.float32], None) == single
+    with full_precision():  # puts the settings back
+        if setting == "common":
+            torch.set_float32_matmul_precision("high")
+        elif hasattr(products, "fp32_precision"):
+            products.fp32_precision = "tf32"
+        else:
+            pytest.skip("torch before 2.9")
+        assert explanation._rounding([torch.float32], None) == 2.0**-11
+        assert explanation._rounding([torch.bfloat16], None) > 2.0**-11
+    assert explanation._rounding([torch.float32], None) == single
 
 
 def test_rounds_of_sgd_with_momentum_and_decay_add_up() -> None:

@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
 
 from benchmarks import shared
 from benchmarks.cost import gpu
@@ -51,7 +52,7 @@ from lightning_fedleak.attacks import (
 )
 from lightning_fedleak.attacks import base as attacks_base
 from lightning_fedleak.attacks.membership.base import CRAFTED
-from lightning_fedleak.attacks.memorization import MemorizationAttack
+from lightning_fedleak.attacks.memorization import Loss, MemorizationAttack
 from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.defenses import (
@@ -63,7 +64,9 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.engine import scheduler
+from lightning_fedleak.engine import Memorization, scheduler
+from lightning_fedleak.engine.channels.weights import WeightLooks
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
 from lightning_fedleak.labs.token_relaxation import TokenRelaxation
@@ -81,6 +84,8 @@ from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.threats import DISHONEST_SERVER
 from tests.callbacks.runs import monitor_with
+from tests.engine.channels.test_memorization import monitor as memorization_monitor
+from tests.engine.channels.test_memorization import rows
 from tests.helpers.fake_device import DEVICE, FakeDevice, MixedDevices, single_device
 from tests.helpers.gpu import DEVICES, Gpu, strategy_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
@@ -401,6 +406,34 @@ def test_looks_of_a_fit_agree_across_devices(device_type: type[FakeDevice | Gpu]
     assert len(rates) > 50
     for name in rates:
         assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2e-3, nan_ok=True), name
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
+    device_type: type[FakeDevice | Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning moves the model to the CPU before the last hook, where sums round otherwise."""
+    devices = []
+    look_at_end = WeightLooks.look_at_end
+
+    def noted(weights: WeightLooks) -> Any:
+        devices.append(next(model.parameters()).device.type)
+        return look_at_end(weights)
+
+    monkeypatch.setattr(WeightLooks, "look_at_end", noted)
+    settings = Memorization(max_overhead=4 / 3, looks=())
+    monitor = memorization_monitor(tmp_path, [Loss()], settings)
+    loader = DataLoader(leave_out(rows(), 140, seed=1)[0], batch_size=65, shuffle=True)
+    with device_type() as device:
+        model = device.model(tiny_llama(vocab=2000))
+        trainer = L.Trainer(
+            strategy=strategy_of(device_type), max_epochs=1, callbacks=[monitor], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(CausalLMModule(model), loader)
+    assert len(set(devices)) == 1
+    assert devices[0] != "cpu"
+    assert monitor.engine.results.looks == 1
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_sign'")

@@ -385,12 +385,13 @@ class WeightLooks:
         self._choice = self._run.step, max(loss, earlier) if step == self._run.step else loss
         return self._choice[1]
 
-    def due(self) -> list[WeightChannel]:
-        """Return the channels that look now, after a batch."""
+    def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
+        """Return a look after a batch, by the channels that look now; None where none does."""
         progress = self._run.progress
         if progress is None:
-            return []
-        return [c for c in self._channels if c.attacks and c.is_due(*progress)]
+            return None
+        channels = [c for c in self._channels if c.attacks and c.is_due(*progress)]
+        return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
         """Return a look by all channels when training ends; None if they have just looked.

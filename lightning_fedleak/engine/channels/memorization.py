@@ -203,12 +203,9 @@ class MemorizationChannel(WeightChannel):
         if self._base is not None and pool.way == "given":
             alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-            compressed = compressed_bytes(texts, self._decode)
-            scores = blind_scores(
-                self._answers(self._base, alone, texts), compressed, texts, trains
-            )
-            aucs = blind_aucs(scores, trains)
-            if (finding := other_law(aucs)) is not None:
+            answers = self._answers(self._base, alone, texts)
+            scores = blind_scores(answers, compressed_bytes(texts, self._decode), texts, trains)
+            if (finding := other_law(blind_aucs(scores, trains))) is not None:
                 self._void = (
                     f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
                     "kind"
@@ -335,11 +332,10 @@ class MemorizationChannel(WeightChannel):
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
-        shared: dict[str, float] = {}
+        shared = {} if self._account is None else self._account.limits()
         if attacks[0].part == "long":  # the log has one line of it
             blind = blind_scores(game.base, game.compressed, texts, members[once])
-            shared = {BLIND: highest_auc(blind, members[once])}
-        shared |= {} if self._account is None else self._account.limits()
+            shared[BLIND] = highest_auc(blind, members[once])
         for attack in attacks:
             try:
                 if isinstance(attack, Extraction):

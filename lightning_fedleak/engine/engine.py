@@ -205,7 +205,9 @@ class StepEngine:
             if defense.defers:  # all that it gets leaves in time
                 alone = fit.run.client == "world" or fit.run.processes == 1
                 stages = (Stage.SHARED, Stage.AGGREGATE)[: 1 + alone]
-                self._capture(stages, fit.owner_of(parameters[0]))
+                groups = ((o, g) for o in fit.run.optimizers for g in o.param_groups)
+                owner = next(o for o, g in groups if parameters[0] in {*g["params"]})
+                self._capture(stages, owner)
             fit.look.compression = AVERAGED if defense.defers else defense.compression.method
 
     def _capture(

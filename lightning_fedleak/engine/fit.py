@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -62,7 +61,7 @@ _NO_GRADIENT = (
 )
 
 
-class StepTruth:
+class _StepTruth:
     """Read which ids and labels a step was computed on, and what the step did with them.
 
     They are read off the step's own forward and backward, so that the form of the user's batch
@@ -103,22 +102,22 @@ class StepTruth:
             BatchError: shows an adapter to copy.
         """
         self.is_first = False
-        error: Exception | None = None
         try:
             self.read(batch)
-        except Exception as refusal:
-            error = refusal
+        except Exception as error:
+            self._unreadable = error
             if self._adapter is None and batch is not None:
                 kind = self._run.anatomy.kind
-                error = BatchError(f"{refusal}\n{adapter_to_copy(batch, kind)}")
-        needed = self._why_not is not None or batch is None or self._adapter is not None
-        self._refuse_anywhere(error, error is not None and needed)
-        self._unreadable = error
+                self._unreadable = BatchError(f"{error}\n{adapter_to_copy(batch, kind)}")
+        self._refuse_anywhere(
+            needed=self._why_not is not None or batch is None or self._adapter is not None
+        )
 
-    def _refuse_anywhere(self, error: Exception | None, here: bool) -> None:
-        """End the run where the first batch cannot be read on this process, or on another one."""
-        if self._run.on_any_process(here):
-            raise Refusal(error or BatchError("another process could not read its first batch"))
+    def _refuse_anywhere(self, *, needed: bool) -> None:
+        """End the run where a process needs its first batch, and could not read it."""
+        if self._run.on_any_process(needed and self._unreadable is not None):
+            other = BatchError("another process could not read its first batch")
+            raise Refusal(self._unreadable or other)
 
     def read(self, batch: Any) -> TokenBatch:
         """Return the ids, labels and mask of the user's batch.
@@ -217,10 +216,10 @@ class StepTruth:
 
     def batch_ends(self, look: Look, *, trained: bool) -> TokenBatch | None:
         """Add the batch at work to those of the look; return it, None where it trained nothing."""
+        held = None
         if trained:
             self.settle(look)
-        held = look.batch if trained and look.current else None
-        if trained:
+            held = look.batch if look.current else None
             for read in look.current:
                 self.check(read.batch, look)
             look.calls += look.current
@@ -234,8 +233,7 @@ class StepTruth:
             BatchError: shows an adapter to copy.
         """
         self.is_unchecked = False
-        error = self._unreadable
-        self._refuse_anywhere(error, error is not None and look.truth_error is not None)
+        self._refuse_anywhere(needed=look.truth_error is not None)
 
     def check(self, batch: TokenBatch, look: Look) -> None:
         """Add a batch to a look, unless its values contradict each other: then it is unknown."""
@@ -284,7 +282,7 @@ class Fit:
         self.channels = tuple(channels)
         self.scheduler = Scheduler(run, options.cadence, series)
         self.controls = Controls(run, series)
-        self.truth = StepTruth(run, options.batch_adapter)
+        self.truth = _StepTruth(run, options.batch_adapter)
         self.exchange = Exchange(run, series)
         self.accounting = accounting(run.defenses)
         self.look: Look | None = None
@@ -454,11 +452,6 @@ class Fit:
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
-    def owner_of(self, parameter: nn.Parameter) -> Optimizer:
-        """Return the optimizer of a parameter."""
-        groups = ((o, g) for o in self.run.optimizers for g in o.param_groups)
-        return next(o for o, g in groups if parameter in {*g["params"]})
-
     def moment(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> Moment | None:
@@ -485,6 +478,9 @@ class Fit:
         def take() -> GradientSnapshot:
             if (why := self.run.why_hidden(wanted, optimizer)) is not None:
                 raise UnusableObservation(why)
+            anatomy = self.run.anatomy
+            roles = {role for plan in self.lineup.exposed for role in plan.roles}
+            terms = frozenset(r for r in roles if id(anatomy.parameter(r)) in look.loss_terms)
             view = self._tap.view(
                 look.step,
                 wanted[0],
@@ -498,12 +494,7 @@ class Fit:
                 compression=AVERAGED if look.compression and clients > 1 else look.compression,
                 input_noise=look.input_noise,
                 rounding=self.run.rounding(len(look.all_batches)),
-                loss_terms=self._loss_terms(look),
+                loss_terms=terms,
             )
 
         return Moment(look, stages, wanted, optimizer, scale, take)
-
-    def _loss_terms(self, look: Look) -> frozenset[str]:
-        """Return roles of the parameters that a loss of the look's steps has a term of."""
-        roles = {role for plan in self.lineup.exposed for role in plan.roles}
-        return frozenset(r for r in roles if id(self.run.anatomy.parameter(r)) in look.loss_terms)

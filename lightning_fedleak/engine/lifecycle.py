@@ -384,10 +384,7 @@ class Engine(StepEngine):
         weights = self.weights
         if weights is None:
             return
-        if at_end:
-            looked = weights.look_at_end()
-        else:
-            looked = weights.look(channels) if (channels := weights.due()) else None
+        looked = weights.look_at_end() if at_end else weights.look_where_due()
         if looked is not None:
             self._publish(*looked)
 

@@ -14,10 +14,14 @@ from torch import nn
 from lightning_fedleak.attacks import DescentSettings, EmbeddingDescent, PrefixInversion
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.texts.base import NOTHING, InversionAttack, TextGuess
-from lightning_fedleak.engine.channels.texts import Inverted, TextsChannel
+from lightning_fedleak.engine.channels.texts import TextsChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.run import Series
-from lightning_fedleak.evaluation.metrics.texts import reconstruction_rates, sentence_scores
+from lightning_fedleak.evaluation.metrics.texts import (
+    Inverted,
+    reconstruction_rates,
+    sentence_scores,
+)
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out
 from lightning_fedleak.model.snapshots import Stage

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class MemorizationAttack(Attack):
     Args:
         name: as in the logs.
 
+    Attributes:
+        part: the texts that it compares: those with 8 label tokens or more, shorter ones, or the
+            prompts, which the loss is not computed on.
+
     Examples:
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -85,6 +89,7 @@ class MemorizationAttack(Attack):
         Capability.HAS_RELEASED_MODEL,
         Capability.KNOWS_TARGET_TEXT,
     )
+    part: ClassVar[Literal["long", "short", "prompts"]] = "long"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return no surface: nothing of a step is read."""
@@ -179,6 +184,7 @@ class ShortAnswers(MemorizationAttack):
     """
 
     default_name = "loss_ratio_short"
+    part = "short"
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return ``-loss / loss0``, or ``-loss`` less the mean of the answer's other texts."""
@@ -208,6 +214,7 @@ class PromptRatio(MemorizationAttack):
     """
 
     default_name = "prompt_ratio"
+    part = "prompts"
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean gain of a token, ``lp - lp0``, of which 3 nats count at most."""

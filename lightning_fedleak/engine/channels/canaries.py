@@ -17,10 +17,10 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Outcome, Series
+from lightning_fedleak.engine.channels.weights import WeightChannel
+from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Series
 from lightning_fedleak.engine.run import Look, reason
 from lightning_fedleak.evaluation.canaries import EntitySet
-from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.found_entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model import model_runs
@@ -143,7 +143,7 @@ class CanaryChannel(MemorizationChannel):
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
         released = ReleasedModel(answers, self._base, torch.ones(len(pool.texts)))
-        values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
+        values: dict[str, dict[str, float] | str] = {}
         for attack in attacks:
             try:
                 guess = attack.run(Observation(released=released))
@@ -166,7 +166,7 @@ class CanaryChannel(MemorizationChannel):
         return values
 
 
-def _given(planted: T | None, channel: MemorizationChannel) -> T:
+def _given(planted: T | None, channel: WeightChannel) -> T:
     """Return what was planted.
 
     Raises:
@@ -181,7 +181,7 @@ def _tier_name(attack: Attack, times: int) -> str:
     return f"{attack.name}_x{times}"
 
 
-class EntityChannel(MemorizationChannel):
+class EntityChannel(WeightChannel):
     """Rank planted values among others of their set, after each epoch and at the end.
 
     Each kind and place has a series, ``leakage/<attack>/<kind>/<place>``, and where values are
@@ -195,7 +195,6 @@ class EntityChannel(MemorizationChannel):
     reads = Entities
     leak = ENTITIES
     plays_games = True
-    finds_entities = False
     metrics = ("first", "greedy")
     ranges: ClassVar[Any] = dict.fromkeys(("first", "greedy"), (-1.0, 1.0, 0.0))
     extras = (
@@ -260,10 +259,6 @@ class EntityChannel(MemorizationChannel):
             f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
         )
 
-    def is_due(self, epoch: int, share: float) -> bool:
-        """Return whether an epoch is over."""
-        return share >= 1
-
     def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
         """Let every attack rank the values by what the model says now."""
         pool = self._pool
@@ -308,13 +303,6 @@ class EntityChannel(MemorizationChannel):
 
         log_probs, sizes, greedy = over_processes(self.run, len(rows), ask)
         return CandidateSnapshot(log_probs, sizes.long(), greedy)
-
-    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
-        """Return the outcome of one kind and place."""
-        ends = ("", "_low", "_high")
-        rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
-        n = int(values["members"] + values["others"])
-        return Outcome(rates, n, extra={name: values[name] for name in self.extras})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of looks, and the commitment to the values."""

@@ -9,8 +9,7 @@ without gradient, since a dishonest server sets dropout to 0. Training sees noth
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -45,7 +44,7 @@ from lightning_fedleak.engine.channels.targets import (
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
-from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR, RATES
+from lightning_fedleak.evaluation.metrics.membership import RATES
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import hidden_states
@@ -55,7 +54,7 @@ from lightning_fedleak.model.taps import (
     Draw,
     ModelCalls,
     control_states,
-    join_pieces,
+    join_gradients,
     with_ids,
 )
 from lightning_fedleak.report.records import MEMBERSHIP
@@ -76,19 +75,10 @@ class _Games:
     canary: CanaryGradient
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Hold one layer at one look.
-
-    Attributes:
-        batches: the micro-batches, with one document in a row.
-        client: (B, L, d) hidden states of each micro-batch.
-        gradients: (B, L, d) of the loss in them.
-    """
-
-    batches: Sequence[TokenBatch]
-    client: Sequence[Tensor]
-    gradients: Sequence[Tensor]
+_Layer = Sequence[tuple[TokenBatch, Tensor, Tensor]]
+"""Each micro-batch with one document in a row, its (B, L, d) hidden states, and those of the
+loss's gradient in them.
+"""
 
 
 class MembershipChannel(Channel):
@@ -140,25 +130,7 @@ class MembershipChannel(Channel):
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
         """Return the looks that a TPR needs, and why a rate cannot judge one update alone."""
-        rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
-        looks, why = 1, ""
-        if rate.startswith("tpr_at_fpr_"):  # a small rate of false positives takes many texts
-            fpr, n = float(rate.removeprefix("tpr_at_fpr_")), self.games.targets * clients
-            looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
-            why = (
-                f"a rate at {fpr:g} false positives is known only from "
-                f"{NEGATIVES_PER_FPR / fpr:.0f} texts that are not in the batch, and a look has "
-                f"{n} of them"
-            )
-        alone = why if looks > 1 else played.too_few(self.games.targets)
-        if metric.endswith(("_low", "_high")):
-            alone = "intervals are of the games of all rounds, and a gate judges one round"
-        elif metric in self.own_threshold:
-            alone = (
-                "it is of the attack's own threshold, so that it may be 0 of an update that is "
-                "read without an error"
-            )
-        return Requirement(looks, why, never_alone=alone)
+        return played.requirement_of(metric, self.games.targets, clients, self.own_threshold)
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -198,11 +170,9 @@ class MembershipChannel(Channel):
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
         # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
         # reentrant checkpoint that cannot be had without changing what is trained.
-        anatomy = self.run.anatomy
-        checkpointed = any(
-            getattr(m, "gradient_checkpointing", False) for m in anatomy.model.modules()
-        )
-        return ActivationTap(anatomy, layers, states=False, reach=not checkpointed)
+        modules = self.run.anatomy.model.modules()
+        checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
+        return ActivationTap(self.run.anatomy, layers, states=False, reach=not checkpointed)
 
     def check(self, attack: Attack) -> None:
         """Try an attack on two short texts, so that a misfit shows before training.
@@ -277,38 +247,37 @@ class MembershipChannel(Channel):
         self._targets = self._sources.population(step, batches)
         if not isinstance(targets := self._targets, Targets):
             return
-        layers: dict[int, _Layer | Unknown] = {}
+        layers: dict[int, _Layer] = {}
         for attack in self.attacks:
-            if attack.layer not in layers:
-                layers[attack.layer] = self._layer(attack.layer, batches, scale)
-            layer = layers[attack.layer]
             try:
-                games = layer if isinstance(layer, Unknown) else self._games(attack, layer, targets)
+                if attack.layer not in layers:
+                    layers[attack.layer] = self._layer(attack.layer, batches, scale)
+                self._played[attack.name] = self._games(attack, layers[attack.layer], targets)
             except Exception as error:
-                games = Unknown(reason(error))
-            self._played[attack.name] = games
+                self._played[attack.name] = Unknown(reason(error))
 
-    def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer | Unknown:
-        """Return the client's hidden states and the gradient of its loss in them."""
+    def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer:
+        """Return the client's hidden states and the gradient of its loss in them.
+
+        Raises:
+            UnusableObservation: what layers of a server's own read there is not known.
+        """
         assert self._tap is not None
-        try:
-            if any(batch.preferences for batch in batches):
+        if any(batch.preferences for batch in batches):
+            raise UnusableObservation(
+                "the loss prefers chosen texts to rejected ones, which enter its gradient with "
+                "the other sign, and layers of a server's own have no control; "
+                "SubspaceMembership reads such steps"
+            )
+        for rewritten, name in self._rewritten.items():
+            if rewritten <= layer:
                 raise UnusableObservation(
-                    "the loss prefers chosen texts to rejected ones, which enter its gradient with "
-                    "the other sign, and layers of a server's own have no control; "
-                    "SubspaceMembership reads such steps"
+                    f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
+                    f"and what layers of the server's own read at layer {layer} then is not "
+                    "computed: ask below it"
                 )
-            for rewritten, name in self._rewritten.items():
-                if rewritten <= layer:
-                    raise UnusableObservation(
-                        f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
-                        f"and what layers of the server's own read at layer {layer} then is not "
-                        "computed: ask below it"
-                    )
-            read = batches if self._calls is None else with_ids(self._calls.calls, batches)
-            return self._layer_of(layer, batches, read, self._tap.gradients(layer, scale=scale))
-        except Exception as error:
-            return Unknown(reason(error))
+        read = batches if self._calls is None else with_ids(self._calls.calls, batches)
+        return self._layer_of(layer, batches, read, self._tap.gradients(layer, scale=scale))
 
     def _layer_of(
         self,
@@ -328,45 +297,17 @@ class MembershipChannel(Channel):
         Raises:
             UnusableObservation: the gradients are not of these batches.
         """
-        gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
-        if len(gradients) != len(batches):
-            raise UnusableObservation(
-                f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
-                f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
-            )
-        for batch, gradient in zip(batches, gradients, strict=True):
-            if gradient.shape[:2] != batch.input_ids.shape:
-                raise UnusableObservation(
-                    f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
-                    f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
-                )
+        gradients = join_gradients(pieces, batches, layer)
         documents = [batch.by_document() for batch in read]
         with self.run.forward_context():
             client = [
                 hidden_states(self.run.anatomy, layer, b.input_ids, b.attention_mask)
                 for b in documents
             ]
-        each = zip(batches, gradients, strict=True)
-        return _Layer(documents, client, [batch.per_document(part) for batch, part in each])
-
-    def _embedded(self, layer: int, rows: Rows) -> Tensor:
-        """Return the server's hidden states (G, L, d) of texts; zero at padding without a mask."""
-        with self.run.forward_context():
-            if rows.masked:
-                return hidden_states(self.run.anatomy, layer, rows.ids, rows.real.long())
-            states: Tensor | None = None
-            lengths = rows.real.sum(1)
-            for length in sorted(set(lengths.tolist())):
-                same_length = lengths == length
-                part = hidden_states(self.run.anatomy, layer, rows.ids[same_length, :length])
-                if states is None:
-                    states = part.new_zeros(*rows.ids.shape, part.shape[-1])
-                states[same_length.to(states.device), :length] = part
-        assert states is not None
-        return states
+        parts = [batch.per_document(g) for batch, g in zip(batches, gradients, strict=True)]
+        return [*zip(documents, client, parts, strict=True)]
 
     def _games(self, attack: MembershipAttack, layer: _Layer, targets: Targets) -> _Games:
-        micro_batches = zip(layer.batches, layer.client, layer.gradients, strict=True)
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -375,19 +316,23 @@ class MembershipChannel(Channel):
                 whole_sentence=attack.granularity == "full",
                 mask=batch.attention_mask,
             )
-            for batch, hidden, gradient in micro_batches
+            for batch, hidden, gradient in layer
         ]
         targets = with_gradient(attack, targets, upstream)
         parts = [
             targets.select(i)
             for i in torch.split(torch.arange(len(targets.members)), _TEXTS_PER_FORWARD)
         ]
-        embedded = torch.cat(
-            [attack.embed(self._embedded(attack.layer, p.rows), p.query()) for p in parts]
-        )
+
+        def embed(part: Targets) -> Tensor:
+            with self.run.forward_context():
+                hidden = part.rows.hidden_states(self.run.anatomy, attack.layer)
+            return attack.embed(hidden, part.query())
+
+        embedded = torch.cat([*map(embed, parts)])
         samples = [
             attack.gradient(embedded, hidden, batch.attention_mask, arrived)
-            for batch, hidden, arrived in zip(layer.batches, layer.client, upstream, strict=True)
+            for (batch, hidden, _), arrived in zip(layer, upstream, strict=True)
         ]
         return _Games(targets, CanaryGradient(torch.cat(samples)))
 
@@ -434,19 +379,22 @@ class MembershipChannel(Channel):
         games = self._played.get(attack.name, Unknown("the games were not begun"))
         if isinstance(games, Unknown):
             return games
-        snapshot = GradientSnapshot(
-            step,
-            stage,
-            {CRAFTED: games.canary.released},
-            client=self.run.number,
-            noise_std=games.canary.noise_std,
-        )
         try:
             with self.run.timed(attack.name):
-                answer = attack.run(Observation((snapshot,)), games.targets.query())
-            check_guess(attack, answer, self.guesses)
+                return self._ask(attack, games, step, stage)
         except Exception as error:
             return Unknown(reason(error))
+
+    def _ask(
+        self, attack: MembershipAttack, games: _Games, step: int, stage: Stage
+    ) -> played.Played | Unknown | Waiting:
+        """Return what an attack guesses from its canary as it is now, beside the truth."""
+        canary = games.canary
+        shared = {CRAFTED: canary.released}
+        client, std = self.run.number, canary.noise_std
+        snapshot = GradientSnapshot(step, stage, shared, client=client, noise_std=std)
+        answer = attack.run(Observation((snapshot,)), games.targets.query())
+        check_guess(attack, answer, self.guesses)
         return played.played_games(answer, games.targets.members)
 
     def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
@@ -464,11 +412,7 @@ class MembershipChannel(Channel):
         games = self._control_games(plan, view, draw, targets, step)
         if not isinstance(games, played.Played):
             return games
-        chance, least = played.chances_of(games)
-        most = played.PART_BY_CHANCE if draw.is_part else played.BY_CHANCE
-        if chance > most and (draw.is_part or least <= most):
-            return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
-        return played.rates_of(games)
+        return played.control_rates_of(games, is_part=draw.is_part)
 
     @torch.no_grad()
     def _control_games(
@@ -481,12 +425,7 @@ class MembershipChannel(Channel):
         calls = zip(draw.batches, draw.sizes, strict=True)
         batches = [batch for batch, sizes in calls if bool((sizes != 0).any())]
         layer = self._layer_of(attack.layer, batches, batches, pieces)
-        games = self._games(attack, layer, targets)
-        shared = {CRAFTED: games.canary.released}
-        snapshot = GradientSnapshot(step, Stage.LOCAL, shared, client=self.run.number)
-        answer = attack.run(Observation((snapshot,)), games.targets.query())
-        check_guess(attack, answer, self.guesses)
-        return played.played_games(answer, games.targets.members)
+        return self._ask(attack, self._games(attack, layer, targets), step, Stage.LOCAL)
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
@@ -540,24 +479,22 @@ class PassiveMembershipChannel(MembershipChannel):
             silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not stepped or not silent:
                 continue
-            answer = self._asked(plan, moment.gradients, self._targets)
+            answer = self._asked(plan, moment.gradients(), self._targets)
             for series in self.series(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
 
     def _asked(
         self,
         plan: Plan,
-        take: Callable[[], GradientSnapshot | Unknown | Waiting],
-        targets: Targets | Waiting | Unknown,
+        view: GradientSnapshot | Unknown | Waiting,
+        targets: Targets | Unknown | Waiting,
     ) -> played.Played | Unknown | Waiting:
         if not isinstance(targets, Targets):
             return targets
-        answer = guess(plan, take(), self.run, targets.query())
-        if isinstance(answer, Unknown | Waiting):
-            return answer
+        answer = guess(plan, view, self.run, targets.query())
         return played.played_games(answer, targets.members)
 
     def _control_games(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
     ) -> played.Played | Unknown | Waiting:
-        return self._asked(plan, lambda: view, targets)
+        return self._asked(plan, view, targets)

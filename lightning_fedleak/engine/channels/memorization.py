@@ -7,7 +7,6 @@ shares of the first epoch and at every epoch's last step. Nothing of a step is r
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import Attack, Capability, Guess, UnusableObservation
-from lightning_fedleak.attacks.memorization import (
-    Extraction,
-    MemorizationAttack,
-    PromptRatio,
-    ShortAnswers,
-    blind_scores,
-)
+from lightning_fedleak.attacks import Attack, UnusableObservation
+from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttack, blind_scores
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
-from lightning_fedleak.engine.channels.base import Channel, Requirement
 from lightning_fedleak.engine.channels.exchange import over_processes
-from lightning_fedleak.engine.channels.pool import (
-    NO_CONTROLS,
-    NoNonMembers,
-    Part,
-    Pool,
-    collect,
-    find_mask,
-    forwards_of,
-)
+from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.weights import WeightChannel
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Outcome, Series, Waiting
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
@@ -51,7 +37,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     other_law,
     spent_at,
 )
-from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
     MASKS,
@@ -60,7 +45,6 @@ from lightning_fedleak.model.taps import (
     compressed_bytes,
     label_places,
     token_log_probs,
-    unmasked,
 )
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -72,28 +56,13 @@ TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for le
 """Excesses by how often a text repeats; those of no text have no value."""
 
 
-def part_of(attack: Attack) -> Part:
-    """Return which texts of a pool an attack compares."""
-    if isinstance(attack, PromptRatio):
-        return "prompts"
-    return "short" if isinstance(attack, ShortAnswers) else "long"
-
-
 _Answer = dict[str, float] | str | Waiting
 """An attack's values by name, or why there are none, or none yet."""
 
 
-class MemorizationChannel(Channel):
-    """Attacks on the trained weights, beside the base that the adversary has too.
+class MemorizationChannel(WeightChannel):
+    """Attacks on the trained weights, beside the base that the adversary has too."""
 
-    Attributes:
-        absent: what attacks that choose themselves lack here, where none of them is a candidate.
-        kinds: of the models that can be asked.
-        folder: keeps what a resumed run needs.
-        owes_list: rows are to be listed, and were not at the newest look.
-    """
-
-    guesses = Guess
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
     metrics: ClassVar[tuple[str, ...]] = (
@@ -115,31 +84,19 @@ class MemorizationChannel(Channel):
         *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
     )
     width = 3 * len(metrics) + len(extras)
-    kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
-    reads_updates = True
-    reads_states = True
-    at_weights = True
-    adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
-    sees = frozenset({Capability.HAS_RELEASED_MODEL})
-    absent: ClassVar[str] = ""
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
     finds_entities: ClassVar[bool] = True
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._pool: Pool | None = None
         self._found: FoundEntities | None = None
-        self._account: AccountGame | None = None
-        self._refusal: str | None = None
+        self._account: AccountGame | None = None  # None: the texts do not play its game
+        self._account_words = ""
         self._base: TokenSnapshot | None = None
-        self.folder = Path()
         self._saved: Mapping[str, Any] = {}
-        self._looks, self._due, self._lists = 0, 0, 0
-        self.owes_list = self._ended = False
-        self._reading_seconds = 0.0
+        self._due, self._lists = 0, 0
+        self._ended = False
         self._void = ""
-        self._mask: tuple[int, frozenset[int]] | None = None
-        self._compared: dict[Series, str] = {}
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -148,91 +105,36 @@ class MemorizationChannel(Channel):
         if Stage.RELEASED not in stages:
             return []
         series = [Series.at(Stage.RELEASED, attack.name)]
-        lists = [one for one in self.listed_attacks if part_of(one) != "prompts"]
+        lists = [one for one in self.listed_attacks if one.part != "prompts"]
         names = [RECORDS] * self.settings.memorization.records + entity_names(self.entity_kinds)
         return series + [replace(series[0], name=name) for name in names if attack in lists[:1]]
-
-    @property
-    def _played(self) -> list[Series]:
-        """The series of the attacks that are played."""
-        return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
 
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._pool = self._base = self._refusal = self._mask = None
-        self._void = ""
+        self._base, self._void = None, ""
         self._due = 0
-
-    def meet_data(self, attack: Attack) -> None:
-        """Draw the texts that the model is asked about.
-
-        Raises:
-            ValueError: nobody can be compared.
-        """
-        if self._refusal is None:
-            start = time.perf_counter()
-            self._refusal = self._collect()
-            self._reading_seconds = time.perf_counter() - start
-        why, kind = self._refusal, self.run.anatomy.kind
-        if not why and isinstance(attack, Extraction) and kind != "causal":
-            why = f"a {kind} model writes no text"
-        try:
-            if why:
-                raise NoNonMembers(why)
-            if self._pool is not None:
-                self._pool.check_rows(part_of(attack))
-        except ValueError as error:
-            message = f"attack '{attack.name}' finds nobody to compare: {error}"
-            raise type(error)(message) from None
-
-    def few(self, attack: Attack) -> str:
-        """Return why no look can give this attack a number; empty where one can."""
-        return "" if self._pool is None else self._pool.few(part_of(attack))
-
-    def _collect(self) -> str:
-        """Draw the pool, and return why there is none, or an empty string; alike on all processes.
-
-        A process whose rows cannot be read takes part in every exchange.
-        """
-        run, refusal = self.run, ""
-        try:
-            if (kind := run.anatomy.kind) not in self.kinds:
-                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
-            tokenizers = [self.settings.tokenizer, *run.tokenizers]
-            if kind == "masked":
-                self._mask = find_mask(run.training_loader, tokenizers)
-            self._pool = self._drawn()
-        except NoNonMembers as error:
-            refusal = str(error)
-        if run.on_any_process(bool(refusal)):
-            return refusal or "another process could not read the training data"
-        assert self._pool is not None
-        digest = hash_tensors({str(n): t.ids for n, t in enumerate(self._pool.texts)})
-        if run.on_any_process(run.broadcast(digest) != digest):
-            return (
-                "the processes read different data, so that the texts of one are not known to the "
-                "others: give every process the same data set and a DistributedSampler"
-            )
-        self._account = AccountGame(run, self._pool.no_game)
-        return ""
 
     def _drawn(self) -> Pool:
         """Return the texts that the model is asked about; raise NoNonMembers for none."""
         predicts = self.run.anatomy.kind == "causal"
         self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
-        return collect(
+        pool = collect(
             self.run.training_loader,
             self.settings.memorization,
             self._read,
             resumed=self.run.step > 0 and not self._saved,
-            short=any(part_of(attack) != "long" for attack in self.listed_attacks),
+            short=any(attack.part != "long" for attack in self.listed_attacks),
             entities=self._found,
             forwards=1 if self._mask is None else MASKS,
             show=self.run.shows_progress,
         )
+        account = AccountGame(self.run, pool.no_game)
+        self._account = account if account.why_not is None else None
+        self._account_words = account.describe()
+        return pool
 
     def describe(self) -> str:
         """Return in words who is compared, for the line-up."""
@@ -241,18 +143,13 @@ class MemorizationChannel(Channel):
         end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
         cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
         if n := int(self._pool.has_prompt.sum()):
-            by = [attack.name for attack in self.attacks if part_of(attack) == "prompts"]
+            by = [attack.name for attack in self.attacks if attack.part == "prompts"]
             mend = ": PromptRatio() does" * (self._pool.way != "given")
             who = (by or [f"no attack{mend}"])[0]
             cost += f". The prompts of {n}, which have no loss, are asked about by {who}"
-        return cost if self._account is None else f"{cost}{self._account.describe()}"
+        return f"{cost}{self._account_words}"
 
     # ---- a step -----------------------------------------------------------------------------
-
-    def requirement(self, metric: str, clients: int = 1) -> Requirement:
-        """Return why a rate cannot become known, and that none is of a client's update."""
-        never_alone = "it is of the model that was sent, and of no client's update"
-        return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
     def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few non-members, or none after the first epoch."""
@@ -274,21 +171,6 @@ class MemorizationChannel(Channel):
         """Return how many looks the run is to have, or its first epoch where nobody knows."""
         first_epoch = forwards_of(self.settings.memorization, last_step=True) - 1
         return first_epoch + max(0, (self.run.epochs or 1) - 1)
-
-    def trains_on(self, batch: object) -> None:
-        """Note which texts of the pool a batch holds."""
-        if self._pool is None or self._refusal:
-            return
-        try:
-            self._pool.remember(self._read(batch))
-        except Exception:  # nobody knows which texts it holds
-            self._pool.unread += 1
-
-    def _read(self, batch: Any) -> TokenBatch:
-        """Return a batch's tokens."""
-        adapter = self.settings.batch_adapter
-        tokens = read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
-        return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:
         """Return whether the weights are looked at after this share of an epoch.
@@ -321,12 +203,9 @@ class MemorizationChannel(Channel):
         if self._base is not None and pool.way == "given":
             alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-            compressed = compressed_bytes(texts, self._decode)
-            scores = blind_scores(
-                self._answers(self._base, alone, texts), compressed, texts, trains
-            )
-            aucs = blind_aucs(scores, trains)
-            if (finding := other_law(aucs)) is not None:
+            answers = self._answers(self._base, alone, texts)
+            scores = blind_scores(answers, compressed_bytes(texts, self._decode), texts, trains)
+            if (finding := other_law(blind_aucs(scores, trains))) is not None:
                 self._void = (
                     f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
                     "kind"
@@ -338,7 +217,7 @@ class MemorizationChannel(Channel):
         Raises:
             UnusableObservation: it cannot be asked, on this process or on another one.
         """
-        reads_prompts = any(part_of(attack) == "prompts" for attack in self.attacks)
+        reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.labels) for text in pool.texts) - 1)
 
@@ -376,7 +255,7 @@ class MemorizationChannel(Channel):
         passed, unread = self._count_seen(pool)
         self._looks += 1
         answers: TokenSnapshot | None = None
-        parts = {attack.name: part_of(attack) for attack in self.attacks}
+        parts = {attack.name: attack.part for attack in self.attacks}
         for texts_part in dict.fromkeys(parts.values()):
             part = [one for one in every if parts[one.attack] == texts_part]
             try:
@@ -387,15 +266,16 @@ class MemorizationChannel(Channel):
                     )
                 if self._void:
                     raise NoNonMembers(self._void)
-                rows, members = pool.compared(epoch, passed, everyone=self._plays, part=texts_part)
+                everyone = self._account is not None
+                rows, members = pool.compared(epoch, passed, everyone=everyone, part=texts_part)
                 answers = self._ask(pool) if answers is None else answers
             except (NoNonMembers, UnusableObservation) as error:
                 look.answers |= dict.fromkeys(part, str(error))
                 continue
             attacks = [a for a in self.attacks if parts[a.name] == texts_part]
-            read = self._read_texts(pool, answers, rows, members, attacks)
-            values: dict[str, _Answer] = {**read}
-            self._compared |= dict.fromkeys(part, str(values["pool"]))
+            values: dict[str, _Answer] = {}
+            values |= self._read_texts(pool, answers, rows, members, attacks)
+            self._compared |= dict.fromkeys(part, pool.digest(rows, members))
             if any(series.name == RECORDS for series in part):
                 self.owes_list, self._lists = not lists, self._lists + lists
                 values[RECORDS] = BETWEEN
@@ -407,13 +287,6 @@ class MemorizationChannel(Channel):
                 errors = self._looks, self.settings.memorization.alpha
                 values |= self._found.compare(answers, self._base, rows, members, *errors)
             look.answers |= {series: values[series.name] for series in part}
-
-    def _count_seen(self, pool: Pool) -> tuple[int, int]:
-        """Join which texts all processes have seen; return the texts and unread batches so far."""
-        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
-        counts = self.run.summed(counts.to(self.run.device)).cpu()
-        pool.seen = counts[:-2] > 0
-        return int(counts[-2]), int(counts[-1])
 
     @staticmethod
     def _answers(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
@@ -439,11 +312,6 @@ class MemorizationChannel(Channel):
         is_first, self._ended = ends and not self._ended, self._ended or ends
         return 0.5 if is_first else spent_at(self._lists, 0.5)
 
-    @property
-    def _plays(self) -> bool:
-        """Return whether the texts play the game of an account."""
-        return self._account is not None and self._account.why_not is None
-
     def _read_texts(
         self,
         pool: Pool,
@@ -452,23 +320,22 @@ class MemorizationChannel(Channel):
         members: Tensor,
         attacks: Sequence[Any],
     ) -> dict[str, dict[str, float] | str]:
-        """Return what each attack reads off some of the texts by its name, and their digest.
+        """Return what each attack reads off some of the texts by its name.
 
         Texts that are in one row are compared; all are asked whether they can be extracted.
         """
         texts = [pool.texts[row] for row in rows.tolist()]
-        prompts = part_of(attacks[0]) == "prompts"
+        prompts = attacks[0].part == "prompts"
         released = self._released(pool, answers, rows, prompts=prompts)
-        values: dict[str, dict[str, float] | str] = {"pool": pool.digest(rows, members)}
+        values: dict[str, dict[str, float] | str] = {}
         times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         texts, game = [texts[row] for row in once.tolist()], released.rows(once)
-        shared: dict[str, float] = {}
-        if part_of(attacks[0]) == "long":  # the log has one line of it
+        shared = {} if self._account is None else self._account.limits()
+        if attacks[0].part == "long":  # the log has one line of it
             blind = blind_scores(game.base, game.compressed, texts, members[once])
-            shared = {BLIND: highest_auc(blind, members[once])}
-        shared |= self._account.limits() if self._account is not None and self._plays else {}
+            shared[BLIND] = highest_auc(blind, members[once])
         for attack in attacks:
             try:
                 if isinstance(attack, Extraction):
@@ -482,19 +349,19 @@ class MemorizationChannel(Channel):
         return values
 
     def _membership(
-        self, attack: Attack, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
+        self, attack: Any, game: ReleasedModel, members: Tensor, shared: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the values of an attack on membership by name, with those that all share."""
         look, alpha = self._looks, self.settings.memorization.alpha
         ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
-        guess: Any = attack.run(Observation(released=game))
-        exact = isinstance(attack, ShortAnswers)
+        guess = attack.run(Observation(released=game))
+        exact = attack.part == "short"
         values, joint = (
             membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha / ranked)
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
-        if self._account is not None and self._plays:
+        if self._account is not None:
             error = spent_at(look, alpha / ranked)
             values["refuted"] = self._account.refuted(
                 attack.name, guess.scores, members, error, alpha
@@ -509,53 +376,24 @@ class MemorizationChannel(Channel):
             "alpha": spent_at(self._looks, self.settings.memorization.alpha),
         }
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Return the values of each attack, packed."""
-        return {one: self._result(look.answers.get(one)) for one in self._played}
-
-    def _result(self, answer: Any) -> Result:
-        if isinstance(answer, dict):
-            return Found([answer.get(name, math.nan) for name in self._names])
-        return answer if isinstance(answer, Waiting) else Unknown(str(answer))
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of the values in the order in which they are packed."""
-        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
-        return (*ends, *self.extras)
-
-    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return nothing: :meth:`results` packs the values itself."""
-        raise NotImplementedError
-
-    # ---- over processes ---------------------------------------------------------------------
-
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Return the values, which are the same on every process."""
-        numbers = next(iter(rows.values()))
-        compared = self._compared.get(series, "")
-        return self._outcome(dict(zip(self._names, numbers, strict=True)), compared)
-
-    def _outcome(self, values: Mapping[str, float], pool: str) -> Outcome:
-        """Return the outcome of an attack's values on a pool of texts, by its digest."""
-        rates = {
-            name: Rate(*(values.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high")))
-            for name in self.metrics
-        }
-        extra = {name: values.get(name, math.nan) for name in self.extras}
+        """Return the outcome of the values that an attack has; each has some of them alone."""
+        outcome = super().pooled(series, rows)
+        rates, extra = {**outcome.rates}, outcome.extra
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
         absent: tuple[str, ...] = ()
         if math.isnan(extra["extracted_base"]):
             absent = ("extracted", "greedy")
         absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
         absent += ("shown",) * math.isnan(extra["shown_p_value"])  # of values in texts
-        if not math.isnan(values.get("at_least", math.nan)):  # a list of rows has no other
+        rare = {name for name in (*TIER_NAMES, "at_least") if name in rates}
+        silent = {name for name in rare if math.isnan(rates[name].value)}
+        if "at_least" in rare - silent:  # a list of rows has no other
             absent = ("auc", "shown", "extracted", "greedy")
-        rare = {*TIER_NAMES, "at_least"} & rates.keys()
-        absent += tuple(name for name in rare if math.isnan(rates[name].value))
+        absent += tuple(silent)
         played = {name: rate for name, rate in rates.items() if name not in absent}
-        extra = {name: value for name, value in extra.items() if not math.isnan(value)}
-        return Outcome(played, int(extra["members"] + extra["others"]), extra=extra, pool=pool)
+        known = {name: value for name, value in extra.items() if not math.isnan(value)}
+        return replace(outcome, rates=played, extra=known)
 
     # ---- checkpoints ------------------------------------------------------------------------
 

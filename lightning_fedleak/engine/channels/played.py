@@ -1,10 +1,10 @@
-"""Games that were played: of one look, pooled over looks, and scores of the user's canaries."""
+"""Games that were played: of one look, pooled over looks, and how many of them a rate needs."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.engine.channels.base import worst_of
-from lightning_fedleak.engine.outcomes import Outcome, Unknown
+from lightning_fedleak.engine.channels.base import Requirement, worst_of
+from lightning_fedleak.engine.outcomes import Outcome, Unknown, Waiting
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics import Rate, membership_rates
+from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
 LEAST_MEMBERS = 16
@@ -127,6 +128,37 @@ def too_few(members: int) -> str | None:
     )
 
 
+def requirement_of(
+    metric: str, targets: int, clients: int, own_threshold: Collection[str]
+) -> Requirement:
+    """Return the looks that a TPR needs, and why a rate cannot judge one update alone.
+
+    Args:
+        metric: its name, or that of an end of its interval.
+        targets: texts of one client's look that are in the batch, and so many that are not.
+        clients: whose games are pooled.
+        own_threshold: rates of the attacks' own decisions.
+    """
+    rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
+    looks, why = 1, ""
+    if rate.startswith("tpr_at_fpr_"):  # a small rate of false positives takes many texts
+        fpr, n = float(rate.removeprefix("tpr_at_fpr_")), targets * clients
+        looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
+        why = (
+            f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
+            f"texts that are not in the batch, and a look has {n} of them"
+        )
+    alone = why if looks > 1 else too_few(targets)
+    if metric.endswith(("_low", "_high")):
+        alone = "intervals are of the games of all rounds, and a gate judges one round"
+    elif metric in own_threshold:
+        alone = (
+            "it is of the attack's own threshold, so that it may be 0 of an update that is read "
+            "without an error"
+        )
+    return Requirement(looks, why, never_alone=alone)
+
+
 def _p_value(games: Tensor) -> float:
     """Return how probable guessing is to rank the members so high."""
     return rank_p_value(games[:, 2].numpy(), games[:, 3].numpy() == 1)
@@ -150,8 +182,10 @@ def rates_of(played: Played) -> dict[str, float]:
     return _values(rates)
 
 
-def played_games(guess: Any, members: Tensor) -> Played | Unknown:
-    """Return a guess beside the secret bits; unknown where it is about other targets."""
+def played_games(guess: Any, members: Tensor) -> Played | Unknown | Waiting:
+    """Return a guess beside the secret bits; unknown where there is none, or of other targets."""
+    if isinstance(guess, Unknown | Waiting):
+        return guess
     try:
         scores = guess.scores.detach().cpu().double()
         decisions = guess.members.detach().bool().cpu()
@@ -162,7 +196,21 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown:
     return Played(scores, members, decisions)
 
 
-def chances_of(games: Played) -> tuple[float, float]:
+def control_rates_of(games: Played, *, is_part: bool) -> dict[str, float] | Unknown:
+    """Return the rates of a control's games; unknown where scores that know nothing do as well.
+
+    Args:
+        games: of known texts.
+        is_part: they are of a part of the batch.
+    """
+    chance, least = _chances(games)
+    most = PART_BY_CHANCE if is_part else BY_CHANCE
+    if chance > most and (is_part or least <= most):
+        return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
+    return rates_of(games)
+
+
+def _chances(games: Played) -> tuple[float, float]:
     """Return the chance that scores which know nothing do as well (exact), and its least value."""
     members, non_members = games.scores[games.members], games.scores[~games.members]
     if not len(members) or not len(non_members):

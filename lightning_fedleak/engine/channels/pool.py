@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers as NoNonMembers
 from lightning_fedleak.engine.channels.training_rows import (
+    NoNonMembers,
     check_loader,
     check_shuffle,
     find_left_out,
@@ -30,8 +30,7 @@ from lightning_fedleak.engine.channels.training_rows import (
 )
 from lightning_fedleak.engine.options import Memorization
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, scored_texts
-from lightning_fedleak.evaluation.canaries.repeats import Part as Part
+from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.messages import rank_zero_info
@@ -407,31 +406,6 @@ def collect(
         len(rest) / unread if unread else 1.0,
         PoolRows.of(texts, scored, numbers, short=short),
     )
-
-
-def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[int]]:
-    """Return the token that a masked model reads for others, and those that are never masked.
-
-    Args:
-        loader: of the training data, whose collator may have the tokenizer.
-        tokenizers: of the run; some may be None.
-
-    Raises:
-        NoNonMembers: no tokenizer says it.
-    """
-    collate: Any = getattr(loader, "collate_fn", None)
-    while hasattr(collate, "data_collator"):  # of transformers, around the user's own
-        collate = collate.data_collator
-    known = [*tokenizers, getattr(collate, "tokenizer", None)]
-    masks = (getattr(one, "mask_token_id", None) for one in known)
-    mask = next((one for one in masks if one is not None), None)
-    if mask is None:
-        raise NoNonMembers(
-            "which token masks the others is not known: pass the tokenizer, by "
-            "settings=WatchSettings(tokenizer=tokenizer)"
-        )
-    special = (getattr(one, "all_special_ids", ()) for one in known)
-    return mask, frozenset().union(*special)
 
 
 def _number(dataset: Any, row: int) -> int:

@@ -14,7 +14,9 @@ from lightning_fedleak import attacks
 from lightning_fedleak.engine.options import Games
 from lightning_fedleak.engine.outcomes import Unknown, Waiting
 from lightning_fedleak.engine.run import NoTargets, reason
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_last
+from lightning_fedleak.model.model_runs import hidden_states
 
 SPARE = 4
 """Texts drawn for each that is asked for, since some may be too short, or in the batch."""
@@ -123,6 +125,21 @@ class Rows:
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
         free = self.real & ~torch.isin(self.ids, marked)
         return free & (before_last(self.real & self.labels) if causal else self.labels)
+
+    def hidden_states(self, anatomy: Anatomy, layer: int) -> Tensor:
+        """Return (N, L, d) hidden states of the rows; zero at padding without a mask."""
+        if self.masked:
+            return hidden_states(anatomy, layer, self.ids, self.real.long())
+        states: Tensor | None = None
+        lengths = self.real.sum(1)
+        for length in sorted(set(lengths.tolist())):
+            same_length = lengths == length
+            part = hidden_states(anatomy, layer, self.ids[same_length, :length])
+            if states is None:
+                states = part.new_zeros(*self.ids.shape, part.shape[-1])
+            states[same_length.to(states.device), :length] = part
+        assert states is not None
+        return states
 
     def query(self, positions: Tensor) -> attacks.Query:
         """Return the query that an attack gets: the id of padding is 0, whoever padded."""

@@ -38,9 +38,10 @@ from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting,
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, reconstruction_rates
 from lightning_fedleak.evaluation.metrics.texts import (
+    Inverted,
     SentenceScores,
     in_true_order,
-    sentence_scores,
+    unpack,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (
@@ -58,60 +59,6 @@ from lightning_fedleak.validate import check_integer
 CROSSING = (Stage.LOCAL, Stage.SHARED)
 """Where activations are: no server reduces them over clients."""
 RESAMPLES = 200
-
-
-@dataclass(frozen=True)
-class Inverted:
-    """What an attack made of n texts that were sent, and what they were.
-
-    Attributes:
-        guess: tokens (n, L).
-        input_ids: (n, L) the tokens sent.
-        real: (n, L) bool, False where padded.
-        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
-            does not say.
-        matched: whether the attack named texts without saying which is which, so that one that is
-            not named is missed.
-    """
-
-    guess: TextGuess
-    input_ids: Tensor
-    real: Tensor
-    age: float
-    matched: bool = False
-
-    @property
-    def started(self) -> Tensor:
-        """Return (n,) bool, False for texts that the time budget left untouched."""
-        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
-        return torch.ones_like(some) if self.guess.finished or self.matched else some
-
-    def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
-        """Scores of the texts that were begun, as numbers in a fixed order.
-
-        Of tokens that count alone, (n, L) bool; None: all do.
-
-        n; age; whether the attack finished; whether it certified its texts, NaN where it never
-        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
-        to ``texts``.
-        """
-        started = self.started
-        guessed, truth, real = (
-            self.guess.tokens[started],
-            self.input_ids[started],
-            (self.real if counted is None else self.real & counted.to(self.real.device))[started],
-        )
-        scores = sentence_scores(guessed, truth, real)
-        certified = self.guess.certified
-        numbers = [
-            float(len(scores.hits)),
-            self.age,
-            float(self.guess.finished),
-            math.nan if certified is None else float(certified),
-        ]
-        for column in scores:
-            numbers += column.double().tolist() + [0.0] * (texts - len(column))
-        return numbers
 
 
 @dataclass(frozen=True)
@@ -435,8 +382,8 @@ class TextsChannel(Channel):
 
     def _alone(self, inverted: Inverted) -> dict[str, float]:
         """Return the rates of some texts alone."""
-        scores = self._scores(inverted.pack(self.settings.texts))
-        rates = {name: rate.value for name, rate in self._rates(scores).items()}
+        texts = self.settings.texts
+        rates = self._values(unpack(inverted.pack(texts), texts))
         return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
 
     def _matched(
@@ -470,20 +417,18 @@ class TextsChannel(Channel):
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
         """Return the outcome of all clients' texts together."""
-        clients, n = [*map(self._scores, rows.values())], sum(int(row[0]) for row in rows.values())
+        clients = [unpack(row, self.settings.texts) for row in rows.values()]
+        n = sum(int(row[0]) for row in rows.values())
         pooled = SentenceScores(*map(torch.cat, zip(*clients, strict=True)))
         if (kind := kind_of(series)) is not None:
             rates = reconstruction_rates(pooled, resamples=RESAMPLES)
             recall = {"recall": rates["token_accuracy_pooled"]}
             return Outcome(recall, n) if n else pending(f"no text has a value of kind '{kind}'")
-        each = [
-            {name: rate.value for name, rate in self._rates(scores).items()} for scores in clients
-        ]
         certified = sum(row[3] for row in rows.values()) / len(rows)
         return Outcome(
             self._rates(pooled),
             n,
-            worst=worst_of(each),
+            worst=worst_of([*map(self._values, clients)]),
             extra={
                 "age": max(row[1] for row in rows.values()),
                 "finished": sum(row[2] for row in rows.values()) / len(rows),
@@ -491,24 +436,19 @@ class TextsChannel(Channel):
             },
         )
 
-    def _scores(self, row: Sequence[float]) -> SentenceScores:
-        columns = torch.tensor(row[4 : self.width], dtype=torch.float64)
-        return SentenceScores(*columns.view(-1, self.settings.texts)[:, : int(row[0])])
-
     def _rates(self, scores: SentenceScores) -> dict[str, Rate]:
         rates = reconstruction_rates(scores, resamples=RESAMPLES)
         return {name: rates[name] for name in self.metrics}
+
+    def _values(self, scores: SentenceScores) -> dict[str, float]:
+        return {name: rate.value for name, rate in self._rates(scores).items()}
 
 
 def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
     """Write each text of one look, the original above the reconstruction."""
     lines = [title]
-    for sent, guessed, real in zip(
-        inverted.input_ids,
-        inverted.guess.tokens.to(inverted.input_ids.device),
-        inverted.real,
-        strict=True,
-    ):
+    tokens = inverted.guess.tokens.to(inverted.input_ids.device)
+    for sent, guessed, real in zip(inverted.input_ids, tokens, inverted.real, strict=True):
         true, answer = sent[real].tolist(), guessed[real].tolist()
         right = sum(a == b for a, b in zip(true, answer, strict=True))
         lines.append(f"-- {right} of {len(true)} tokens right")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,31 @@ def find_left_out(dataset: Any) -> Any:
             )
         dataset = getattr(dataset, "dataset", None)
     return None
+
+
+def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[int]]:
+    """Return the token that a masked model reads for others, and those that are never masked.
+
+    Args:
+        loader: of the training data, whose collator may have the tokenizer.
+        tokenizers: of the run; some may be None.
+
+    Raises:
+        NoNonMembers: no tokenizer says it.
+    """
+    collate: Any = getattr(loader, "collate_fn", None)
+    while hasattr(collate, "data_collator"):  # of transformers, around the user's own
+        collate = collate.data_collator
+    known = [*tokenizers, getattr(collate, "tokenizer", None)]
+    masks = (getattr(one, "mask_token_id", None) for one in known)
+    mask = next((one for one in masks if one is not None), None)
+    if mask is None:
+        raise NoNonMembers(
+            "which token masks the others is not known: pass the tokenizer, by "
+            "settings=WatchSettings(tokenizer=tokenizer)"
+        )
+    special = (getattr(one, "all_special_ids", ()) for one in known)
+    return mask, frozenset().union(*special)
 
 
 def read_twice(

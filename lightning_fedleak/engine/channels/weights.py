@@ -1,25 +1,230 @@
-"""Looks at the trained weights: before the first step, within an epoch, after its last step."""
+"""Looks at the trained weights: before the first step, within an epoch, after its last step.
+
+What the channels have in common that take part: each asks about a pool of texts.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.engine.channels.base import Channel, exclude
+from lightning_fedleak.attacks import Attack, Capability, UnusableObservation
+from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttack
+from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
-from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import NoRows
+from lightning_fedleak.engine.channels.pool import NoRows, Pool
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask
 from lightning_fedleak.engine.choice import Row, in_short
-from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason
+from lightning_fedleak.evaluation.metrics import Rate
+from lightning_fedleak.model.batches import TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.taps import unmasked
+from lightning_fedleak.private_files import hash_tensors
+from lightning_fedleak.report.records import PoolLine
+
+
+class WeightChannel(Channel):
+    """Attacks on the trained weights, which are asked about one pool of texts at every look.
+
+    Attributes:
+        absent: what attacks that choose themselves lack here, where none of them is a candidate.
+        kinds: of the models that can be asked.
+        folder: keeps what a resumed run needs.
+        owes_list: rows are to be listed, and were not at the newest look.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
+    reads_updates = True
+    reads_states = True
+    at_weights = True
+    adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
+    sees = frozenset({Capability.HAS_RELEASED_MODEL})
+    absent: ClassVar[str] = ""
+
+    def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
+        super().__init__(attacks, settings)
+        self._pool: Pool | None = None
+        self._refusal: str | None = None
+        self.folder = Path()
+        self._looks = 0
+        self.owes_list = False
+        self._reading_seconds = 0.0
+        self._mask: tuple[int, frozenset[int]] | None = None
+        self._compared: dict[Series, str] = {}
+
+    @property
+    def _played(self) -> list[Series]:
+        """The series of the attacks that are played."""
+        return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
+
+    # ---- a fit ------------------------------------------------------------------------------
+
+    def open(self, run: Run) -> None:
+        """Forget the texts of an earlier fit."""
+        super().open(run)
+        self._pool = self._refusal = self._mask = None
+
+    def meet_data(self, attack: MemorizationAttack) -> None:
+        """Draw the texts that the model is asked about.
+
+        Raises:
+            ValueError: nobody can be compared.
+        """
+        if self._refusal is None:
+            start = time.perf_counter()
+            self._refusal = self._collect()
+            self._reading_seconds = time.perf_counter() - start
+        why, kind = self._refusal, self.run.anatomy.kind
+        if not why and isinstance(attack, Extraction) and kind != "causal":
+            why = f"a {kind} model writes no text"
+        try:
+            if why:
+                raise NoNonMembers(why)
+            if self._pool is not None:
+                self._pool.check_rows(attack.part)
+        except ValueError as error:
+            message = f"attack '{attack.name}' finds nobody to compare: {error}"
+            raise type(error)(message) from None
+
+    def few(self, attack: MemorizationAttack) -> str:
+        """Return why no look can give this attack a number; empty where one can."""
+        return "" if self._pool is None else self._pool.few(attack.part)
+
+    def _collect(self) -> str:
+        """Draw the pool, and return why there is none, or an empty string; alike on all processes.
+
+        A process whose rows cannot be read takes part in every exchange.
+        """
+        run, refusal = self.run, ""
+        try:
+            if (kind := run.anatomy.kind) not in self.kinds:
+                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
+            tokenizers = [self.settings.tokenizer, *run.tokenizers]
+            if kind == "masked":
+                self._mask = find_mask(run.training_loader, tokenizers)
+            self._pool = self._drawn()
+        except NoNonMembers as error:
+            refusal = str(error)
+        if run.on_any_process(bool(refusal)):
+            return refusal or "another process could not read the training data"
+        assert self._pool is not None
+        digest = hash_tensors({str(n): t.ids for n, t in enumerate(self._pool.texts)})
+        if run.on_any_process(run.broadcast(digest) != digest):
+            return (
+                "the processes read different data, so that the texts of one are not known to the "
+                "others: give every process the same data set and a DistributedSampler"
+            )
+        return ""
+
+    @abstractmethod
+    def _drawn(self) -> Pool:
+        """Return the texts that the model is asked about; raise NoNonMembers for none."""
+
+    @abstractmethod
+    def ask_base(self) -> None:
+        """Ask the model before the first step."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return in words who is compared, for the line-up."""
+
+    def pool_line(self) -> PoolLine | None:
+        """Return the record of the texts that are asked about; None where there are none."""
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def requirement(self, metric: str, clients: int = 1) -> Requirement:
+        """Return why a rate cannot become known, and that none is of a client's update."""
+        never_alone = "it is of the model that was sent, and of no client's update"
+        return Requirement(never=self._never_known(metric), never_alone=never_alone)
+
+    def _never_known(self, metric: str) -> str | None:
+        """Return why a rate cannot become known; None where it can."""
+
+    def trains_on(self, batch: object) -> None:
+        """Note which texts of the pool a batch holds."""
+        if self._pool is None or self._refusal:
+            return
+        try:
+            self._pool.remember(self._read(batch))
+        except Exception:  # nobody knows which texts it holds
+            self._pool.unread += 1
+
+    def _read(self, batch: Any) -> TokenBatch:
+        """Return a batch's tokens."""
+        adapter = self.settings.batch_adapter
+        tokens = read_batch(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
+        return tokens if self._mask is None else unmasked(tokens, *self._mask)
+
+    def is_due(self, epoch: int, share: float) -> bool:
+        """Return whether the weights are looked at after this share of an epoch. Default: its end.
+
+        Args:
+            epoch: counted from 0.
+            share: of the epoch's batches that are done, up to 1.
+        """
+        return share >= 1
+
+    # ---- a look -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
+        """Let every attack guess from what the model says now.
+
+        Args:
+            look: where the answers go.
+            epoch: counted from 0.
+            lists: an epoch is over, or the training, so that rows may be listed.
+        """
+
+    def _count_seen(self, pool: Pool) -> tuple[int, int]:
+        """Join which texts all processes have seen; return the texts and unread batches so far."""
+        counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
+        counts = self.run.summed(counts.to(self.run.device)).cpu()
+        pool.seen = counts[:-2] > 0
+        return int(counts[-2]), int(counts[-1])
+
+    def results(self, look: Look) -> dict[Series, Result]:
+        """Return the values of each attack, packed."""
+        return {one: self._result(look.answers.get(one)) for one in self._played}
+
+    def _result(self, answer: Any) -> Result:
+        if isinstance(answer, dict):
+            return Found([answer.get(name, math.nan) for name in self._names])
+        return answer if isinstance(answer, Waiting) else Unknown(str(answer))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the values in the order in which they are packed."""
+        ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
+        return (*ends, *self.extras)
+
+    def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
+        """Return nothing: :meth:`results` packs the values itself."""
+        raise NotImplementedError
+
+    # ---- over processes ---------------------------------------------------------------------
+
+    def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:
+        """Return the outcome of the values, which are the same on every process."""
+        values = dict(zip(self._names, next(iter(rows.values())), strict=True))
+        ends = ("", "_low", "_high")
+        rates = {name: Rate(*(values[name + end] for end in ends)) for name in self.metrics}
+        n = int(values["members"] + values["others"])
+        extra = {name: values[name] for name in self.extras}
+        return Outcome(rates, n, extra=extra, pool=self._compared.get(series, ""))
 
 
 class WeightLooks:
@@ -41,7 +246,7 @@ class WeightLooks:
         self, run: Run, channels: Sequence[Channel], series: Mapping[Series, Channel], folder: Path
     ) -> None:
         self._run = run
-        self._channels = tuple(c for c in channels if isinstance(c, MemorizationChannel))
+        self._channels = tuple(c for c in channels if isinstance(c, WeightChannel))
         for channel in self._channels:
             channel.folder = folder
         self._series = {s: c for s, c in series.items() if c in self._channels}
@@ -92,7 +297,7 @@ class WeightLooks:
         asked = [channel.describe() for channel in self._channels if channel.attacks]
         return silent + [f"the trained weights are asked about {words}" for words in asked]
 
-    def _begin(self, channel: MemorizationChannel, choosing: bool) -> None:
+    def _begin(self, channel: WeightChannel, choosing: bool) -> None:
         """Let a channel find out whom it compares, and ask the base; leave out what it cannot."""
         absent = dict[str, str]()  # of no kind of row that the data has
         for attack in channel.attacks:
@@ -180,12 +385,13 @@ class WeightLooks:
         self._choice = self._run.step, max(loss, earlier) if step == self._run.step else loss
         return self._choice[1]
 
-    def due(self) -> list[MemorizationChannel]:
-        """Return the channels that look now, after a batch."""
+    def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
+        """Return a look after a batch, by the channels that look now; None where none does."""
         progress = self._run.progress
         if progress is None:
-            return []
-        return [c for c in self._channels if c.attacks and c.is_due(*progress)]
+            return None
+        channels = [c for c in self._channels if c.attacks and c.is_due(*progress)]
+        return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
         """Return a look by all channels when training ends; None if they have just looked.
@@ -220,7 +426,7 @@ class WeightLooks:
         return torch.stack(sums).cpu().nan_to_num() if sums else torch.zeros(0)
 
     def look(
-        self, channels: Sequence[MemorizationChannel], *, ends: bool = False
+        self, channels: Sequence[WeightChannel], *, ends: bool = False
     ) -> tuple[Look, dict[Series, Outcome]]:
         """Return a look at the weights as they are, with its outcomes.
 

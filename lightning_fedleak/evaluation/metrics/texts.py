@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,6 +192,67 @@ def _rouge_l(guessed: list[int], truth: list[int]) -> float:
     length = middle.stop - middle.start
     common = round(float(scores["rougeL_fmeasure"]) * length)
     return 1 - (length - common) / len(truth)
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """What an attack made of n texts that were sent, and what they were.
+
+    Attributes:
+        guess: tokens (n, L).
+        input_ids: (n, L) the tokens sent.
+        real: (n, L) bool, False where padded.
+        age: optimizer steps that the adversary's bottom model was behind; NaN where the attack
+            does not say.
+        matched: whether the attack named texts without saying which is which, so that one that is
+            not named is missed.
+    """
+
+    guess: TextGuess
+    input_ids: Tensor
+    real: Tensor
+    age: float
+    matched: bool = False
+
+    @property
+    def started(self) -> Tensor:
+        """Return (n,) bool, False for texts that the time budget left untouched."""
+        some = ((self.guess.tokens >= 0).to(self.real.device) & self.real).any(1)
+        return torch.ones_like(some) if self.guess.finished or self.matched else some
+
+    def pack(self, texts: int, counted: Tensor | None = None) -> list[float]:
+        """Scores of the texts that were begun, as numbers in a fixed order.
+
+        Of tokens that count alone, (n, L) bool; None: all do.
+
+        n; age; whether the attack finished; whether it certified its texts, NaN where it never
+        does; what :class:`SentenceScores` holds of each text, one after the other, each filled up
+        to ``texts``.
+        """
+        started = self.started
+        guessed, truth, real = (
+            self.guess.tokens[started],
+            self.input_ids[started],
+            (self.real if counted is None else self.real & counted.to(self.real.device))[started],
+        )
+        scores = sentence_scores(guessed, truth, real)
+        certified = self.guess.certified
+        numbers = [
+            float(len(scores.hits)),
+            self.age,
+            float(self.guess.finished),
+            math.nan if certified is None else float(certified),
+        ]
+        for column in scores:
+            numbers += column.double().tolist() + [0.0] * (texts - len(column))
+        return numbers
+
+
+def unpack(row: Sequence[float], texts: int) -> SentenceScores:
+    """Return the scores that :meth:`Inverted.pack` gave of at most ``texts`` texts."""
+    width = len(SentenceScores._fields) * texts
+    columns = torch.tensor(row[4 : 4 + width], dtype=torch.float64)
+    return SentenceScores(*columns.view(-1, texts)[:, : int(row[0])])
 
 
 def reconstruction_rates(

@@ -2,7 +2,7 @@
 
 from lightning_fedleak.model.taps.activations import ActivationTap as ActivationTap
 from lightning_fedleak.model.taps.activations import ChangedInPlace as ChangedInPlace
-from lightning_fedleak.model.taps.activations import join_pieces as join_pieces
+from lightning_fedleak.model.taps.activations import join_gradients as join_gradients
 from lightning_fedleak.model.taps.calls import NOT_TESTED as NOT_TESTED
 from lightning_fedleak.model.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.model.taps.calls import PackedRows as PackedRows

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.model.anatomy import Anatomy, place_of
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import reset_compiled
+from lightning_fedleak.model.snapshots import UnusableObservation
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 
@@ -207,6 +209,29 @@ def join_pieces(pieces: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, 
             return (*pieces,)
         whole.append(torch.cat(parts) if len(parts) > 1 else parts[0])
     return (*pieces,) if rest else (*whole,)
+
+
+def join_gradients(
+    pieces: Sequence[Tensor], batches: Sequence[TokenBatch], layer: int
+) -> tuple[Tensor, ...]:
+    """Return the (B, L, d) gradient of each batch, of which the calls of the model had pieces.
+
+    Raises:
+        UnusableObservation: the gradients are not of these batches.
+    """
+    gradients = join_pieces(pieces, [len(batch.input_ids) for batch in batches])
+    if len(gradients) != len(batches):
+        raise UnusableObservation(
+            f"the loss's gradient at layer {layer} was seen in {len(gradients)} of "
+            f"{len(batches)} batches (torch.compile, or a loss that does not use it?)"
+        )
+    for batch, gradient in zip(batches, gradients, strict=True):
+        if gradient.shape[:2] != batch.input_ids.shape:
+            raise UnusableObservation(
+                f"the model was run on {tuple(gradient.shape[:2])} tokens at layer "
+                f"{layer}, the batch holds {tuple(batch.input_ids.shape)}"
+            )
+    return gradients
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from lightning_fedleak.report.attacks import AttackSummary, Point, Points
-from lightning_fedleak.report.charts.plot import (
-    HALF,
-    MOST_DOTS,
-    QUARTERS,
-    Plot,
-    steps,
-    ticks,
-    views,
-)
+from lightning_fedleak.report.charts.plot import HALF, MOST_DOTS, QUARTERS, Plot, ticks, views
 from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, best_of_family, limits_of, of_what_left
@@ -138,7 +130,7 @@ def _leakage(
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
     plot = Plot(size, x, (_lowest(visible), 1), margins)
-    plot.axes(QUARTERS, steps(x, is_narrow))
+    plot.axes(QUARTERS, _steps(x, is_narrow))
     plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
         plot.curve(curve, list(points.values()))
@@ -166,7 +158,7 @@ def _metrics(
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
     plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
-    plot.axes(ticks(y, 3), steps(x, is_narrow), fit.unit)
+    plot.axes(ticks(y, 3), _steps(x, is_narrow), fit.unit)
     for number, (name, line) in enumerate(lines.items()):
         places = list(line.values())
         plot.line("use thin" if number else "use", places)
@@ -297,7 +289,7 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figu
     def draw(width: float) -> str:
         is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
         plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
-        plot.axes(ticks(y, 4), steps(x, is_narrow), fit.unit)
+        plot.axes(ticks(y, 4), _steps(x, is_narrow), fit.unit)
         plot.line("ink", remaining.values())
         if len(remaining) <= MOST_DOTS:
             plot.dots("ink", remaining.values())
@@ -368,7 +360,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
 
     def draw(width: float) -> str:
         plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
-        plot.axes(QUARTERS, steps(x, True), unit)
+        plot.axes(QUARTERS, _steps(x, True), unit)
         plot.levels([curves[0].chance])
         for curve, points in visible.items():
             plot.curve(curve, list(points.values()), most_dots=0)
@@ -385,3 +377,8 @@ def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
 
 def _short(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}\u2026"
+
+
+def _steps(span: Span, is_narrow: bool) -> list[float]:
+    """Return the steps that an axis names: whole numbers."""
+    return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]

@@ -168,11 +168,6 @@ def _tick(value: float) -> str:
     return text.replace("0.", ".", 1) if 0 < abs(value) < 1 else text
 
 
-def steps(span: Span, is_narrow: bool) -> list[float]:
-    """Return the steps that an axis names: whole numbers."""
-    return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]
-
-
 def ticks(span: Span, most: int) -> list[float]:
     """Return at most so many round numbers between two, and one more."""
     low, high = min(span), max(span)

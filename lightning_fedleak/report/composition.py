@@ -54,8 +54,8 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
 
     pair = min(epsilon, LARGEST_SHOWN_EPSILON), delta
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
-    cost = max((_epsilon_at(delta, curve) for curve in curves), default=0.0)
-    if curves and cost >= LEAST_EXPLAINED * epsilon:
+    least = LEAST_EXPLAINED * epsilon
+    if any(all(one[0] >= least for one in curve if one[1] <= delta) for curve in curves):
         tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
         aucs.append(max(curve_auc(curve) for curve in curves))
     return min(tprs), min(aucs)
@@ -94,11 +94,6 @@ def _largest_histories(
 def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
     counts = {one[:2]: one.number for one in other}
     return all(one.number <= counts.get(one[:2], 0) for one in history)
-
-
-def _epsilon_at(delta: float, curve: Curve) -> float:
-    """Return the smallest epsilon of a curve whose delta is at most this."""
-    return min((pair[0] for pair in curve if pair[1] <= delta), default=math.inf)
 
 
 @functools.lru_cache(maxsize=64)

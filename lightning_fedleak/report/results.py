@@ -249,7 +249,9 @@ def _judged(
     value = line.value_of_this_look(headline)
     if value is None:
         return None
-    control, part = (_control(line, headline, end) for end in ("control", "a_part"))
+    control, part = (line.value(f"{headline}_of_{end}") for end in ("control", "a_part"))
+    if control is None and f"{headline}_of_control" in line.metrics:
+        control = math.nan  # it could not be read
     counted = records.judged(
         value,
         control,
@@ -259,15 +261,6 @@ def _judged(
         known=family.known,
     )
     return value, counted
-
-
-def _control(line: records.ResultLine, headline: str, end: str) -> float | None:
-    """Return a control of a look; NaN where it could not be read, None where there is none."""
-    name = f"{headline}_of_{end}"
-    if name not in line.metrics:
-        return None
-    value = line.value(name)
-    return math.nan if value is None else value
 
 
 def _with_controls(

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.composition import FPR, LARGEST_SHOWN_EPSILON, composed_epsilon
 from lightning_fedleak.report.logs import FitLog
-from lightning_fedleak.report.privacy import FPR, LARGEST_SHOWN_EPSILON, Account, composed_epsilon
+from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.records import MetricValue, Releases, named
 from lightning_fedleak.report.wording import NOT_RECORDED, rounded_up
 

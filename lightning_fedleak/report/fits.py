@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from lightning_fedleak.report import records
-from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, FitResults, Points
+from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, Points
 from lightning_fedleak.report.bounds import Allowance, allowances
 from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
@@ -23,11 +23,12 @@ from lightning_fedleak.report.privacy import (
     without_ledger,
 )
 from lightning_fedleak.report.records.files import first_of
+from lightning_fedleak.report.results import FitResults
 from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class _Shared:
     """What left a client, after which defences, and who could see it.
 
     Attributes:
@@ -67,7 +68,7 @@ REST = "capture, truth, control and scores of all"
 """What looks take beside the attacks."""
 
 
-class Cost(NamedTuple):
+class _Cost(NamedTuple):
     """What an attack took: in how many looks, in seconds, and of all looks' time."""
 
     attack: str
@@ -126,10 +127,10 @@ class FitSummary:
     steps: int | None
     length: int | None
     looked_at: int
-    costs: Sequence[Cost]
+    costs: Sequence[_Cost]
     begin: records.BeginLine = field(metadata={"others": True, "write": _recorded})
     settings_hash: str
-    shared: Shared
+    shared: _Shared
     attacks: Sequence[AttackSummary]
     updates: int
     withheld: int
@@ -222,7 +223,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
     return summary, problems
 
 
-def _costs(looks: Sequence[records.LookLine]) -> list[Cost]:
+def _costs(looks: Sequence[records.LookLine]) -> list[_Cost]:
     """Return what each attack took of the looks that say so, dearest first, and the rest."""
     timed = [(line.seconds, line.seconds_of) for line in looks if line.seconds_of is not None]
     total = sum(seconds or 0.0 for seconds, _ in timed)
@@ -232,7 +233,7 @@ def _costs(looks: Sequence[records.LookLine]) -> list[Cost]:
     taken = sorted(by_attack.items(), key=lambda one: -sum(one[1]))
     rest = total - sum(map(sum, by_attack.values()))
     rows = [*((n, len(seconds), sum(seconds)) for n, seconds in taken), (REST, len(timed), rest)]
-    return [Cost(*row, row[-1] / total) for row in rows] if total else []
+    return [_Cost(*row, row[-1] / total) for row in rows] if total else []
 
 
 def _end_in_words(log: FitLog) -> str:
@@ -265,10 +266,10 @@ def _utility(log: FitLog) -> dict[str, Points]:
 # ---- what left, and who could see it ------------------------------------------------------------
 
 
-def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> Shared:
+def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> _Shared:
     """Return what left a client; ``clients`` is how many are in the lines of the fit."""
     if begin is None:
-        return Shared()
+        return _Shared()
     monitor, model = begin.monitor or records.MonitorFacts(), begin.model
     update = "The gradient of every step"
     if monitor.local_steps:
@@ -289,7 +290,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
             seen_by = "The sum over clients only, if secure aggregation hides the parts"
     by_name = {account.defense: account for account in spendings}
     effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in begin.defenses)
-    return Shared(
+    return _Shared(
         update=update,
         size=size,
         effects=list(effects),

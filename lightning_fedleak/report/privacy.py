@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import Points
+from lightning_fedleak.report.composition import composed_epsilon, curves_of, largest_rates
 from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.wording import (
@@ -26,19 +25,10 @@ from lightning_fedleak.report.wording import (
     rounded_up,
 )
 
-if TYPE_CHECKING:
-    from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
-
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
-FPR = 0.01  # the low false positive rate at which membership attacks are compared (LiRA, 2022)
-LARGEST_SHOWN_EPSILON = 50.0  # a larger epsilon limits nothing, and its exponential overflows
 WEAK_TPR = 0.5  # a limit that lets a test find more than every second member is called weak
-LEAST_EXPLAINED = 0.9  # share of a recorded epsilon that its releases must cost to be all of it:
-# logs round up to 2% more releases; at 1 nothing would be, at 0 a history with gaps would count
-Curve = tuple[tuple[float, float], ...]
-"""Pairs (epsilon, delta) that all hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +238,9 @@ def _account(
     account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
     if account.holds:
-        tpr, auc = _most_allowed(account, [one.history or () for _, one in spendings])
+        histories = [one.history or () for _, one in spendings if not account.is_of_tokens]
+        curves = curves_of(histories, account.accountant, account.sampling)
+        tpr, auc = largest_rates(account.epsilon_over_clients, account.bound[1], curves)
         account = replace(account, largest_tpr=tpr, largest_auc=auc)
     account = replace(account, limit=_limit(account))
     return replace(account, statement=_statement(account))
@@ -335,98 +327,6 @@ def _without_sampling(account: Account) -> float | str | None:
         return None
     history = [one._replace(sample_rate=1.0) for one in account.history]
     return composed_epsilon(history, account.delta, account.accountant, account.sampling)
-
-
-def composed_epsilon(
-    history: Sequence[records.Releases], delta: float | None, accountant: str, sampling: str | None
-) -> float | str | None:
-    """Return the epsilon of releases, or in words why it is no number; None without noise."""
-    if not history or not delta or any(not one.noise_multiplier for one in history):
-        return None
-    if sampling is None:
-        return f"not computed: how batches were drawn is {NOT_RECORDED}"
-    try:
-        from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
-
-        kind: AccountantKind = "prv" if accountant == "prv" else "rdp"
-        epsilon = epsilon_of(history, delta, kind, cast("SamplingScheme", sampling))
-    except (ImportError, ValueError) as error:
-        return f"not computed: {error}"
-    return f"more than {LARGEST_EPSILON:g}" if math.isinf(epsilon) else rounded_up(epsilon)
-
-
-# ---- the most that an account allows any test ---------------------------------------------------
-
-
-def _most_allowed(
-    account: Account, histories: Sequence[Sequence[records.Releases]]
-) -> tuple[float, float]:
-    """Return the largest TPR and AUC of any test of two neighbouring data sets.
-
-    One pair (epsilon, delta) limits a test by Kairouz, Oh and Viswanath 2015. Releases have such a
-    pair for every delta, and all of them limit it together.
-
-    Args:
-        account: which holds.
-        histories: the releases at each look, of each client.
-    """
-    from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, dp_auc, dp_tpr
-
-    pair = min(account.epsilon_over_clients, LARGEST_SHOWN_EPSILON), account.bound[1]
-    tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
-    if curves := _curves(account, histories):
-        tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
-        aucs.append(max(curve_auc(curve) for curve in curves))
-    return min(tprs), min(aucs)
-
-
-def _curves(account: Account, histories: Sequence[Sequence[records.Releases]]) -> list[Curve]:
-    """Return the pairs of each client's releases; none where they are not all that was spent."""
-    largest = _largest_histories(histories)
-    composed = account.accountant in ("prv", "rdp") and account.sampling is not None
-    if not composed or not all(largest) or account.is_of_tokens:
-        return []
-    kind = account.accountant if len(largest) == 1 else "rdp"  # which takes microseconds
-    curves = [_curve(history, kind, str(account.sampling)) for history in largest]
-    epsilon, delta = account.bound
-    cost = max((_epsilon_at(delta, curve) for curve in curves), default=0.0)
-    return curves if all(curves) and cost >= LEAST_EXPLAINED * epsilon else []
-
-
-def _largest_histories(
-    histories: Sequence[Sequence[records.Releases]],
-) -> list[tuple[records.Releases, ...]]:
-    """Return the histories that are no part of another."""
-    largest: list[tuple[records.Releases, ...]] = []
-    for history in dict.fromkeys(map(tuple, reversed(histories))):
-        if not any(_is_part(history, other) for other in largest):
-            largest = [other for other in largest if not _is_part(other, history)]
-            largest.append(history)
-    return largest
-
-
-def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
-    counts = {one[:2]: one.number for one in other}
-    return all(one.number <= counts.get(one[:2], 0) for one in history)
-
-
-def _epsilon_at(delta: float, curve: Curve) -> float:
-    """Return the smallest epsilon of a curve whose delta is at most this."""
-    return min((pair[0] for pair in curve if pair[1] <= delta), default=math.inf)
-
-
-@functools.lru_cache(maxsize=64)
-def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
-    """Return the pairs of releases; none where an accountant cannot compose them."""
-    if any(not one.noise_multiplier for one in history):
-        return ()
-    try:
-        from lightning_fedleak.defenses.accounting.accounting import curve_of
-
-        kind, scheme = cast("AccountantKind", accountant), cast("SamplingScheme", sampling)
-        return tuple(curve_of(history, kind, scheme))
-    except (ImportError, ValueError):
-        return ()
 
 
 def _limit(account: Account) -> str | None:

@@ -141,7 +141,7 @@ def heat_maps(
     tables: dict[str, list[Row]] = {}
     for attack in sorted(attacks, key=lambda a: a.chance - (a.mean or 0.0)):
         by_client = grouped(attack.points, lambda point: f"client {point.client}")
-        clients = sorted(by_client.items(), key=lambda one: -_mean(one[1]))
+        clients = sorted(by_client.items(), key=lambda one: -_mean_value(one[1]))
         if rest := clients[MOST_CLIENTS - 1 :] if len(clients) > MOST_CLIENTS else ():
             points = [point for _, each in rest for point in each]
             clients[MOST_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
@@ -164,10 +164,10 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
             above = 0.0
         text = f"({brief(point.value)})" if point.withheld else brief(point.value)
         cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, above)))}"))
-    return [*cells, Cell(brief(_mean(points)), "b")]
+    return [*cells, Cell(brief(_mean_value(points)), "b")]
 
 
-def _mean(points: Iterable[Point]) -> float:
+def _mean_value(points: Iterable[Point]) -> float:
     values = [point.value for point in points if point.value is not None]
     return fmean(values) if values else -1.0
 

@@ -1,12 +1,13 @@
 """The options of ``fedleak``'s subcommands. Imports nothing that a subcommand needs.
 
-Each function adds the options of one command. Its docstring is the command's help.
+Each function adds the options of one command. Its docstring is the command's help. Commands that
+read the logs of runs have theirs in ``log_options``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,16 @@ _RATE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
 _DURATION = _converter(float, lambda x: x > 0, "a positive number")
 _NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
-_SEED = {
-    "default": 0,
-    "metavar": "N",
-    "type": _converter(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
-}
+_UINT32 = _converter(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
 
 
 def _number(
-    metavar: str, kind: Callable[[str], float], default: float | list[float] | None = None
+    metavar: str, kind: Callable[[str], float], default: float | Sequence[float] | None = None
 ) -> dict[str, Any]:
     return {"default": default, "metavar": metavar, "type": kind}
 
 
+_SEED = _number("N", _UINT32, 0)
 _METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
 
 
@@ -69,16 +67,14 @@ def _limit(text: str) -> tuple[str | None, float]:
     return name or None, _NOISE(number)
 
 
-def _count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
+def count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
+    """Return the settings of an option that is a whole number."""
     text = f"a whole number of at least {minimum}"
-    return {
-        "default": default,
-        "metavar": "N",
-        "type": _converter(int, lambda n: n >= minimum, text),
-    }
+    return _number("N", _converter(int, lambda n: n >= minimum, text), default)
 
 
-def _path(metavar: str, default: str | None = None) -> dict[str, Any]:
+def path(metavar: str, default: str | None = None) -> dict[str, Any]:
+    """Return the settings of an option that is a file or a folder."""
     return {"default": None if default is None else Path(default), "metavar": metavar, "type": Path}
 
 
@@ -89,10 +85,10 @@ def _add_sources(add: Add) -> None:
 
 
 def _add_training(add: Add, steps: int) -> None:
-    add("--steps", **_count(steps))
-    add("--batch-size", **_count(8))
-    add("--length", **_count(64, 2))
-    add("--every-n-steps", **_count(5))
+    add("--steps", **count(steps))
+    add("--batch-size", **count(8))
+    add("--length", **count(64, 2))
+    add("--every-n-steps", **count(5))
     add("--lr", **_number("X", _POSITIVE, 1e-4))
 
 
@@ -119,7 +115,7 @@ def demo(add: Add) -> None:
     _add_sources(add)
     _add_training(add, steps=100)
     add("--at-most", **_number("F1", _SHARE, 0.5))
-    add("--out", **_path("DIR", "fedleak_runs"))
+    add("--out", **path("DIR", "fedleak_runs"))
     add("--seed", **_SEED)
     add("--reveal", action="store_true")
 
@@ -152,12 +148,12 @@ def game(add: Add) -> None:
     """
     _add_sources(add)
     add("--attack", nargs="+", choices=GAME_ATTACKS, default=["fc", "fc-full", "attention"])
-    add("--lora-r", **_count(0, 0))
+    add("--lora-r", **count(0, 0))
     add("--targets", metavar="NAMES")
-    add("--layer", nargs="+", **_count(None, 0))
-    add("--batch", **_count(40))
-    add("--tokens", **_count(32, 2))
-    add("--games", **_count(240))
+    add("--layer", nargs="+", **count(None, 0))
+    add("--batch", **count(40))
+    add("--tokens", **count(32, 2))
+    add("--games", **count(240))
     add("--relation", choices=("replace_one", "add_remove"), default="replace_one")
     add("--defense", metavar="NAME:SETTING=VALUE,...")
     add("--seed", **_SEED)
@@ -191,17 +187,17 @@ def invert(add: Add) -> None:
         out: folder of the results.
     """
     _add_sources(add)
-    add("--layer", nargs="+", **_count(None, 0))
+    add("--layer", nargs="+", **count(None, 0))
     add("--noise", nargs="+", **_number("S", _NOISE, [0.0, 0.3, 1.0, 3.0]))
     add("--relative", action=argparse.BooleanOptionalAction, default=True)
-    add("--lengths", nargs="+", **_count([32]))
-    add("--texts", **_count(4))
+    add("--lengths", nargs="+", **count([32]))
+    add("--texts", **count(4))
     add("--attack", nargs="+", choices=INVERT_ATTACKS)
-    add("--steps", **_count(1000))
+    add("--steps", **count(1000))
     add("--budget-seconds", **_number("X", _DURATION, 60.0))
-    add("--bos", **_count(None, 0))
+    add("--bos", **count(None, 0))
     add("--seed", **_SEED)
-    add("--out", **_path("DIR", "fedleak_runs/inversion"))
+    add("--out", **path("DIR", "fedleak_runs/inversion"))
 
 
 def sweep(add: Add) -> None:
@@ -233,12 +229,12 @@ def sweep(add: Add) -> None:
     attacks = ["flatchat", "aligned_flatchat", "fc"]
     add("--attack", nargs="+", choices=SWEEP_ATTACKS, default=attacks)
     _add_sources(add)
-    add("--layer", **_count(None, 0))
+    add("--layer", **count(None, 0))
     _add_training(add, steps=60)
     add("--peft", choices=("lora", "bitfit"))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
-    add("--out", **_path("DIR", "fedleak_runs/sweep"))
+    add("--out", **path("DIR", "fedleak_runs/sweep"))
 
 
 def plan(add: Add) -> None:
@@ -260,7 +256,7 @@ def plan(add: Add) -> None:
     add("--model", metavar="NAME")
     add("--batch", default="8x64", metavar="NxL", type=_batch)
     add("--peft", choices=("lora", "full"), default="lora")
-    add("--lora-r", **_count(None, 0))
+    add("--lora-r", **count(None, 0))
     add("--targets", metavar="NAMES")
     add("--seed", **_SEED)
 
@@ -330,21 +326,21 @@ def memorization(add: Add) -> None:
     add("--prompt-column", metavar="NAME")
     add("--label-column", metavar="NAME")
     add("--loss", choices=("answers", "all"))
-    add("--length", **_count(256, 2))
+    add("--length", **count(256, 2))
     add("--drawn", action="store_true")
-    add("--records", **_path("FILE"))
+    add("--records", **path("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
-    add("--references", **_count(0, 0))
-    add("--run", **_path("DIR"))
-    add("--epochs", **_count(None))
-    add("--batch-size", **_count(None))
+    add("--references", **count(0, 0))
+    add("--run", **path("DIR"))
+    add("--epochs", **count(None))
+    add("--batch-size", **count(None))
     add("--lr", **_number("X", _POSITIVE))
     add("--no-account", action="store_true")
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)
-    add("--summary", **_path("FILE"))
-    add("--out", **_path("FILE"))
+    add("--summary", **path("FILE"))
+    add("--out", **path("FILE"))
 
 
 def records(add: Add) -> None:
@@ -372,7 +368,7 @@ def records(add: Add) -> None:
     add("--column", metavar="NAME")
     add("--top", **_number("X", _SHARE, 0.1))
     add("--no-account", action="store_true")
-    add("--out", **_path("FILE"))
+    add("--out", **path("FILE"))
 
 
 def federate(add: Add) -> None:
@@ -418,21 +414,21 @@ def federate(add: Add) -> None:
         seed: seed of split, order, adapters and calibration.
         out: folder of the logs.
     """
-    add("--clients", **_count(4, 2))
-    add("--rounds", **_count(3))
-    add("--local-steps", **_count(10))
+    add("--clients", **count(4, 2))
+    add("--rounds", **count(3))
+    add("--local-steps", **count(10))
     _add_sources(add)
     add("--partition-by", metavar="COLUMN")
     add("--partition", choices=("iid", "speaker", "dirichlet"))
     add("--alpha", **_number("X", _POSITIVE, 0.5))
     add("--peft", choices=("lora",))
-    add("--lora-r", **_count(None))
+    add("--lora-r", **count(None))
     add("--targets", metavar="NAMES")
     add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
     add("--lr", **_number("X", _POSITIVE))
-    add("--batch-size", **_count(4))
-    add("--length", **_count(32, 2))
-    add("--members", **_count(16))
+    add("--batch-size", **count(4))
+    add("--length", **count(32, 2))
+    add("--members", **count(16))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
     add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
@@ -443,100 +439,7 @@ def federate(add: Add) -> None:
     add("--sampling", choices=("all", "poisson", "fixed"), default="all")
     add("--per-round", **_number("N", _POSITIVE))
     add("--seed", **_SEED)
-    add("--out", **_path("DIR", "fedleak_runs/federation"))
-
-
-def report(add: Add) -> None:
-    """Write what runs showed: a page for people, and JSON.
-
-    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), and writes
-    report.html and report.json.
-
-    Options:
-        runs: folder of logs.
-        out: folder of the report (default: the first RUN's).
-        about: how the model is released, which no log holds (default: report.toml in --out, where
-            there is one).
-        model_card: print a block of Markdown for a model card, and write no report. With --out,
-            the folder of the weights, what it says is written there as leakage.json.
-        reveal: local reveal files to put into the page: private text; the page gets mode 0600.
-    """
-    add("runs", nargs="+", metavar="RUN", type=Path)
-    add("--out", **_path("DIR"))
-    add("--about", **_path("TOML"))
-    add("--model-card", action="store_true")
-    add("--reveal", nargs="+", metavar="FILE", type=Path, default=[])
-
-
-def compare(add: Add) -> None:
-    """Print what changed between runs.
-
-    Prints utility, leakage with 95% intervals, and epsilon of runs side by side.
-
-    Options:
-        runs: folder of logs, with all runs in it.
-    """
-    add("runs", nargs="+", metavar="RUN", type=Path)
-
-
-def verify(add: Add) -> None:
-    """Check that nobody edited the logs of a run.
-
-    Reads leakage.jsonl, run.jsonl and report.json. Ends with 0 if everything that is given holds,
-    3 if something contradicts, and 2 if it is open: a run that is not closed, lines without hashes,
-    a report of another version.
-
-    Options:
-        run: folder that holds leakage.jsonl.
-        weights: saved weights, which must be those that the last run ended with, or of a checkpoint
-            that was noted. A leakage.json beside them must say what the logs give.
-        key: public key of who signed the run, in PEM (needs the package cryptography).
-        head: hash of a line that was noted when the run ended; may be given several times.
-        repetition: folder of the same training, run again: weights, losses and leakage must be
-            the same to the last bit.
-        client: folder of a client's logs, in a federation whose server's logs RUN holds; may be
-            given several times (default: those in RUN and beside it).
-    """
-    add("run", metavar="RUN", type=Path)
-    add("--client", action="append", default=[], metavar="DIR", type=Path)
-    add("--weights", **_path("DIR"))
-    add("--repetition", **_path("DIR"))
-    add("--key", **_path("PEM"))
-    add("--head", action="append", default=[], metavar="HASH")
-
-
-def replay(add: Add) -> None:
-    """Repeat a step that was kept as evidence, to the last bit.
-
-    Calls the function that trained, as FUNCTION(folder=PATH, evidence=EVIDENCE). It trains as in
-    the run, on the same rows in the same order, writes its logs to folder, and gives evidence to
-    WatchSettings. The state before the step is put back there; earlier steps need not be trained,
-    and the training ends after it. Ends with 0 if the update, the loss and what attacks read are
-    the same, 3 if not, and 2 if it is open: another batch, platform or setting.
-
-    Options:
-        run: folder that holds leakage.jsonl.
-        evidence: the folder of Evidence(folder=...).
-        step: optimizer steps before the one that is repeated.
-        train: the function, as FILE.py:FUNCTION or MODULE:FUNCTION.
-    """
-    add("run", metavar="RUN", type=Path)
-    add("--evidence", required=True, metavar="DIR", type=Path)
-    add("--step", required=True, **_count(None, 0))
-    add("--train", required=True, metavar="FILE.py:FUNCTION")
-
-
-def sign(add: Add) -> None:
-    """Sign the logs and the report of a run with an ed25519 key.
-
-    Writes fedleak.dsse.json beside the logs: an in-toto statement in a DSSE envelope.
-
-    Options:
-        run: folder that holds leakage.jsonl.
-        key: private key in PEM, as openssl genpkey -algorithm ed25519 makes it.
-    """
-    add("run", metavar="RUN", type=Path)
-    add("--key", required=True, metavar="PEM", type=Path)
+    add("--out", **path("DIR", "fedleak_runs/federation"))
 
 
 def fit(add: Add) -> None:

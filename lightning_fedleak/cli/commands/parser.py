@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_fedleak.cli.commands import options
+from lightning_fedleak.cli.commands import log_options, options
 
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     options.records,
-    *(options.federate, options.sweep, options.report, options.compare),
-    *(options.verify, options.replay, options.sign, options.fit),
+    *(options.federate, options.sweep, log_options.report, log_options.compare),
+    *(log_options.verify, log_options.replay, log_options.sign, options.fit),
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
-from lightning_fedleak.report.records.lines import RUN_LINES, ResultLine, RunLine
+from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 CHAIN_KEY = "chain.key"
@@ -82,7 +82,8 @@ def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
     if name == RESULTS:
         return ResultLine.from_json(content)
     line = RunLine.from_json(content)
-    return RUN_LINES.get(line.kind, RunLine).from_json(content)
+    kinds = {vars(kind)["kind"]: kind for kind in RunLine.__subclasses__()}
+    return kinds.get(line.kind, RunLine).from_json(content)
 
 
 def parse_json(text: str) -> Any:

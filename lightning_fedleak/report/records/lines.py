@@ -1,14 +1,11 @@
-"""The lines of ``leakage.jsonl`` (what attacks read) and of ``run.jsonl`` (what the fit was)."""
+"""The lines of ``leakage.jsonl``, what attacks read, and of ``run.jsonl`` after its first line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, TypedDict
 
-from lightning_fedleak.report.records.families import Family, standard_family
 from lightning_fedleak.report.records.fields import (
-    OTHER_KEYS,
     SCHEMA,
     Amount,
     Count,
@@ -17,7 +14,6 @@ from lightning_fedleak.report.records.fields import (
     Limit,
     Record,
     Share,
-    keys_of,
     named,
 )
 
@@ -128,207 +124,7 @@ class RunLine(Record):
     time: str | None = None
 
 
-# ---- a fit begins -------------------------------------------------------------------------------
-
-
-class _DefenseSettings(TypedDict):
-    """The settings of a defence that a report uses; others are anything."""
-
-    trust: str
-    unit: str
-    sampling: str
-    accountant: str
-    ledger: str
-    target_epsilon: Amount | None
-    clip: Amount | None
-    max_grad_norm: Amount | str | None  # "auto", or norms by layers
-    clients: int
-    poisson: bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DefenseFacts(Record):
-    """What a defence is and promises.
-
-    Attributes:
-        name: its name in the logs.
-        class_name: its class.
-        guarantee: what it promises, in a sentence; begins with "none" where it promises nothing.
-        settings: by name.
-    """
-
-    name: str
-    class_name: str | None = named("class", default=None)
-    guarantee: str | None = None
-    settings: Annotated[JsonObject, keys_of(_DefenseSettings)] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DefenseLine(DefenseFacts, RunLine):
-    """A defence that the first line does not know, such as a client's own account."""
-
-    kind: str = field(default="defense", init=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleasesBefore(Record):
-    """The releases of a defence that were restored with a checkpoint."""
-
-    defense: str
-    history: History
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndedFit(Record):
-    """The fit whose checkpoint a fit goes on from: its id, and what its defences had released."""
-
-    run: str = ""
-    privacy: tuple[ReleasesBefore, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts(Record):
-    """The model: its class, sizes in parameters, and the names of those that are trained."""
-
-    class_name: str = named("class")
-    kind: str | None = None
-    vocabulary: int | None = None
-    parameters: int | None = None
-    trained_parameters: int | None = None
-    trained: tuple[str, ...] = ()
-    peft: tuple[str, ...] = ()
-    dtype: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorFacts(Record):
-    """The settings of what watched the fit.
-
-    Attributes:
-        client: what a client is: ``"rank"``, ``"world"``, or one of a federation.
-        clients: how many there are.
-        adversary: what the adversary is taken to have; None where that was not recorded.
-        local_steps: optimizer steps of a round; None where single gradients are shared.
-        stages: where it measured; None where that was not recorded.
-        more: its further settings.
-    """
-
-    client: str | int | None = None
-    clients: int = 1
-    adversary: tuple[str, ...] | None = None
-    local_steps: int | None = None
-    stages: tuple[str, ...] | None = None
-    more: JsonObject = field(default_factory=dict, metadata=OTHER_KEYS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttackFacts(Record):
-    """An attack that is played.
-
-    Attributes:
-        name: its name in the logs.
-        class_name: its class.
-        family: name of its family.
-        adversary: its threat model, in a sentence.
-        needs: what the adversary must be able to do.
-        reads: names of the parameters that it reads.
-        exposed: whether they are shared.
-        config: its settings.
-    """
-
-    name: str
-    class_name: str | None = named("class", default=None)
-    family: str
-    adversary: str | None = None
-    needs: tuple[str, ...] | None = None
-    reads: tuple[str, ...] = ()
-    exposed: bool | None = None
-    config: JsonObject | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotPlayed(Record):
-    """An attack that is left out, and why."""
-
-    name: str
-    family: str | None = None
-    reason: str = named("why")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateFacts(Record):
-    """A gate: the metric that it watches, its limit, what it does above it, and how it judges.
-
-    Attributes:
-        strict: whether an unknown result counts as above the limit.
-        patience: how many such results in a row it lets pass.
-    """
-
-    name: str
-    metric: str
-    at_most: Limit | None = None
-    action: str | None = None
-    bound: str | None = None
-    alpha: float | None = None
-    strict: bool | None = None
-    patience: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeginLine(RunLine):
-    """What a fit knows of itself before its first step.
-
-    Attributes:
-        fit: the same for all monitors of one fit.
-        resumed: the fit that it goes on from; None where it begins with no checkpoint.
-        versions: of the packages that a number may depend on.
-        machine: processor and device.
-        model: the model.
-        training: how it is trained.
-        monitor: what watches it.
-        families: those of its attacks.
-        attacks: those that are played.
-        not_played: those that are left out; None where that was not recorded.
-        unread: names of the trained parameters that no attack reads; None: not recorded.
-        defenses: in their order.
-        gates: None where they were not recorded.
-        settings_hash: SHA-256 of all settings.
-        next_look: step of the first look at a step; None where none is planned.
-        weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
-            but for a kind that is large; None where they are sharded or of a federation.
-        evidence: which steps are kept, from the ``first``: ``steps``, or their ``share`` and the
-            SHA-256 ``seed_hash`` of what draws them; None: none.
-    """
-
-    kind: str = field(default="begin", init=False)
-    fit: str | None = None
-    resumed: EndedFit | None = None
-    versions: Mapping[str, str] | None = None
-    machine: JsonObject | None = None
-    model: ModelFacts | None = None
-    training: JsonObject | None = None
-    monitor: MonitorFacts | None = None
-    families: tuple[Family, ...] = ()
-    attacks: tuple[AttackFacts, ...] = ()
-    not_played: tuple[NotPlayed, ...] | None = None
-    unread: tuple[str, ...] | None = None
-    defenses: tuple[DefenseFacts, ...] = ()
-    gates: tuple[GateFacts, ...] | None = None
-    settings_hash: str | None = None
-    next_look: Count | None = None
-    weights: Mapping[str, str] | None = None
-    evidence: JsonObject | None = None
-
-    @property
-    def is_federation(self) -> bool:
-        """Whether it is of a federation: it counts rounds, and has several clients."""
-        return (self.training or {}).get("strategy") == "federation"
-
-    def family_of(self, attack: str) -> Family | None:
-        """Return the family of an attack by its name; None where it is not recorded."""
-        name = next((one.family for one in self.attacks if one.name == attack), "")
-        recorded = {family.name: family for family in self.families}
-        return recorded.get(name) or standard_family(name) if name else None
+# ---- run.jsonl: after its first line ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +154,6 @@ class PoolLine(RunLine):
     searched: Share
     copied: int = 0
     base: str | None = None
-
-
-# ---- while it goes on ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -586,13 +379,3 @@ class EndLine(RunLine):
     weights: Mapping[str, str] | None = None
     row_order: str | None = None
     seed: str | None = None
-
-
-RUN_LINES: Mapping[str, type[RunLine]] = {
-    line.kind: line
-    for line in (
-        *(BeginLine, PoolLine, DefenseLine, LookLine, PlanLine, MetricsLine, GateLine),
-        *(CheckpointLine, KeptLine, SentLine, ClientLine, EndLine),
-    )
-}
-"""By the kind of the line."""

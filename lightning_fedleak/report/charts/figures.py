@@ -1,18 +1,17 @@
-"""Charts of a report as SVG and HTML, each with its table; they need no program to be read."""
+"""The charts of a run and of several, as SVG and HTML, each with its table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from lightning_fedleak.report.attacks import AttackSummary, Point, Points
+from lightning_fedleak.report.charts.plot import HALF, MOST_DOTS, QUARTERS, Plot, ticks, views
 from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, best_of_family, limits_of, of_what_left
-from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.series import (
     Bins,
     Cell,
@@ -28,23 +27,11 @@ from lightning_fedleak.report.series import (
 )
 from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
 
-DESK, HALF, PHONE = 1064, 510, 354
-"""Widths in pixels: of the page's column, of half of it, and of the column on a phone."""
 MOST_BINS = 120
 """Most points of a line. Of more looks those side by side share a bin. Not tuned."""
 MOST_DRAWN = 3
 """Runs up to which a page has the charts of each, with fewer points. More would take the page above
 150 KB, which a browser opens at once; those of several runs together are always drawn."""
-MOST_DOTS = 48  # bins up to which each has a symbol: more would touch
-QUARTERS = (0, 0.25, 0.5, 0.75, 1)  # ticks of a rate; more ticks crowd a phone's chart
-SHAPES = {
-    "words": "m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
-    "membership": "m-3-3h6v6h-6z",
-    "texts": "m0-4l4 4-4 4-4-4z",
-    "memorization": "m0-4l4 7h-8z",
-}
-"""Paths of the symbols of each kind of leak; others have that of words."""
-Place = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
@@ -58,137 +45,6 @@ class _Figure:
     rows: Sequence[Row] = ()
     kind: str = ""
     heat: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-
-
-class _Plot:
-    """A drawing with two axes.
-
-    Args:
-        size: width and height in pixels.
-        x, y: lowest and highest value of each axis; of ``x`` the first may be the higher one.
-        margins: left, right, top and bottom in pixels.
-    """
-
-    def __init__(self, size: Span, x: Span, y: Span, margins: tuple[int, int, int, int]) -> None:
-        self.width, self.height = size
-        self._x, self._y = x, y if y[1] > y[0] else (y[0] - 0.5, y[0] + 0.5)
-        self.left, right, self.top, bottom = margins
-        self.right, self.bottom = self.width - right, self.height - bottom
-        self.is_narrow = self.width < HALF
-        self._parts: list[str] = []
-        self._labels: list[tuple[float, str, str]] = []
-
-    def x(self, value: float) -> float:
-        """Return the pixel of a value."""
-        low, high = self._x
-        return self.left + (value - low) / (high - low or 1) * (self.right - self.left)
-
-    def y(self, value: float | None) -> float:
-        """Return the pixel of a value; an unknown upper end is the highest value."""
-        low, high = self._y
-        share = 1.0 if value is None else (value - low) / (high - low)
-        return self.bottom - share * (self.bottom - self.top)
-
-    def rule(self, kind: str, x: Sequence[float], y: Sequence[float]) -> None:
-        """Draw a line between two pixels."""
-        ends = f'x1="{x[0]:.1f}" x2="{x[-1]:.1f}" y1="{y[0]:.1f}" y2="{y[-1]:.1f}"'
-        self._parts.append(f'<line class="{kind}" {ends}/>')
-
-    def level(self, kind: str, value: float, label: str = "") -> None:
-        """Draw a horizontal line at a value, with a label at its right."""
-        self.rule(kind, (self.left, self.right), [self.y(value)])
-        if label:
-            self.label(value, label, "ink" if kind == "gate" else "")
-
-    def levels(
-        self, chances: Iterable[float], limits: Iterable[float] = (), *, are_named: bool = False
-    ) -> None:
-        """Draw what guessing reaches, where that is above 0, and the limits of gates."""
-        for chance in sorted({chance for chance in chances if chance}):
-            self.level("chance", chance, "guessing" * are_named)
-        for limit in limits:
-            self.level("gate", limit, f"gate {brief(limit)}" * are_named)
-
-    def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
-        """Write a text at a pixel."""
-        style = f' class="{kind}"' if kind else ""
-        end = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{style}{end}>{escape(str(text))}</text>')
-
-    def axes(self, values: Iterable[float], steps: Iterable[float], label: str = "") -> None:
-        """Draw a line for each value, the numbers at both axes, and the name of the lower one."""
-        for value in values:
-            self.level("grid", value)
-            self.text(self.left - 8, self.y(value) + 4, _tick(value), anchor="end")
-        for step in steps:
-            self.text(self.x(step), self.bottom + 16, _tick(step), anchor="middle")
-        if label:
-            self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
-
-    def line(self, kind: str, places: Iterable[Place]) -> None:
-        """Draw a line; unknown values are gaps."""
-        path, is_gap = [], True
-        for x, y in places:
-            if y is not None:
-                path.append(f"{'M' if is_gap else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
-            is_gap = y is None
-        self._parts.append(f'<path class="line {kind}" d="{"".join(path)}"/>')
-
-    def band(self, kind: str, points: Sequence[Point]) -> None:
-        """Draw the intervals of points as an area; unknown values are gaps."""
-        runs: list[list[Point]] = [[]]
-        for point in points:
-            if point.value is None or point.low is None:
-                runs.append([])
-            else:
-                runs[-1].append(point)
-        for run in filter(None, runs):
-            if len(run) == 1:
-                ends = self.y(run[0].low), self.y(run[0].high)
-                self.rule(f"whisker {kind}", [self.x(run[0].step)], ends)
-                continue
-            upper = [f"{self.x(p.step):.1f} {self.y(p.high):.1f}" for p in run]
-            lower = [f"{self.x(p.step):.1f} {self.y(p.low):.1f}" for p in reversed(run)]
-            self._parts.append(f'<path class="band {kind}" d="M{"L".join([*upper, *lower])}z"/>')
-
-    def dots(self, kind: str, places: Iterable[Place], family: str = "words") -> None:
-        """Draw a symbol at each place."""
-        shape = SHAPES.get(family, SHAPES["words"])
-        marks = [f"M{self.x(x):.1f} {self.y(y):.1f}{shape}" for x, y in places if y is not None]
-        if marks:
-            self._parts.append(f'<path class="dot {kind}" d="{"".join(marks)}"/>')
-
-    def curve(self, curve: Curve, points: Sequence[Point], most_dots: int = MOST_DOTS) -> None:
-        """Draw a line of leakage with its intervals, and with symbols if there are few."""
-        tone = curve.tone(curve.last)
-        self.band(tone, points)
-        self.line(f"{tone} {curve.dash}".strip(), [(p.step, p.value) for p in points])
-        for kind in ("read", "calm") if len(points) <= most_dots else ():
-            places = [(p.step, p.value) for p in points if curve.tone(p) == kind]
-            self.dots("read" if kind == "read" else "calm hollow", places, curve.family)
-
-    def label(self, value: float, text: str, kind: str) -> None:
-        """Name a value at the right of the drawing."""
-        self._labels.append((self.y(value), text, kind))
-
-    def svg(self, description: str) -> str:
-        """Return the drawing, with its labels one below the other."""
-        heights: list[float] = []
-        labels = sorted(self._labels)
-        for y, _, _ in labels:
-            heights.append(max(y, heights[-1] + 15) if heights else y)
-        over = max(0.0, (heights or [0.0])[-1] - self.bottom)
-        for height, (_, text, kind) in zip(heights, labels, strict=True):
-            self.text(self.right + 10, height - over + 4, text, kind)
-        box = f'viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
-        axis = " ".join(f"{n:g}" for n in (self.left, self.right, *self._x, self.bottom))
-        name = f'role="img" aria-label="{escape(description)}"'
-        return f"<svg {box} data-axis='{axis}' {name}>{''.join(self._parts)}</svg>"
-
-
-def _both(draw: Callable[[float], str], desk: float = DESK) -> Markup:
-    """Return a chart as it is drawn for a desk and for a phone, of which the page shows one."""
-    return Markup(f'<div class="desk">{draw(desk)}</div><div class="phone">{draw(PHONE)}</div>')
 
 
 # ---- one run ------------------------------------------------------------------------------------
@@ -244,11 +100,11 @@ def _heat_map(fit: FitSummary) -> _Figure | None:
 def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
     """Draw leakage above utility, on one axis of steps."""
     curves, metrics = _curves(fit, one), dict(list(utility(fit).items())[:2])
-    steps = [point.step for curve in curves for point in curve.points]
-    steps += [step for line in metrics.values() for step, _ in line]
-    if not steps:
+    numbers = [point.step for curve in curves for point in curve.points]
+    numbers += [step for line in metrics.values() for step, _ in line]
+    if not numbers:
         return None
-    bins = Bins(steps, most)
+    bins = Bins(numbers, most)
     visible = {curve: bins.highest(curve.points) for curve in curves}
     lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
     x = bins.span(fit.length)
@@ -265,7 +121,7 @@ def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
     caption = f"Band: 95% interval.{bins.caption}"
     columns = [fit.unit, *(curve.name for curve in curves), *lines]
     rows = bins.rows(cells)
-    return _Figure("Leakage and utility", caption, _both(draw), columns, rows, "over_steps")
+    return _Figure("Leakage and utility", caption, views(draw), columns, rows, "over_steps")
 
 
 def _leakage(
@@ -273,7 +129,7 @@ def _leakage(
 ) -> str:
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = _Plot(size, x, (_lowest(visible), 1), margins)
+    plot = Plot(size, x, (_lowest(visible), 1), margins)
     plot.axes(QUARTERS, _steps(x, is_narrow))
     plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
@@ -301,8 +157,8 @@ def _metrics(
     is_narrow = width < HALF
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
-    plot = _Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
-    plot.axes(_ticks(y, 3), _steps(x, is_narrow), fit.unit)
+    plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
+    plot.axes(ticks(y, 3), _steps(x, is_narrow), fit.unit)
     for number, (name, line) in enumerate(lines.items()):
         places = list(line.values())
         plot.line("use thin" if number else "use", places)
@@ -328,8 +184,8 @@ def _knee(fit: FitSummary) -> _Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         margins = (40, 24 if is_narrow else 150, 22, 40)
-        plot = _Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
-        plot.axes(_ticks(y, 6), _ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
+        plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
+        plot.axes(ticks(y, 6), ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
         plot.levels([curve.chance], limits_of(fit), are_named=not is_narrow)
         at = plot.x(best[0])
         plot.rule("best", [at], (plot.top, plot.bottom))
@@ -337,7 +193,7 @@ def _knee(fit: FitSummary) -> _Figure | None:
         plot.text(at - 8, plot.bottom - 8, label, "use", "end")
         plot.line("faint", [(loss, point.value) for loss, point in looks])
         for loss, point in looks:
-            _whisker(plot, loss, point.rate, curve.tone(point), "whisker")
+            plot.whisker(loss, point.rate, curve.tone(point))
         for loss, point in {looks[0], looks[-1], best}:
             label = f"{fit.unit} {point.step}: {brief(point.value)}"
             anchor = "end" if plot.x(loss) > 0.7 * plot.right else "start"
@@ -347,14 +203,7 @@ def _knee(fit: FitSummary) -> _Figure | None:
     rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
     caption = f"Each dot is a look; upwards the trained model tells more. {data.sentence}"
     columns = [fit.unit, "AUC", name]
-    return _Figure("When learning turned into memorizing", caption, _both(draw), columns, rows)
-
-
-def _whisker(plot: _Plot, x: float, rate: MetricValue, tone: str, kind: str) -> None:
-    """Draw a value with its interval as a vertical line."""
-    if rate.low is not None:
-        plot.rule(f"{kind} {tone}", [plot.x(x)], (plot.y(rate.low), plot.y(rate.high)))
-    plot.dots(tone, [(x, rate.value)])
+    return _Figure("When learning turned into memorizing", caption, views(draw), columns, rows)
 
 
 def _defense(fit: FitSummary) -> _Figure | None:
@@ -366,7 +215,7 @@ def _defense(fit: FitSummary) -> _Figure | None:
     def draw(width: float) -> str:
         is_narrow = width < HALF
         row, margins = (62, (12, 84, 8, 26)) if is_narrow else (54, (200, 100, 8, 26))
-        plot = _Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
+        plot = Plot((width, row * len(pairs) + 36), (0, 1), (0, 1), margins)
         for tick in QUARTERS:
             plot.rule("grid", [plot.x(tick)], (plot.top, plot.bottom))
         plot.axes((), QUARTERS)
@@ -399,7 +248,7 @@ def _defense(fit: FitSummary) -> _Figure | None:
         "Each line runs from before the defence (ring) to what left (dot), with 95% intervals."
     )
     columns = ["attack", "before", "of what left"]
-    return _Figure("What the defence took away", caption, _both(draw), columns, rows)
+    return _Figure("What the defence took away", caption, views(draw), columns, rows)
 
 
 def _each_attack(fit: FitSummary) -> _Figure | None:
@@ -415,8 +264,8 @@ def _each_attack(fit: FitSummary) -> _Figure | None:
         visible = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = _Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
-        plot.axes([0, 0.5, 1], _ticks(x, 3))
+        plot = Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
+        plot.axes([0, 0.5, 1], ticks(x, 3))
         plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
         plot.curve(curve, list(visible.values()), most_dots=2)
         title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
@@ -439,8 +288,8 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figu
 
     def draw(width: float) -> str:
         is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
-        plot = _Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
-        plot.axes(_ticks(y, 4), _steps(x, is_narrow), fit.unit)
+        plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
+        plot.axes(ticks(y, 4), _steps(x, is_narrow), fit.unit)
         plot.line("ink", remaining.values())
         if len(remaining) <= MOST_DOTS:
             plot.dots("ink", remaining.values())
@@ -449,7 +298,7 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figu
 
     rows = bins.rows(lambda number: [Cell(digits(remaining[number][1]))])
     caption = f"\u03b5 of {defense} by {fit.unit}, of all releases until then."
-    return _Figure("Privacy spent", caption, _both(draw), [fit.unit, "epsilon"], rows)
+    return _Figure("Privacy spent", caption, views(draw), [fit.unit, "epsilon"], rows)
 
 
 # ---- several runs -------------------------------------------------------------------------------
@@ -459,14 +308,10 @@ def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_
     """Return the charts of several runs: utility against leakage, unless a gate stopped one, and
     leakage by step.
     """
-    best = {
-        name: best_of_family(fit, compared.family)
-        for name, fit in zip(names_of(fits), fits, strict=True)
-    }
     curves = [
         curve_of(attack, name, f"dash{number % 4}")
-        for number, (name, attack) in enumerate(best.items())
-        if attack
+        for number, (name, fit) in enumerate(zip(names_of(fits), fits, strict=True))
+        if (attack := best_of_family(fit, compared.family))
     ]
     first = None if compared.lengths else _pareto(compared)
     return [each for each in (first, _overlay(curves, fits[0].unit)) if each is not None]
@@ -475,24 +320,23 @@ def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_
 def _pareto(compared: Comparison) -> _Figure | None:
     """Draw the leakage of each run against its utility."""
     runs = [
-        (n, compared.utilities[n], r)
-        for n, r in compared.readings.items()
-        if n in compared.utilities
+        (name, compared.utilities[name], reading, reading.rate)
+        for name, reading in compared.readings.items()
+        if name in compared.utilities and reading.rate
     ]
     if len(runs) < 2:
         return None
-    values = [value for _, value, _ in runs]
+    values = [value for _, value, _, _ in runs]
     pad = 0.25 * (max(values) - min(values)) or 0.2
     x = min(values) - pad, max(values) + pad
 
     def draw(width: float) -> str:
-        plot = _Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
-        plot.axes(QUARTERS, _ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
+        plot = Plot((width, 300), x, (0, 1), (40, 20, 14, 40))
+        plot.axes(QUARTERS, ticks(x, 4), f"{compared.metric} at {compared.unit} {compared.step}")
         plot.levels([runs[0][2].chance])
-        for name, value, reading in runs:
-            rate = reading.rate or MetricValue()
+        for name, value, reading, rate in runs:
             tone = "read" if reading.verdict == "read" else "calm"
-            _whisker(plot, value, rate, tone, "bar")
+            plot.whisker(value, rate, tone, "bar")
             low = rate.value or 0.0 if rate.low is None else rate.low
             high = rate.value if rate.low is None else rate.high
             y = plot.y(low) + 18 if low > 0.2 else plot.y(high) - 10
@@ -500,10 +344,10 @@ def _pareto(compared: Comparison) -> _Figure | None:
             plot.text(plot.x(value), y, label, "ink b", "middle")
         return plot.svg(f"{compared.family} against {compared.metric}, each run")
 
-    rows = [Row(name, [Cell(reading.answer), Cell(f"{v:.3f}")]) for name, v, reading in runs]
+    rows = [Row(name, [Cell(reading.answer), Cell(f"{v:.3f}")]) for name, v, reading, _ in runs]
     columns = ["run", compared.family, compared.metric]
     caption = "Down is less leakage. Bars: 95% interval."
-    return _Figure("Utility against leakage", caption, _both(draw, HALF), columns, rows)
+    return _Figure("Utility against leakage", caption, views(draw, HALF), columns, rows)
 
 
 def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
@@ -515,7 +359,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = _Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
+        plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
         plot.axes(QUARTERS, _steps(x, True), unit)
         plot.levels([curves[0].chance])
         for curve, points in visible.items():
@@ -528,16 +372,7 @@ def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     rows = bins.rows(lambda i: [curve.cell(points.get(i)) for curve, points in visible.items()])
     caption = f"The worst attack of this kind, each run.{bins.caption}"
     columns = [unit, *(curve.name for curve in curves)]
-    return _Figure(f"By {unit}", caption, _both(draw, HALF), columns, rows)
-
-
-# ---- parts --------------------------------------------------------------------------------------
-
-
-def _tick(value: float) -> str:
-    """Return a number at an axis: .5 for 0.5."""
-    text = f"{value:.4g}"
-    return text.replace("0.", ".", 1) if 0 < abs(value) < 1 else text
+    return _Figure(f"By {unit}", caption, views(draw, HALF), columns, rows)
 
 
 def _short(name: str, most: int) -> str:
@@ -546,13 +381,4 @@ def _short(name: str, most: int) -> str:
 
 def _steps(span: Span, is_narrow: bool) -> list[float]:
     """Return the steps that an axis names: whole numbers."""
-    return [tick for tick in _ticks(span, 4 if is_narrow else 10) if tick == int(tick)]
-
-
-def _ticks(span: Span, most: int) -> list[float]:
-    """Return at most so many round numbers between two, and one more."""
-    low, high = min(span), max(span)
-    unit = 10 ** math.floor(math.log10((high - low) / most or 1.0))
-    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= most)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(step * number, 12) for number in range(first, last + 1)]
+    return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]

@@ -1,0 +1,103 @@
+"""The options of the subcommands that read the logs of runs. Imports nothing that these need.
+
+Each function adds the options of one command. Its docstring is the command's help.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_fedleak.cli.commands.options import Add, count, path
+
+
+def report(add: Add) -> None:
+    """Write what runs showed: a page for people, and JSON.
+
+    Reads the log folders of runs (lightning_logs/version_0, fedleak_runs/...), and writes
+    report.html and report.json.
+
+    Options:
+        runs: folder of logs.
+        out: folder of the report (default: the first RUN's).
+        about: how the model is released, which no log holds (default: report.toml in --out, where
+            there is one).
+        model_card: print a block of Markdown for a model card, and write no report. With --out,
+            the folder of the weights, what it says is written there as leakage.json.
+        reveal: local reveal files to put into the page: private text; the page gets mode 0600.
+    """
+    add("runs", nargs="+", metavar="RUN", type=Path)
+    add("--out", **path("DIR"))
+    add("--about", **path("TOML"))
+    add("--model-card", action="store_true")
+    add("--reveal", nargs="+", metavar="FILE", type=Path, default=[])
+
+
+def compare(add: Add) -> None:
+    """Print what changed between runs.
+
+    Prints utility, leakage with 95% intervals, and epsilon of runs side by side.
+
+    Options:
+        runs: folder of logs, with all runs in it.
+    """
+    add("runs", nargs="+", metavar="RUN", type=Path)
+
+
+def verify(add: Add) -> None:
+    """Check that nobody edited the logs of a run.
+
+    Reads leakage.jsonl, run.jsonl and report.json. Ends with 0 if everything that is given holds,
+    3 if something contradicts, and 2 if it is open: a run that is not closed, lines without hashes,
+    a report of another version.
+
+    Options:
+        run: folder that holds leakage.jsonl.
+        weights: saved weights, which must be those that the last run ended with, or of a checkpoint
+            that was noted. A leakage.json beside them must say what the logs give.
+        key: public key of who signed the run, in PEM (needs the package cryptography).
+        head: hash of a line that was noted when the run ended; may be given several times.
+        repetition: folder of the same training, run again: weights, losses and leakage must be
+            the same to the last bit.
+        client: folder of a client's logs, in a federation whose server's logs RUN holds; may be
+            given several times (default: those in RUN and beside it).
+    """
+    add("run", metavar="RUN", type=Path)
+    add("--client", action="append", default=[], metavar="DIR", type=Path)
+    add("--weights", **path("DIR"))
+    add("--repetition", **path("DIR"))
+    add("--key", **path("PEM"))
+    add("--head", action="append", default=[], metavar="HASH")
+
+
+def replay(add: Add) -> None:
+    """Repeat a step that was kept as evidence, to the last bit.
+
+    Calls the function that trained, as FUNCTION(folder=PATH, evidence=EVIDENCE). It trains as in
+    the run, on the same rows in the same order, writes its logs to folder, and gives evidence to
+    WatchSettings. The state before the step is put back there; earlier steps need not be trained,
+    and the training ends after it. Ends with 0 if the update, the loss and what attacks read are
+    the same, 3 if not, and 2 if it is open: another batch, platform or setting.
+
+    Options:
+        run: folder that holds leakage.jsonl.
+        evidence: the folder of Evidence(folder=...).
+        step: optimizer steps before the one that is repeated.
+        train: the function, as FILE.py:FUNCTION or MODULE:FUNCTION.
+    """
+    add("run", metavar="RUN", type=Path)
+    add("--evidence", required=True, metavar="DIR", type=Path)
+    add("--step", required=True, **count(None, 0))
+    add("--train", required=True, metavar="FILE.py:FUNCTION")
+
+
+def sign(add: Add) -> None:
+    """Sign the logs and the report of a run with an ed25519 key.
+
+    Writes fedleak.dsse.json beside the logs: an in-toto statement in a DSSE envelope.
+
+    Options:
+        run: folder that holds leakage.jsonl.
+        key: private key in PEM, as openssl genpkey -algorithm ed25519 makes it.
+    """
+    add("run", metavar="RUN", type=Path)
+    add("--key", required=True, metavar="PEM", type=Path)

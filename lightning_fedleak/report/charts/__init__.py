@@ -1,0 +1,1 @@
+"""Charts of a report as SVG and HTML; they need no program to be read."""

@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words import aligned_rows
+from lightning_fedleak.attacks.words import aligned_expectations, aligned_rows
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
@@ -293,7 +293,7 @@ class AlignedFlatChat(Attack):
         before = calibration.expected
         parts = self._parts(anatomy, inputs=False)
         directions = calibration.directions.follow(parts.states)
-        expected = aligned_rows.ExpectedRows.compute(
+        expected = aligned_expectations.ExpectedRows.compute(
             parts, *head_parameters(anatomy), directions, calibration.clusters, before.reference
         )
         expected = replace(expected, opening=before.opening)
@@ -438,7 +438,7 @@ class AlignedFlatChat(Attack):
         surface = head_surface(anatomy)
         if surface.projection is not None:
             states = states @ whole_tensor(surface.projection).T
-        self._u = aligned_rows.separating_direction(states)
+        self._u = aligned_expectations.separating_direction(states)
         weight = anatomy.parameter(surface.role)
         if weight is not None:
             self._rounding = rounding_error(whole_tensor(weight))

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
-from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
-from lightning_fedleak.attacks.words.aligned_rows import (
+from lightning_fedleak.attacks.words.aligned_expectations import (
     cluster_centres,
     separating_direction,
-    significant,
 )
+from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
+from lightning_fedleak.attacks.words.aligned_rows import significant
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.public_gradients import (
     gradient_of,

@@ -37,7 +37,7 @@ from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGues
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks.words.head_gradients import (
     gradient_parts,
     head_parameters,
     head_surface,

@@ -34,7 +34,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     rehearse_updates,
     update_features,
 )
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks.words.head_gradients import (
     GradientParts,
     head_inputs,
     head_parameters,

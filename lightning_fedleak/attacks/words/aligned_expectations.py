@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.attacks.words.head_gradients import GradientParts
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
 _CENTRES = 64  # clusters of hidden states that rows are projected on; not tuned

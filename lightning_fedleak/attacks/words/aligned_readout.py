@@ -29,7 +29,7 @@ from lightning_fedleak.attacks.words.aligned_rows import (
     row_features,
     token_norm,
 )
-from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.attacks.words.head_gradients import GradientParts
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 

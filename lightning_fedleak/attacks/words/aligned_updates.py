@@ -27,11 +27,8 @@ from lightning_fedleak.attacks.words.aligned_expectations import (
     cluster_centres,
 )
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
-from lightning_fedleak.attacks.words.public_gradients import (
-    GradientParts,
-    head_parameters,
-    train_copies,
-)
+from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
+from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import FlatChat
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks.words.head_gradients import (
     gradient_parts,
     head_parameters,
     head_surface,

@@ -183,8 +183,7 @@ class _Pursuit:
         self._compare(self.basis[:0])
         dependent = self.atoms.usable & (self.outside < certificate.DEPENDENT**2)
         dependent[self.tokens] = False
-        tokens: Tensor = dependent.nonzero()[:, 0]
-        return tokens
+        return dependent.nonzero()[:, 0]
 
     def _is_noise(self) -> bool:
         """Return whether the residual is noise alone, and record it."""
@@ -219,8 +218,7 @@ class _Pursuit:
         near = (self.alive & (self.outside < certificate.DEPENDENT)).nonzero()[:, 0]
         if 0 < len(near) <= SCREENED:
             self.outside[near] = self._orthogonal_parts(near).square().sum(1).float()
-        shares: Tensor = squares[:, new:].sum(1)
-        return shares
+        return squares[:, new:].sum(1)
 
     def _orthogonal_parts(self, types: Tensor) -> Tensor:
         """Return atoms without their part in the chosen ones, (n, d) float64, not normalised."""

@@ -21,12 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.local_steps import LocalSteps
-from lightning_fedleak.attacks.words.aligned_expectations import (
-    Directions,
-    ExpectedRows,
-    cluster_centres,
-)
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
+from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
 from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
 from lightning_fedleak.attacks.words.public_gradients import train_copies
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy

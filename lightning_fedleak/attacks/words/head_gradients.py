@@ -18,7 +18,13 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.anatomy import (
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    head_adapter,
+    head_surface,
+)
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.progress import track
@@ -133,7 +139,7 @@ class GradientParts:
         input_sentence: (M,) index of the sentence each belongs to.
         input_first: (M,) whether it opens its sentence.
         logit_map: the map from the head's product to the logits.
-        projection: see :class:`_HeadSurface`.
+        projection: see :func:`~lightning_fedleak.model.anatomy.head_surface`.
     """
 
     hidden: Tensor
@@ -284,47 +290,11 @@ def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
     weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
     assert weight is not None
     whole = whole_tensor(weight).float()
-    adapter = _head_adapter(anatomy)
+    adapter = head_adapter(anatomy)
     if adapter is not None and not getattr(anatomy.head, "merged", False):
         b, projection = map(whole_tensor, adapter)
         whole = whole + b.float() @ projection
     return whole, None if bias is None else whole_tensor(bias).float()
-
-
-@dataclass(frozen=True)
-class _HeadSurface:
-    """The trained matrix with a row for each type.
-
-    Attributes:
-        role: of the parameter, or its name.
-        projection: (r, d) that multiplies hidden states before the B of a LoRA on the head; None
-            if the matrix is the head's weight.
-    """
-
-    role: str
-    projection: Tensor | None = None
-
-
-def head_surface(anatomy: Anatomy) -> _HeadSurface:
-    """Return the trained matrix of the head: its weight, or the B of a LoRA on it."""
-    adapter = _head_adapter(anatomy)
-    if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter[0].requires_grad:
-        return _HeadSurface(HEAD_WEIGHT)
-    b, projection = adapter
-    name = next(n for n, p in anatomy.root.named_parameters() if p is b)
-    return _HeadSurface(name, projection)
-
-
-def _head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
-    """Return B (V, r) of a LoRA on the head and its A (r, d) times LoRA's scale, or None."""
-    head: Any = anatomy.head  # a layer of PEFT, or none
-    if not isinstance(getattr(head, "lora_B", None), nn.ModuleDict):
-        return None
-    for name in head.active_adapters:
-        if name in head.lora_B:
-            b, a = (f[name]._parameters.get("weight") for f in (head.lora_B, head.lora_A))
-            return b, head.scaling[name] * a.detach().float()
-    return None
 
 
 def _label_rows(batch: TokenBatch) -> Tensor:

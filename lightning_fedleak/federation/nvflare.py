@@ -1,7 +1,6 @@
 """NVFlare: a filter for a client's results, and private averaging.
 
-No other module than this and ``nvflare_messages`` imports NVFlare. It needs
-``pip install lightning-fedleak[nvflare]``.
+No other module imports NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from lightning_fedleak.federation import (
     UpdateSum,
     head_of,
     moved,
-    nvflare_messages,
 )
-from lightning_fedleak.federation.updates import State
+from lightning_fedleak.federation.updates import State, array_in, convert_like, read_state
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
 
 with require_package("nvflare", "lightning_fedleak.federation.nvflare needs NVFlare"):
-    from nvflare.apis.dxo import DXO, DataKind, MetaKey
+    from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter
     from nvflare.apis.fl_component import FLComponent
@@ -56,6 +54,7 @@ Withheld = Literal["zero", "error"]
 
 TASKS = ("train", "validate", "submit_model")
 """The tasks of NVFlare's own workflows whose results depend on the client's data."""
+_MODELS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _MEMORY_FILE = "fedleak.json"
 _PACKAGE = __name__.partition(".")[0]
 
@@ -209,7 +208,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             self.log_warning(fl_ctx, f"{why}. They leave as they are")
             return
         shareable = fl_ctx.get_prop(FLContextKey.TASK_DATA)
-        sent = nvflare_messages.model_of(shareable)
+        sent = _model_of(shareable)
         if sent is None or self._outgoing is None:
             return
         assert self._hand_over is not None
@@ -218,7 +217,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         # The mean over clients may have another dtype than the model that the client trains.
         state = {
             n: t.to(like[n].dtype if n in like else t.dtype, copy=True)
-            for n, t in nvflare_messages.tensors_of(sent.data).items()
+            for n, t in read_state(sent.data).items()
         }
         self._sent_arrays = sent.data
         round_ = shareable.get_header(AppConstants.CURRENT_ROUND)
@@ -256,7 +255,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     def _answer_other(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result of a task that trains nothing, or an error in its place."""
-        result = nvflare_messages.dxo_of(shareable)
+        result = _dxo_of(shareable)
         plain = result is not None and result.data_kind == DataKind.METRICS
         fails = shareable.get_return_code() != ReturnCode.OK
         if fails or (plain and not self._adds_noise):
@@ -280,7 +279,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         outgoing, hand_over = self._outgoing, self._hand_over
         if shareable.get_return_code() != ReturnCode.OK and outgoing.dp is None:
             return shareable
-        result = nvflare_messages.model_of(shareable)
+        result = _model_of(shareable)
         meta = {} if result is None else dict(result.meta)
         if result is not None:
             self._data_kind = result.data_kind
@@ -288,9 +287,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         def train() -> tuple[State, Sequence[Any]]:
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
-            if (outgoing.gates or outgoing.dp) and (name := nvflare_messages.array_in(meta)):
+            if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
-            return nvflare_messages.state_of(result, sent), hand_over.take()
+            before = sent if result.data_kind == DataKind.WEIGHT_DIFF else None
+            return read_state(result.data, before), hand_over.take()
 
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
@@ -326,7 +326,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 self.log_warning(
                     fl_ctx, f"zero leaves with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
                 )
-        result = DXO(self._data_kind, nvflare_messages.convert_like(data, self._sent_arrays), meta)
+        result = DXO(self._data_kind, convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
 
@@ -429,7 +429,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
     def send_model(self, *args: Any, **kwargs: Any) -> None:
         """Send the model to the clients that were drawn, if there are any."""
         self._sent_arrays = dict(kwargs["data"].params)
-        self._sent_state = nvflare_messages.tensors_of(self._sent_arrays)
+        self._sent_state = read_state(self._sent_arrays)
         assert self._account is not None
         trained = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
         self._update_sum = self._account.begin(self._drawn_clients, trained)
@@ -442,9 +442,8 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         if sums is None or name not in self._drawn_clients:
             return False
         try:
-            state = nvflare_messages.tensors_of(result.params or {})
-            if result.params_type == ParamsType.DIFF:
-                state = moved(self._sent_state, state)
+            before = self._sent_state if result.params_type == ParamsType.DIFF else None
+            state = read_state(result.params or {}, before)
             sums.add_returned(name, self._sent_state, state)
         except Exception as error:  # a client's bytes may cause any error
             self.info(f"a result of client {name} is ignored: {reason(error)}")
@@ -456,9 +455,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         assert self._update_sum is not None
         release, self._update_sum = self._update_sum.end(), None
         self.info(f"{len(release.zeros)} of {len(self._drawn_clients)} drawn clients count as zero")
-        params = nvflare_messages.convert_like(
-            moved(self._sent_state, release.update), self._sent_arrays
-        )
+        params = convert_like(moved(self._sent_state, release.update), self._sent_arrays)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
 
 
@@ -483,3 +480,17 @@ def _call_job_code(path: str, site: str) -> Any:
 
 def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[RoundGate]:
     return [RoundGate(**gate) for gate in settings]
+
+
+def _dxo_of(shareable: Shareable | None) -> DXO | None:
+    """Return the content of a message; None if it has none that can be read."""
+    try:
+        return None if shareable is None else from_shareable(shareable)
+    except ValueError:
+        return None
+
+
+def _model_of(shareable: Shareable | None) -> DXO | None:
+    """Return the model in a message, or the difference of two models; None if it has neither."""
+    content = _dxo_of(shareable)
+    return content if content is not None and content.data_kind in _MODELS else None

@@ -7,15 +7,14 @@ the model: parameters, ``.grad``, hooks, modes and the global random numbers sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Place, unwrap
 from lightning_fedleak.model.batches import TokenBatch
@@ -74,38 +73,6 @@ def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) ->
     with whole_model(anatomy.root):
         for batch in track(batches, "gradients of public text"):
             yield gradient_of(anatomy, batch, [role])[role]
-
-
-def train_copies(
-    anatomy: Anatomy,
-    batches: Iterable[TokenBatch],
-    steps: LocalSteps,
-    instead: Mapping[str, Tensor] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Return the trained parameters after a round of training, by name in ``anatomy.root``.
-
-    Copies are trained: the model, its gradients and the random generators stay as they are. It runs
-    in eval mode, without dropout.
-
-    Args:
-        anatomy: the model.
-        batches: of each step.
-        steps: the optimizer of the round, which begins fresh.
-        instead: values that a round begins with in place of the model's, by name in the root.
-    """
-    names = {id(p): name for name, p in anatomy.root.named_parameters()}
-    trained = {n: p for n, p in anatomy.model.named_parameters() if p.requires_grad}
-    copies = {
-        n: nn.Parameter(instead.get(names[id(p)], p).detach().clone()) for n, p in trained.items()
-    }
-    roles = [names[id(p)] for p in trained.values()]
-    optimizer = steps.make_optimizer(list(copies.values()))
-    for batch in batches:
-        gradients = gradient_of(anatomy, batch, roles, instead=copies)
-        for role, copy in zip(roles, copies.values(), strict=True):
-            copy.grad = gradients[role]
-        optimizer.step()
-    return {role: copy.detach() for role, copy in zip(roles, copies.values(), strict=True)}
 
 
 def gradient_through_blocks(

@@ -15,7 +15,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from lightning_utilities.core import rank_zero
 
@@ -122,9 +122,9 @@ def _home(kind: type) -> str | None:
     return next(names, None)
 
 
-def _wrong_trainer(callback: object, trainer: str) -> str:
+def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
     name = type(callback).__name__
-    return (
+    raise TypeError(
         f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
         f"model in Trainer(callbacks=[{name}(...)]) of lightning.pytorch, a causal language model "
         "by lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). "
@@ -156,11 +156,11 @@ if not TYPE_CHECKING:
 
         def on_init_end(self, *_: object, **__: object) -> None:
             """Raise an error for the Trainer of transformers, which calls this first."""
-            raise TypeError(_wrong_trainer(self, "transformers.Trainer"))
+            _refuse_trainer(self, "transformers.Trainer")
 
         def on_after_setup(self, *_: object, **__: object) -> None:
             """Raise an error for Fabric, which calls this first."""
-            raise TypeError(_wrong_trainer(self, "Fabric"))
+            _refuse_trainer(self, "Fabric")
 
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.

@@ -283,3 +283,16 @@ def check_readable(largest: Tensor, name: str) -> None:
     check_finite(largest, name)
     if not bool(largest > 0):
         raise UnusableObservation(f"{name} is all zero: no token was trained on in this step")
+
+
+def refuse_tied(anatomy: Anatomy, attack: str, matrix: str) -> None:
+    """Raise an error if head and embedding, of which an attack reads one, are one matrix.
+
+    Raises:
+        ThreatModelError: they are.
+    """
+    if anatomy.tied:
+        raise ThreatModelError(
+            f"attack '{attack}' needs the {matrix}'s own gradient, and this model ties head and "
+            "embedding: only the sum of both is shared. Remove it; FlatChat reads the tied sum."
+        )

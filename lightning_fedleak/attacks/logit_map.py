@@ -89,10 +89,10 @@ class LogitMap:
                     shift = None if candidate.shift is None else candidate.shift.float()
                     return replace(candidate, shift=shift)
         raise ValueError(
-            f"{type(without_peft(model)).__name__} computes its logits from its output head "
-            f"by more than scale, shift and softcap (the nearest is off by {min(errors):.2g} "
-            f"of {size:.2g}), so that the gradient of its head is unknown; FlatChat, or "
-            "AlignedFlatChat(readout='sign'), does not need it"
+            f"{type(without_peft(model)).__name__} computes logits from its head by more than "
+            f"scale, shift and softcap (off by {min(errors):.2g} of {size:.2g}), so that the "
+            "gradient of its head is unknown; FlatChat, or AlignedFlatChat(readout='sign'), does "
+            "not need it"
         )
 
     @classmethod

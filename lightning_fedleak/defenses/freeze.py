@@ -158,9 +158,9 @@ class Freeze(Defense):
         for name, parameter in self._watched.items():
             if parameter.requires_grad or parameter.grad is not None:
                 raise DefenseError(
-                    f"{self._call}: '{name}' is frozen and trains or has a gradient, so the update "
-                    "was not released. Drop the defence, or whatever unfreezes layers; build a "
-                    "sharded model again in `configure_model`."
+                    f"{self._call}: '{name}' is frozen and trains or has a gradient: the update "
+                    "was not released. Drop the defence, or what unfreezes layers; build a sharded "
+                    "model again in `configure_model`."
                 )
 
     def teardown(self) -> None:

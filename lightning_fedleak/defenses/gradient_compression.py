@@ -106,9 +106,9 @@ class GradientCompression(Defense):
         super().check_order(before, after)
         if late := [d.name for d in after if type(d).on_gradients is not Defense.on_gradients]:
             raise DefenseError(
-                f"GradientCompression acts before {', '.join(late)}: its residual would hold "
-                "values that are not defended and carry them into later steps. Put "
-                f"'{self.name}' last among the defenses that act on gradients."
+                f"GradientCompression acts before {', '.join(late)}: its residual would carry "
+                f"undefended values into later steps. Put '{self.name}' last among the defenses of "
+                "gradients."
             )
 
     def before_setup(self, context: DefenseContext) -> None:

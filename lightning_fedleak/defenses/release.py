@@ -235,8 +235,8 @@ class UpdateRelease:
                     if returned is not None:
                         raise DefenseError(
                             f"{type(defense).__name__}.on_gradients returned "
-                            f"{type(returned).__name__}, which is ignored: it must rewrite "
-                            "`p.grad` itself and return nothing. The update was not released."
+                            f"{type(returned).__name__}, not None: let it rewrite `p.grad`. The "
+                            "update was not released."
                         )
                 self._just_released.update(map(id, parameters))
                 self._tap(Stage.SHARED, optimizer)

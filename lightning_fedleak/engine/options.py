@@ -493,7 +493,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], attacks: Sequence[Attack])
     names = [a.name for a in attacks if split not in a.threat_model.needs]
     if names and not any(group["params"] for o in optimizers for group in o.param_groups):
         raise ValueError(
-            f"'{names[0]}' reads what leaves the client as an optimizer steps, and "
-            "configure_optimizers returned None. Return the optimizer, or torch.optim.SGD(..., "
-            "lr=0.0), which changes no weight."
+            f"'{names[0]}' reads what an optimizer steps with, and configure_optimizers returned "
+            "None. Return it, or torch.optim.SGD(..., lr=0.0), which changes no weight."
         )

@@ -213,9 +213,8 @@ class Threshold:
             late = f"it is unknown at the first {looks - 1} looks, which a strict gate treats as"
             raise ValueError(
                 f"{self._subject}: {requirement.why}; "
-                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, or "
-                "pass games=Games(targets=, window=) with more"
-                f"{', or strict=False' * (looks <= pooled)}"
+                f"{never if looks > pooled else f'{late} breaches'}. Watch the AUC, or pass "
+                f"games=Games(targets=, window=) with more{', or strict=False' * (looks <= pooled)}"
             )
 
     def _check_read(self, engine: Engine) -> None:

@@ -226,8 +226,7 @@ class EntityFinder:
             mend = "it by settings=WatchSettings(tokenizer=...)" if is_absent else "another one"
             raise ValueError(
                 "entities= finds values by a tokenizer whose tokens write a text back as it was, "
-                f"and {type(self._tokenizer).__name__} does not: pass "
-                f"{mend}, or leave entities out"
+                f"and {type(self._tokenizer).__name__} does not: pass {mend}, or leave entities out"
             )
 
     def _piece(self, ids: tuple[int, ...]) -> str:

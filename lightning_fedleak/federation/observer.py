@@ -326,9 +326,9 @@ class RoundObserver:
                 steps = len(batches.rates if isinstance(batches, Recorded) else batches)
                 if steps != self.local_steps:
                     raise UpdateError(
-                        f"the client took {steps} optimizer steps in this round, and not "
-                        f"local_steps={self.local_steps} (trained_on(batch, step=False) is for "
-                        "accumulation)"
+                        f"the client took {steps} steps in this round, and not "
+                        f"local_steps={self.local_steps} (trained_on(batch, step=False) "
+                        "accumulates)"
                     )
             snapshot = updates.observe(
                 sent,

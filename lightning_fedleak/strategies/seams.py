@@ -304,8 +304,8 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
             if not defense.takes_shards:
                 raise DefenseError(
                     f"DefendedStrategy: '{defense.name}' ({type(defense).__name__}) does not say "
-                    "that it can act on gradients that are sharded (FSDP2). Set `takes_shards = "
-                    "True` if its `on_gradients` is right for DTensors, or use DDPStrategy."
+                    "that it takes sharded gradients (FSDP2). Set `takes_shards = True` if "
+                    "`on_gradients` is right for DTensors, or use DDPStrategy."
                 )
 
     def _check_model(self, model: nn.Module) -> None:

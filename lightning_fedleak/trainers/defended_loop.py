@@ -41,8 +41,7 @@ def load_defenses(release: UpdateRelease, folder: Path) -> None:
     if not path.exists():
         raise DefenseError(
             f"{release.owner}: {folder} has no {DEFENSES}, so what was released before it is not "
-            "known. Go on from a checkpoint that a defended run saved whole, or begin a new run "
-            "from its weights."
+            "known. Go on from a whole checkpoint, or begin a new run from its weights."
         )
     release.load_state_dict(load_state(path))
 
@@ -187,10 +186,10 @@ class DefendedLoop(Host):
         if self._samples and (has_gradients or not self._waiting):
             raise DefenseError(
                 "DefendedLoop: gradients are there before backward, or this batch was released "
-                "already, or did not come from this loop. Each release is accounted as a draw of "
-                "its own: iterate over the DefendedLoop, and take one loss and one "
-                "optimizer.step(), then zero_grad() (set_to_none=True, its default), for each "
-                "batch; max_physical_batch_size takes the place of accumulation."
+                "already, or did not come from this loop. Each release is a draw of its own: "
+                "iterate over the DefendedLoop, and take one loss, one optimizer.step() and "
+                "zero_grad(set_to_none=True) for each batch; for accumulation there is "
+                "max_physical_batch_size."
             )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss
@@ -224,9 +223,8 @@ class DefendedLoop(Host):
         if self._waiting:
             raise DefenseError(
                 "DefendedLoop: the batch before was not released. Call loss, backward and "
-                "optimizer.step() for each batch before the next is asked for, also for an empty "
-                "one: do not skip batches or collect them in a list. "
-                "max_physical_batch_size takes the place of accumulation."
+                "optimizer.step() for each batch before the next, also for an empty one: skip and "
+                "collect none. For accumulation there is max_physical_batch_size."
             )
 
     def _stepped(self, *_: object) -> None:

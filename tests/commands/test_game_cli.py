@@ -113,7 +113,7 @@ def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attack", "fc", "--text", "few", "--batch", "10"], "distinct sentences"),
+        (["--attack", "fc", "--text", "few", "--batch", "10"], "sentences"),
         (["--attack", "fc", "--layer", "3"], "layer must be an integer from 0 to 2, got 3"),
         (["--attack", "fc", "--tokens", "65"], "longer than the model's context of 64"),
         (["--attack", "attention", "--text", "some"], "public texts to calibrate on"),
@@ -165,7 +165,7 @@ def test_ldp_is_played_and_epsilon_decides(model: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("defense", "message"),
     [
-        ("gradient_noise:clip=1,sigma=1", "one of grr, rappor, the and dbitflip, as grr:epsilon=5"),
+        ("gradient_noise:clip=1,sigma=1", "grr, rappor, the or dbitflip, as grr:epsilon=5"),
         ("grr:epsilon=1/2", "one defence of the client's tokens"),
         ("grr:epsilon=-1", "epsilon must be a number above 0, got -1"),
     ],

@@ -19,9 +19,13 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from tests.tools.sentences import ROOT, pages
-
+ROOT = Path(__file__).parents[2]
 _ASKS = re.compile(r"<!-- test: (?:setup=(?P<setup>\w+)|skip \((?P<skip>.+)\)) -->\s*")
+
+
+def pages() -> list[Path]:
+    """The README and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.blocks import Block, blocks_of, inline_code
-from tests.tools.sentences import ROOT, pages
+from tests.docs.blocks import ROOT, Block, blocks_of, inline_code, pages
 
 RUN = {"python", "commands", "bash", "yaml", "toml"}
 NOT_RUN = {"text"}  # diagrams, and what a command prints

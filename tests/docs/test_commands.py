@@ -23,8 +23,7 @@ import pytest
 from benchmarks.papers import __main__ as papers
 from lightning_fedleak.cli.command_line import recipe_files
 from lightning_fedleak.cli.commands import parser
-from tests.docs.blocks import blocks, inline_code
-from tests.tools.sentences import ROOT, pages
+from tests.docs.blocks import ROOT, blocks, inline_code, pages
 
 COMMANDS = ("fedleak", "make", "python", "pip")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import tokens_of
-from tests.tools.sentences import ROOT, pages
+from tests.docs.blocks import ROOT, pages, tokens_of
 
 MORE = [ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 

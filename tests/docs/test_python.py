@@ -47,12 +47,11 @@ from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows
 from lightning_fedleak.federation import RoundObserver, trained_state
 from lightning_fedleak.report import write
-from tests.docs.blocks import Block, blocks
+from tests.docs.blocks import ROOT, Block, blocks
 from tests.federation import rounds as rounds_
 from tests.federation.test_observer import texts
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
 from tests.report.lines import begin, dpsgd, end, look, result, spent, written
-from tests.tools.sentences import ROOT
 
 pytestmark = pytest.mark.slow
 Names = dict[str, Any]

@@ -221,7 +221,7 @@ def test_what_reads_a_vocabulary_head_is_refused_with_the_true_reason(
         one_look(
             tmp_path, build_model(lambda: build("Bert", SEQUENCE, num_labels=3)), batch, attack
         )
-    assert "BagOfWords reads the gradient of the embeddings" in str(refused.value)
+    assert "BagOfWords reads the embeddings' gradient" in str(refused.value)
 
 
 # ---- two vocabularies -----------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_a_round_of_another_length_is_unknown_with_both_numbers(tmp_path, taken)
     look = rounds.look(returned, batches=data)
     assert math.isnan(look.values[F1])
     why = look.unknown["leakage/bag_of_words"]
-    assert f"took {taken} optimizer steps" in why
+    assert f"took {taken} steps" in why
     assert "local_steps=2" in why
     assert not math.isnan(
         rounds.look(returned, SUM, batches=data).now[f"leakage_aggregate{F1[7:]}"]

@@ -84,7 +84,7 @@ def test_refuses_what_cannot_work(text: str, tmp_path: Path) -> None:
         TextDataModule(text, tiny_tokenizer(), batch_size=50).setup()
     single = tmp_path / "one.txt"
     single.write_text("hi\n")
-    with pytest.raises(SourceError, match="plain text file has one text a line"):
+    with pytest.raises(SourceError, match="in a plain file one a line"):
         TextDataModule(str(single), None, batch_size=1).setup()
     with pytest.raises(SourceError, match=r"no folder './nowhere'"):
         TextDataModule(text, "./nowhere").setup()

@@ -138,12 +138,12 @@ def own_batch(loop: Loop, batch: Any) -> None:
     ("step", "message"),
     [
         (forgets, r"gradients are there before backward.*zero_grad\(\)"),
-        (accumulates, "max_physical_batch_size takes the place of accumulation"),
+        (accumulates, "for accumulation there is max_physical_batch_size"),
         (clips, "is not the sum of what its layer was seen to add"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),
         (writes, "batch before was not released"),
-        (repeats, "released already.*one loss and one"),
+        (repeats, "released already.*one loss, one"),
         (skips, "the batch before was not released.*also for an empty one"),
         (other, r"DefendedLoop does not know.*Pass it to DefendedLoop"),
         (own_batch, "made none of that size|before the first was released"),
@@ -166,7 +166,7 @@ def test_batches_in_a_list_are_refused_before_any_release(more: int) -> None:
     loop = Loop(DPSGD(CLIP, 1.0, seed=2))
     if not more:
         loop.private._loader = DataLoader(rows(BATCH), batch_size=BATCH)
-    with loop.private, pytest.raises(DefenseError, match="or collect them in a list"):
+    with loop.private, pytest.raises(DefenseError, match="skip and collect none"):
         list(loop.private)
     assert loop.defense.releases == 0
 

@@ -16,8 +16,7 @@ from trl import DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.trainers import defended
-from tests.docs.blocks import blocks_of
-from tests.tools.sentences import ROOT
+from tests.docs.blocks import ROOT, blocks_of
 from tests.trainers.hosts import traced
 from tests.trl.test_trl import COMMON, ROWS, dpo, model_of, tokenizer
 

@@ -119,9 +119,9 @@ class GradientMembership(PassiveMembership):
         """
         if anatomy.kind != "causal":
             raise ThreatModelError(
-                f"attack '{self.name}' computes a text's own gradient, and a {anatomy.kind} "
-                "model's texts have labels that it does not know. Remove the attack; "
-                "SubspaceMembership asks without labels."
+                f"attack '{self.name}' computes a text's own gradient, and does not know the "
+                f"labels of a {anatomy.kind} model. Remove it; SubspaceMembership asks without "
+                "labels."
             )
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         names = names or sorted(self._excluded) or [m.name for m in _maps_on_text(anatomy)[:1]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
-from lightning_fedleak.attacks.memorization.scores import MemorizationAttack
+from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, released_part
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, check_finite
 from lightning_fedleak.validate import check_integer
 
@@ -64,9 +64,7 @@ class Entities(MemorizationAttack):
         Raises:
             UnusableObservation: an answer of the model is not finite.
         """
-        snapshot = view.candidates
-        if snapshot is None:
-            raise UnusableObservation("no model is released here: no value was asked")
+        snapshot = released_part(view.candidates, "value")
         columns = torch.arange(snapshot.log_probs.shape[1]) <= snapshot.sizes[:, None]
         check_finite(snapshot.log_probs[columns], "the model's log probabilities")
         value = snapshot.log_probs[:, :1]

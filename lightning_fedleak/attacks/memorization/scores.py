@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_number
+
+T = TypeVar("T")
 
 WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 """Tokens of the windows: geometric from 2 to 40, as arXiv 2601.02751 has them."""
@@ -100,10 +103,20 @@ class MemorizationAttack(Attack):
         """Return (N,) one score for each text; higher is more likely a member."""
 
 
+def released_part(answers: T | None, asked: str) -> T:
+    """Return what a released model said of texts or values.
+
+    Raises:
+        UnusableObservation: no model is released.
+    """
+    if answers is None:
+        raise UnusableObservation(f"no model is released here: no {asked} was asked")
+    return answers
+
+
 def _finite(released: ReleasedModel | None) -> ReleasedModel:
     """Return what the model was asked, if attacks can read it."""
-    if released is None:
-        raise UnusableObservation("no model is released here: no text was asked")
+    released = released_part(released, "text")
     check_finite(released.now.log_probs, "the model's log probabilities")
     return released
 

@@ -420,8 +420,7 @@ class ReadableInput:
         if result is None or (math.isnan(result.expected) and not len(result.types)):
             raise Inapplicable(
                 f"what was shared fills {len(shared.principal)} of the {dims} directions of the "
-                "input, and no type stands out: more types (and positions) than can be "
-                "distinguished"
+                "input, and no type stands out: too many types (and positions)"
             )
         return result
 

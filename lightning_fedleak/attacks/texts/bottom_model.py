@@ -173,9 +173,8 @@ class BottomModel(CopiedModel):
                     continue
                 if hasattr(p, "full_tensor") or "_fsdp_wrapped_module" in module._modules:
                     raise TypeError(
-                        f"{type(module).__name__} is sharded over processes (FSDP or tensor "
-                        "parallel), and a copy of the bottom model needs it whole: give the "
-                        "attack a model that is not sharded"
+                        f"{type(module).__name__} is sharded (FSDP or tensor parallel), and a copy "
+                        "of the bottom model needs it whole: give the attack one that is not"
                     )
                 if id(p) not in copies:
                     copies[id(p)] = p.detach().clone() if p.requires_grad else p.detach()

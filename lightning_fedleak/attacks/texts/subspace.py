@@ -148,8 +148,7 @@ class SubspaceTexts(TextAttack):
         if first is None or first.reader is not inputs[0].reader:
             raise ThreatModelError(
                 f"attack '{self.name}' reads an encoder's texts where positions are added to the "
-                "embeddings that its first block reads, which they are not in this model: remove "
-                "the attack"
+                "first block's embeddings, which they are not in this model: remove it"
             )
         return _Blocks(first, tuple(inputs))
 

@@ -14,12 +14,12 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
     check_readable,
+    refuse_tied,
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
     HEAD_BIAS,
-    HEAD_WEIGHT,
     Anatomy,
     unwrap,
 )
@@ -126,13 +126,7 @@ class BagOfWords(Attack):
         self._low_rank = _low_rank(anatomy)
         if self._low_rank:
             return Surfaces(gradients=self._low_rank)
-        if anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT):
-            raise ThreatModelError(
-                f"attack '{self.name}' reads which rows of the embedding's gradient are non-zero, "
-                "but this model ties its embedding to its output head, so that the softmax reaches "
-                "every row of the sum that is shared. "
-                "Remove the attack; FlatChat reads the tied sum."
-            )
+        refuse_tied(anatomy, self.name, "embedding")
         return Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:

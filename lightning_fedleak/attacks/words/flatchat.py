@@ -94,8 +94,8 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
     if _is_rounding(gradient.detach(), sums):
         raise UnusableObservation(
             "the row sums of the head's gradient are rounding errors: all hidden states sum to "
-            "zero, as behind a LayerNorm that is not trained yet. FlatChat's ones direction reads "
-            "nothing there; AlignedFlatChat chooses one that does"
+            "zero, as behind a LayerNorm that is not trained yet. AlignedFlatChat reads another "
+            "direction"
         )
     return s.div_(norm)
 
@@ -329,9 +329,8 @@ class FlatChat(Attack):
             return
         if self.public_text is None:
             raise ValueError(
-                f"attack '{self.name}' predicts the number of types with a regression on public "
-                "text, and there is none: pass FlatChat(public_text=...), or the number to "
-                "assume, FlatChat(n_types=...)."
+                f"attack '{self.name}' predicts the number of types from public text, and there is "
+                "none: pass FlatChat(public_text=...), or assume FlatChat(n_types=...)."
             )
         text = self.public_text
         if isinstance(text, str):

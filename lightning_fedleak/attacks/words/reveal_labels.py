@@ -20,10 +20,11 @@ from lightning_fedleak.attacks.base import (
     UnusableObservation,
     WordGuess,
     check_readable,
+    refuse_tied,
 )
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
-from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
+from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_number
 
 Array = NDArray[np.floating[Any]]
@@ -91,9 +92,8 @@ def reveal_labels(
     if rank >= min(gradient.shape) - 1 and not allow_full_rank:
         raise Inapplicable(
             f"the gradient has full rank {rank}: with {rank} tokens or more in the batch (after "
-            "noise or rounding, with any number) the labels need not be separable, and this "
-            "method is not made for it. Use a smaller batch, FlatChat, or allow_full_rank=True "
-            "to see what is separable in spite of that."
+            "noise or rounding, with any number) the labels need not be separable. Use a smaller "
+            "batch, FlatChat, or allow_full_rank=True to see which are."
         )
     basis, coefficients = _large_volume_basis(rows)
     excluded = coefficients.min(axis=1) > -1 + _SLACK
@@ -106,9 +106,8 @@ def reveal_labels(
         separable = _is_separable(constraints, basis, t, deadline)
         if separable is None:
             raise Inapplicable(
-                f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types "
-                f"are decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller "
-                "batch."
+                f"{max_seconds:g} s were not enough: {i} of {len(candidates)} candidate types are "
+                f"decided (V = {n_types}, rank {rank}). Raise max_seconds, or use a smaller batch."
             )
         if separable:
             types.append(t)
@@ -167,12 +166,7 @@ class RevealLabels(Attack):
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
-        if anatomy.tied:
-            raise ThreatModelError(
-                f"attack '{self.name}' needs the head's own gradient, whose rows sum to zero, but "
-                "this model ties its head to its embedding, and only the sum of both is shared. "
-                "Remove the attack; FlatChat reads the tied sum."
-            )
+        refuse_tied(anatomy, self.name, "head")
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> _RevealLabelsGuess:
@@ -201,9 +195,8 @@ def _row_space(gradient: Tensor) -> Array:
     if imbalance > min(64 * precision, 0.05):
         raise UnusableObservation(
             f"the rows of the head's gradient do not sum to zero (off by {imbalance:.1e} of their "
-            "magnitude), so it is not that of a softmax with cross-entropy alone: a tied matrix's "
-            "sum, noise, weight decay in an update, or compression. This method needs the head's "
-            "own, exact gradient."
+            "magnitude), so it is not that of a softmax with cross-entropy alone, which this "
+            "method needs: a tied matrix's sum, noise, weight decay in an update, or compression."
         )
     triangle = torch.linalg.qr(matrix, mode="r").R
     _, singular, right = torch.linalg.svd(triangle)

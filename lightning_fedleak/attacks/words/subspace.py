@@ -154,8 +154,7 @@ class SubspaceWords(Attack):
         if not inputs:
             raise ThreatModelError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
-                "model has none (are its first projections something else than nn.Linear?): "
-                "remove the attack"
+                "model has none (are its first projections nn.Linear?): remove it"
             )
         return inputs
 
@@ -378,9 +377,8 @@ class SubspaceWords(Attack):
             raise Inapplicable(
                 f"a round of {steps.steps} step{'s' * (steps.steps > 1)} of "
                 f"{steps.optimizer.__name__} divides gradients entry by entry, so that its rows "
-                "are no combinations of inputs any more; measure rounds of one step "
-                "(local_steps=1) or the gradients of single steps (omit local_steps) to see "
-                "what the client's data would leak"
+                "are no combinations of inputs; measure rounds of one step (local_steps=1) or "
+                "gradients of single steps (omit local_steps)"
             )
 
     def _as_gradients(
@@ -433,9 +431,8 @@ class SubspaceWords(Attack):
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
             raise UnusableObservation(
                 f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
-                "a defence's noise hides its sizes, or the rounding of the stored weights (half "
-                "precision, or a small learning rate); measure the gradients of single steps "
-                "(omit local_steps)"
+                "noise hides its sizes, or the rounding of stored weights (half precision, a small "
+                "learning rate); measure gradients of single steps (omit local_steps)"
             )
         return replace(update, tensors=gradients), errors
 

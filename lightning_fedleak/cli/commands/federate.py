@@ -129,8 +129,7 @@ def _check_gates(federation: Federation) -> None:
             raise SourceError(
                 f"--watch {gate.metric}: a round has {texts} texts of a client, and no update is "
                 f"judged with fewer than {LEAST_MEMBERS}: give more --local-steps or a larger "
-                "--batch-size (and clients with so many texts), or watch words alone (--watch "
-                "leakage/worst/words)"
+                "--batch-size (and texts), or --watch leakage/worst/words"
             )
 
 

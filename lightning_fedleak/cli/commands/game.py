@@ -180,9 +180,9 @@ def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
     specs = parse_defenses(text)
     if [spec.kind for spec in specs] != [TokenLDP.name]:
         raise SourceError(
-            f"--defense {text}: a game is played with one defence of the client's tokens, one of "
-            "grr, rappor, the and dbitflip, as grr:epsilon=5. What acts on gradients or hidden "
-            "states is measured in a fit: fedleak sweep --defense"
+            f"--defense {text}: a game is played with one defence of the client's tokens, grr, "
+            "rappor, the or dbitflip, as grr:epsilon=5. Others are measured in a fit: fedleak "
+            "sweep --defense"
         )
     # The batch is ids alone, from which a client's loss reads its labels.
     arguments = {"memoize": False, **specs[0].arguments}

@@ -158,8 +158,8 @@ class TextDataModule(L.LightningDataModule):
             raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
                 f"and {len(val)} for validation; at least {self.batch_size} (batch_size) and 1 are "
-                "needed. Give more text (a plain text file has one text a line), or make "
-                "batch_size or length smaller."
+                "needed. Give more text (in a plain file one a line), or a smaller batch_size or "
+                "length."
             )
         self._train, self._val = train, val
 

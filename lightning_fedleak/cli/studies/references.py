@@ -89,8 +89,8 @@ class Recipe:
         elif not options.no_account:
             raise SourceError(
                 "references train again on private rows, which is outside of epsilon: give the "
-                "run's folder (--run), whose record says whether it was one with differential "
-                "privacy, or say by --no-account that it was not"
+                "run's folder (--run), which says whether it had one, or say by --no-account that "
+                "it had none"
             )
         for name in ("epochs", "batch_size", "lr"):
             settings[name] = getattr(options, name) or settings.get(name)

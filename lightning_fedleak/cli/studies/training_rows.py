@@ -115,10 +115,9 @@ class RowReader:
             return self._headed(rows, names, column, source)
         if any(name.startswith("rejected") for name in names):
             raise UnknownLabels(
-                f"'{source}' holds preferences ('rejected'): a loss that prefers chosen texts to "
-                "rejected ones teaches the weights to find some of them unlikely, so that "
-                "likelihoods do not show what was trained on. If training read 'chosen' alone, "
-                "give rows without the others"
+                f"'{source}' holds preferences ('rejected'): a loss that prefers chosen texts "
+                "makes the others unlikely, so that likelihoods do not show what was trained on. "
+                "If training read 'chosen' alone, give rows without the others"
             )
         if "input_ids" in names:
             if "labels" not in names or self.loss or self.prompt_column:

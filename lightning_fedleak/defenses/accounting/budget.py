@@ -215,8 +215,8 @@ class Budget:
         if epsilon > self.target_epsilon:
             raise BudgetSpent(
                 f"{self.owner}: the {account.steps} releases of the checkpoint or ledger cost "
-                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than target_epsilon="
-                f"{self.target_epsilon}. Raise target_epsilon, or begin a new run from a model "
+                f"epsilon={epsilon:.4g} at delta={self.delta} already, more than "
+                f"target_epsilon={self.target_epsilon}. Raise it, or begin a new run from a model "
                 "that this data did not train."
             )
 
@@ -233,10 +233,9 @@ class Budget:
             raise DefenseError(
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
-                f"{rows[-1][1]:g} (noise of a seed counts as 0). accountant={self.kind!r} holds "
-                "for noise and rate that are fixed before the run: go on with the noise, "
-                "batch_size and data of those, use accountant='filter' from the start, or begin a "
-                "new run."
+                f"{rows[-1][1]:g} (noise of a seed counts as 0), and accountant={self.kind!r} "
+                "holds for noise and rate that are fixed before the run: go on with these, or "
+                "begin a new run, with accountant='filter' if they are to change."
             )
 
     def check_affords_another(self) -> None:
@@ -249,7 +248,7 @@ class Budget:
             raise BudgetSpent(
                 f"{self.owner}: after {self.accountant.steps} releases one more would cost more "
                 f"than target_epsilon={self.target_epsilon} at delta={self.delta}. It was not "
-                "made; the weights are those of the last one."
+                "made; the weights are those of the last."
             )
 
     def affords_another(self) -> bool:

@@ -377,10 +377,9 @@ def check_isolation(
     for call, gradient in zip(below, layers, strict=True):
         if gradient is not None and _reaches_others(gradient, sample, samples):
             raise DefenseError(
-                f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' that belong "
-                f"to other samples of the batch of {samples}: samples are mixed, or the first "
-                "dimension of its input does not count samples (position ids may have shape "
-                "(1, T)). Mend that, or freeze it."
+                f"DPSGD: the gradient of sample {sample} reaches rows of '{call.name}' of other "
+                "samples: samples are mixed, or the first dimension of its input does not count "
+                "them (position ids may have shape (1, T)). Mend that, or freeze it."
             )
     return len(rows) > 1
 

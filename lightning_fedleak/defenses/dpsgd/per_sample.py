@@ -514,8 +514,8 @@ def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> d
     if any(isinstance(p, DTensor) for p in parameters.values()):
         raise DefenseError(
             f"DPSGD: a {_plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
-            "and is needed whole. Shard the block around it instead of the layer itself, or leave "
-            "`output_dtype` out of its MixedPrecisionPolicy."
+            "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
+            "of its MixedPrecisionPolicy."
         )
     # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
     everything = [*module.named_parameters(), *module.named_buffers()]
@@ -543,8 +543,8 @@ def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> d
     except Exception as error:
         raise DefenseError(
             f"DPSGD: a {_plain_type(module).__name__} cannot be run again for one sample at a time "
-            f"({error}). The forward of a trained layer must take one tensor of samples, return "
-            "one, and draw nothing at random. Freeze what does not."
+            f"({error}). A trained layer must take one tensor of samples, return one, and draw "
+            "nothing at random. Freeze it."
         ) from error
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks

@@ -162,9 +162,9 @@ class UserBatchSampler(PoissonBatchSampler):
         """
         if not self._counts or sum(self._counts[0]) != samples:
             raise DefenseError(
-                f"DPSGD: training_step gets a batch of {samples} rows, and the next that was drawn "
-                "has another number: whose rows they are is not known. Let batches come in the "
-                "order in which the loader makes them (in_order=True), each once."
+                f"DPSGD: training_step gets {samples} rows, and the next batch that was drawn has "
+                "another number. Let batches come in the order in which the loader makes them "
+                "(in_order=True), each once."
             )
         return self._counts.popleft()
 

@@ -402,8 +402,8 @@ def count_samples(batch: Any) -> int:
         content = "no tensors" if not sizes else f"tensors with first dimensions {sorted(sizes)}"
         raise DefenseError(
             f"DPSGD: the batch ({type(batch).__name__}) holds {content}, so its samples cannot be "
-            "counted. Let it be a tensor, or a dict, list or tuple of tensors, each with the "
-            "samples as its first dimension."
+            "counted. Let it be a tensor, or a dict, list or tuple of tensors, with the samples "
+            "first."
         )
     return int(sizes.pop())
 

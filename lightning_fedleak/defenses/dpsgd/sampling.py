@@ -95,9 +95,8 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
         ordered = hasattr(group_by, "__len__") and hasattr(group_by, "__getitem__")
         if not ordered or isinstance(group_by, Mapping):
             raise DefenseError(
-                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. "
-                "Give the name of a column, a function of an example, or a list with one key for "
-                "each row."
+                f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. Give "
+                "the name of a column, a function of an example, or a list, a key a row."
             )
         return group_by
     if hasattr(dataset, "column_names"):
@@ -330,9 +329,9 @@ def _check_shares(dataloader: Any, context: DefenseContext) -> None:
     place = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
     if not is_sharded(dataloader) or place != (context.processes, context.process):
         raise DefenseError(
-            f"DPSGD: with client='world' the {context.processes} processes are one client, and no "
-            "DistributedSampler splits the training data among them, so that an example may be "
-            "twice in the sum. Leave use_distributed_sampler=True."
+            "DPSGD: with client='world' no DistributedSampler splits the data among the "
+            f"{context.processes} processes, so that an example may be twice in the sum. Leave "
+            "use_distributed_sampler=True."
         )
 
 
@@ -463,8 +462,7 @@ def _check_once(dataset: data.Dataset[Any]) -> None:
     if repeated.any():
         raise DefenseError(
             f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
-            "that is at another place too, and would pay several times. Let each occur once, and "
-            "train for more epochs."
+            "that is at another too. Let each occur once, and train for more epochs."
         )
 
 

@@ -124,9 +124,8 @@ def planned_steps(context: DefenseContext, per_epoch: int) -> int:
     host = context.host
     if host.finds_learning_rate:
         raise DefenseError(
-            "DPSGD: target_epsilon: the learning rate finder trains for steps of its own, to which "
-            "the noise would be fitted. Find the learning rate on public data, or give "
-            "noise_multiplier."
+            "DPSGD: target_epsilon: the noise would be fitted to the steps of the learning rate "
+            "finder. Find the rate on public data, or give noise_multiplier."
         )
     steps = host.count_steps(per_epoch)
     if steps is None or steps < 1:
@@ -158,9 +157,8 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
     changes, high, low = team.largest([digest != repeated, digest, -digest])
     if high != -low and not changes:
         raise DefenseError(
-            "DPSGD: the processes of the client hold other examples at the same places of their "
-            "datasets, so an example may be twice in the sum. Shuffle and split the data by the "
-            "same seed in all processes."
+            "DPSGD: the processes of the client hold other examples at the same places, so that "
+            "one may be twice in the sum. Shuffle and split the data by one seed in all processes."
         )
 
 

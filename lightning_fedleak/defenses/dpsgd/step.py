@@ -193,9 +193,9 @@ class WatchedStep:
             )
         if self._waits:
             raise DefenseError(
-                "DPSGD: a second batch came before the first was released. Let every batch have "
-                "its own optimizer step: a larger batch_size, of which "
-                "DPSGD(max_physical_batch_size=...) runs a few rows at a time."
+                "DPSGD: a second batch came before the first was released. Let each have its own "
+                "optimizer step: a larger batch_size, run in pieces "
+                "(DPSGD(max_physical_batch_size=...))."
             )
         self._waits = True
 
@@ -488,8 +488,8 @@ class Weights:
         if self._not_finite:
             raise DefenseError(
                 "DPSGD: weights are not finite after the last release "
-                f"({_listed(self._not_finite, root)}): lower the learning rate, which "
-                "is too high for the noise or for the weights' precision."
+                f"({_listed(self._not_finite, root)}): lower the learning rate, for the noise or "
+                "the weights' precision."
             )
 
     def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:

@@ -285,7 +285,7 @@ class BatchForm:
         if unknown:
             raise refused(
                 f"the batch holds the fields {', '.join(unknown)}, which would reach the model as "
-                "they are. Take them out, or, if they say nothing about the text, pass "
+                "they are. Take them out, or, if no text is in them, pass "
                 f"form=BatchForm(public_fields={unknown})"
             )
         return tokens

@@ -146,9 +146,8 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     roles = surfaces.gradients
     if not roles or surfaces.layers:
         raise ValueError(
-            f"attack '{attack.name}' asks for activations or for nothing; a monitor shows "
-            "attacks the gradients of parameters, plays membership games, and shows activations to "
-            "an InversionAttack"
+            f"attack '{attack.name}' asks for nothing, or for activations, which a monitor shows "
+            "to an InversionAttack alone"
         )
     owners: list[Optimizer] = []
     exposed = True
@@ -177,6 +176,6 @@ def _check_head(attack: Attack, anatomy: Anatomy) -> None:
         head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"
     raise ThreatModelError(
         f"attack '{attack.name}' reads words off an output head with a row for each token, and "
-        f"{head}. Remove the attack; BagOfWords reads the gradient of the embeddings, "
-        "SubspaceWords that of the first block's projections."
+        f"{head}. Remove it; BagOfWords reads the embeddings' gradient, SubspaceWords that of the "
+        "first projections."
     )

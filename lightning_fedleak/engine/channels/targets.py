@@ -326,9 +326,8 @@ def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) 
     both = zip(public.sentences, held_out.sentences, strict=False)
     if len(public) == len(held_out) and all(torch.equal(a, b) for a, b in both):
         raise ValueError(
-            f"held_out= is the public text that '{attack.name}' is calibrated on, so that the "
-            "games' non-members would be texts it knows to be outside: split the text, one "
-            "part for each"
+            f"held_out= is the public text that '{attack.name}' is calibrated on, so that it would "
+            "know the games' non-members: split the text, a part for each"
         )
 
 

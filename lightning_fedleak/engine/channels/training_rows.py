@@ -68,8 +68,7 @@ def check_shuffle(loader: DataLoader[Any]) -> None:
         name = type(sampler if plain else batches).__name__
         raise NoNonMembers(
             f"a {name} does not take the rows in an order that chance alone chose, so that rows "
-            "not yet seen may differ from the rest: use DataLoader(shuffle=True), or add "
-            "leave_out"
+            "not yet seen may differ from the rest: use DataLoader(shuffle=True), or add leave_out"
         )
 
 

@@ -137,8 +137,8 @@ class WeightLooks:
             if any(not c.settings.memorization.outside_epsilon for c in read):
                 raise ValueError(
                     f"a callback stops or chooses by '{name}', which is read off private texts, "
-                    "and the run's epsilon does not cover what is decided by it: watch another "
-                    "value, or accept it by Memorization(outside_epsilon=True)"
+                    "outside the run's epsilon: watch another value, or accept it by "
+                    "Memorization(outside_epsilon=True)"
                 )
 
     def unread(self, names: Collection[str] | None) -> str | None:

@@ -404,9 +404,8 @@ def audit_gaussian_scores(
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
         raise ValueError(
-            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind at least, got "
-            f"{member_scores.size} in and {other_scores.size} out: use audit_scores or "
-            "audit_one_run"
+            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind, got "
+            f"{member_scores.size} in, {other_scores.size} out: use audit_scores"
         )
     epsilon = math.nan
     if not np.isnan(score).any():

@@ -64,9 +64,8 @@ class SentencePool:
                 distinct[tuple(ids)] = None
         if len(distinct) < 2:
             raise ValueError(
-                f"the text gives {len(distinct)} distinct sentences of {at_least} to {tokens} "
-                f"tokens ({self.short} were too short, {self.duplicates} were repeats): give more "
-                "text"
+                f"the text gives {len(distinct)} sentences of {at_least} to {tokens} tokens "
+                f"({self.short} were too short, {self.duplicates} repeats): give more text"
             )
         self.rows = tuple(torch.tensor(ids) for ids in distinct)
         self.tokens = tokens

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +186,10 @@ class ClientHeads(_Around):
 
     def start(self, *arguments: Any, **named: Any) -> Any:
         """Run all rounds of the strategy, and close the log."""
-        self._record, outcome = HeadRecord(self._folder), "finished"
-        try:
+        self._record = record = HeadRecord(self._folder)
+        with ExitStack() as stack:
+            stack.push(lambda error, *_: record.end(error.__name__ if error else "finished"))
             return super().start(*arguments, **named)
-        except BaseException as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            self._record.end(outcome)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -106,9 +106,8 @@ def with_ids(
     ]
     if len(ids_of_batches) != len(batches) or len(new_batches) != len(batches):
         raise UnusableObservation(
-            "a defence replaces the batch, and the token ids that the model was run on are not "
-            f"known: {len(calls)} calls in {len(batches)} batches, {len(new_batches)} of the "
-            "batch's shape"
+            "a defence replaces the batch, and which token ids the model ran on is not known: "
+            f"{len(calls)} calls in {len(batches)} batches, {len(new_batches)} of their shape"
         )
     return new_batches
 

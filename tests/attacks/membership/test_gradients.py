@@ -394,7 +394,7 @@ def test_what_the_model_wrote_is_kept_and_not_written_again(
 
 
 def test_masked_models_are_refused() -> None:
-    with pytest.raises(ThreatModelError, match="a masked model's texts have labels that it does"):
+    with pytest.raises(ThreatModelError, match="does not know the labels of a masked model"):
         GradientMembership(texts(4, LENGTH)).needs(find_anatomy(bert()))
 
 

@@ -246,7 +246,7 @@ def deberta() -> nn.Module:
 
 @pytest.mark.parametrize("family", [modernbert, deberta])
 def test_encoders_whose_positions_are_not_added_are_refused(family: Any) -> None:
-    with pytest.raises(ThreatModelError, match="added to the embeddings"):
+    with pytest.raises(ThreatModelError, match="added to the first"):
         SubspaceTexts().needs(find_anatomy(ready(family())))
 
 

@@ -111,7 +111,7 @@ def test_what_is_no_softmax_gradient_is_refused() -> None:
 
 def test_a_tied_head_is_refused_at_setup_and_in_the_observation() -> None:
     attack = RevealLabels()
-    with pytest.raises(ThreatModelError, match="ties its head"):
+    with pytest.raises(ThreatModelError, match="the head's own gradient, and this model ties"):
         attack.needs(find_anatomy(tiny_gpt2(tied=True)))
     untied = find_anatomy(tiny_gpt2(tied=False))
     assert attack.needs(untied).gradients == ("head.weight",)

@@ -205,7 +205,7 @@ def test_a_few_types_show_in_b_alone(targets: list[str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     check_exact(model, texts(1, 9))
-    with pytest.raises(UnusableObservation, match="more types"):
+    with pytest.raises(UnusableObservation, match="too many types"):
         guess_of(model, texts(8, 9))
 
 
@@ -390,7 +390,7 @@ def test_a_side_that_is_not_trained_is_no_certificate_either(side: str) -> None:
 
 def test_more_types_than_dimensions_are_refused() -> None:
     model = ready(llama())
-    with pytest.raises(UnusableObservation, match="more types"):
+    with pytest.raises(UnusableObservation, match="too many types"):
         guess_of(model, texts(12, 14))
 
 
@@ -566,7 +566,7 @@ def test_a_model_without_such_maps_is_refused() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:
             return self.head(self.inner(self.embedding(input_ids))[0])
 
-    with pytest.raises(ThreatModelError, match="remove the attack"):
+    with pytest.raises(ThreatModelError, match="remove it"):
         SubspaceWords().needs(find_anatomy(Recurrent()))
 
 

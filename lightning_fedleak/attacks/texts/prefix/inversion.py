@@ -181,8 +181,8 @@ class PrefixInversion(InversionAttack):
         if not self.bottom.causal:
             raise ValueError(
                 f"{type(anatomy.model).__name__} is not causal: a hidden state at layer "
-                f"{self.layer} depends on later tokens, so that a text cannot be recovered left to "
-                "right; use EmbeddingDescent, with sweeps, for encoders"
+                f"{self.layer} depends on later tokens, so that no text is recovered left to "
+                "right; use EmbeddingDescent, with sweeps"
             )
         self._table_step = None
         self._learn()

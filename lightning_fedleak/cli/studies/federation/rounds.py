@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -206,8 +207,8 @@ def train_in_process(
     accounts = [federation.client_account(folder, c) for c in range(federation.clients)]
     observer, gates = federation.observer(folder), federation.gates()
     outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
-    outcome = "finished"
-    try:
+    with ExitStack() as stack:
+        stack.push(lambda error, *_: observer.end(error.__name__ if error else "finished"))
         for round_ in range(1, federation.rounds + 1):
             sent = server.state
             returned: dict[int, Mapping[str, Tensor] | None] = {}
@@ -231,9 +232,4 @@ def train_in_process(
             closed(
                 Round(round_, server.loss, leakage, withheld, absent, server.epsilon, server.noise)
             )
-    except BaseException as error:
-        outcome = type(error).__name__
-        raise
-    finally:
-        observer.end(outcome)
     return server

@@ -37,12 +37,8 @@ from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGues
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
-from lightning_fedleak.attacks.words.public_gradients import (
-    gradient_parts,
-    head_parameters,
-    head_surface,
-)
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
+from lightning_fedleak.model.anatomy import find_anatomy, head_surface
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (

@@ -6,7 +6,9 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for as noise_multiplier_for,
 )
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
-from lightning_fedleak.defenses.activations import ActivationCompression as ActivationCompression
+from lightning_fedleak.defenses.activation_compression import (
+    ActivationCompression as ActivationCompression,
+)
 from lightning_fedleak.defenses.activations import ActivationNoise as ActivationNoise
 from lightning_fedleak.defenses.base import CanaryGradient as CanaryGradient
 from lightning_fedleak.defenses.base import Defense as Defense

@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
@@ -33,7 +31,7 @@ from lightning_fedleak.federation import (
     head_of,
     moved,
 )
-from lightning_fedleak.federation.updates import State
+from lightning_fedleak.federation.updates import State, array_in, convert_like, read_state
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
 
@@ -219,7 +217,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         # The mean over clients may have another dtype than the model that the client trains.
         state = {
             n: t.to(like[n].dtype if n in like else t.dtype, copy=True)
-            for n, t in _tensors(sent.data).items()
+            for n, t in read_state(sent.data).items()
         }
         self._sent_arrays = sent.data
         round_ = shareable.get_header(AppConstants.CURRENT_ROUND)
@@ -289,9 +287,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         def train() -> tuple[State, Sequence[Any]]:
             if result is None:
                 raise UpdateError(f"no model came back ({shareable.get_return_code()})")
-            if (outgoing.gates or outgoing.dp) and (name := _array_in(meta)):
+            if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
-            return _state_of(result, sent), hand_over.take()
+            before = sent if result.data_kind == DataKind.WEIGHT_DIFF else None
+            return read_state(result.data, before), hand_over.take()
 
         leaving = outgoing.answer(round_, sent, train, start)
         if leaving.state is None:
@@ -327,7 +326,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 self.log_warning(
                     fl_ctx, f"zero leaves with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
                 )
-        result = DXO(self._data_kind, _convert_like(data, self._sent_arrays), meta)
+        result = DXO(self._data_kind, convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
 
@@ -430,7 +429,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
     def send_model(self, *args: Any, **kwargs: Any) -> None:
         """Send the model to the clients that were drawn, if there are any."""
         self._sent_arrays = dict(kwargs["data"].params)
-        self._sent_state = _tensors(self._sent_arrays)
+        self._sent_state = read_state(self._sent_arrays)
         assert self._account is not None
         trained = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
         self._update_sum = self._account.begin(self._drawn_clients, trained)
@@ -443,9 +442,8 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         if sums is None or name not in self._drawn_clients:
             return False
         try:
-            state = _tensors(result.params or {})
-            if result.params_type == ParamsType.DIFF:
-                state = moved(self._sent_state, state)
+            before = self._sent_state if result.params_type == ParamsType.DIFF else None
+            state = read_state(result.params or {}, before)
             sums.add_returned(name, self._sent_state, state)
         except Exception as error:  # a client's bytes may cause any error
             self.info(f"a result of client {name} is ignored: {reason(error)}")
@@ -457,7 +455,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         assert self._update_sum is not None
         release, self._update_sum = self._update_sum.end(), None
         self.info(f"{len(release.zeros)} of {len(self._drawn_clients)} drawn clients count as zero")
-        params = _convert_like(moved(self._sent_state, release.update), self._sent_arrays)
+        params = convert_like(moved(self._sent_state, release.update), self._sent_arrays)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
 
 
@@ -496,26 +494,3 @@ def _model_of(shareable: Shareable | None) -> DXO | None:
     """Return the model in a message, or the difference of two models; None if it has neither."""
     content = _dxo_of(shareable)
     return content if content is not None and content.data_kind in _MODELS else None
-
-
-def _tensors(data: Mapping[str, object]) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(value) for name, value in data.items()}
-
-
-def _state_of(result: DXO, sent: State) -> dict[str, Tensor]:
-    """Return the model in a result, also where that is the difference of two models."""
-    tensors = _tensors(result.data)
-    return moved(sent, tensors) if result.data_kind == DataKind.WEIGHT_DIFF else tensors
-
-
-def _array_in(meta: Mapping[str, object]) -> str | None:
-    """Return the name of the first value beside a model that holds an array, or None."""
-    names = (n for n, v in meta.items() if any(getattr(x, "ndim", 0) for x in tree_leaves(v)))
-    return next(names, None)
-
-
-def _convert_like(state: Mapping[str, Tensor], arrays: Mapping[str, object]) -> dict[str, object]:
-    """Return a model in torch if some of ``arrays`` are tensors, and in numpy otherwise."""
-    if any(isinstance(value, Tensor) for value in arrays.values()):
-        return dict(state)
-    return {name: tensor.numpy() for name, tensor in state.items()}

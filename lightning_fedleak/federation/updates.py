@@ -2,7 +2,8 @@
 
 An update is the difference of two state dicts. It needs neither Flower nor another engine:
 functions take what was *sent* to a client and what it *returned*, two mappings from names to
-tensors. They hold a whole model, or the part that is trained (a PEFT adapter's state, say).
+tensors, which an engine's arrays are read as. They hold a whole model, or the part that is trained
+(a PEFT adapter's state, say).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.model.snapshots import NotYet, Stage, UpdateSnapshot
 from lightning_fedleak.model.taps import UpdateError as UpdateError  # handed on
@@ -156,6 +158,33 @@ def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else before.detach().clone()
         for name, before in sent.items()
     }
+
+
+def read_state(arrays: Mapping[str, object], before: State | None = None) -> dict[str, Tensor]:
+    """Return the state that arrays in numpy or torch hold.
+
+    Args:
+        arrays: by name.
+        before: the state that they are the difference to; None where they are the whole state.
+
+    Raises:
+        UpdateError: the difference names something that ``before`` does not hold.
+    """
+    tensors = {name: torch.as_tensor(value) for name, value in arrays.items()}
+    return tensors if before is None else moved(before, tensors)
+
+
+def convert_like(state: State, arrays: Mapping[str, object]) -> dict[str, object]:
+    """Return a state in torch if some of ``arrays`` are tensors, and in numpy otherwise."""
+    if any(isinstance(value, Tensor) for value in arrays.values()):
+        return dict(state)
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def array_in(meta: Mapping[str, object]) -> str | None:
+    """Return the name of the first value beside a model that holds an array, or None."""
+    names = (n for n, v in meta.items() if any(getattr(x, "ndim", 0) for x in tree_leaves(v)))
+    return next(names, None)
 
 
 def joint_norm(update: Mapping[str, Tensor]) -> float:

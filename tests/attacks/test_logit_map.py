@@ -27,7 +27,7 @@ from lightning_fedleak.attacks import AlignedFlatChat, PublicText
 from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks.words.head_gradients import (
     GradientParts,
     gradient_parts,
     head_gradient,

@@ -36,5 +36,5 @@ from lightning_fedleak.attacks.row_space.linear_maps import nonzero_gradients as
 from lightning_fedleak.attacks.row_space.linear_maps import refuse_zeros as refuse_zeros
 from lightning_fedleak.attacks.row_space.linear_maps import vocabulary_size as vocabulary_size
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult as PursuitResult
-from lightning_fedleak.attacks.row_space.pursuit import SharedRows as SharedRows
 from lightning_fedleak.attacks.row_space.pursuit import explain as explain
+from lightning_fedleak.attacks.row_space.shared_rows import SharedRows as SharedRows

@@ -22,7 +22,8 @@ from torch import Tensor
 from lightning_fedleak.attacks.row_space import linear_maps
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
-from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
+from lightning_fedleak.attacks.row_space.shared_rows import SharedRows
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import (
     Inapplicable,

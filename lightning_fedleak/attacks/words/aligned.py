@@ -22,7 +22,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.words import aligned_rows
+from lightning_fedleak.attacks.words import aligned_rows, row_summary
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
@@ -34,13 +34,12 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     rehearse_updates,
     update_features,
 )
-from lightning_fedleak.attacks.words.public_gradients import (
+from lightning_fedleak.attacks.words.head_gradients import (
     GradientParts,
     head_inputs,
     head_parameters,
-    head_surface,
 )
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import Compression, explain_compression
 from lightning_fedleak.model.snapshots import (
@@ -380,14 +379,14 @@ class AlignedFlatChat(Attack):
     def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
         assert self._u is not None
         self._u = self._u.to(gradient.device)
-        summary, u = turn(gradient, aligned_rows.RowSummary.read(gradient, self._u), self._u)
-        types = aligned_rows.significant(summary.projection, summary.doubt(u, rounding))
+        summary, u = turn(gradient, row_summary.RowSummary.read(gradient, self._u), self._u)
+        types = row_summary.significant(summary.projection, summary.doubt(u, rounding))
         return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
-        summary = aligned_rows.RowSummary.read(gradient, directions.u)
+        summary = row_summary.RowSummary.read(gradient, directions.u)
         summary, _ = turn(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)

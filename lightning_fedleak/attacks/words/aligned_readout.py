@@ -18,16 +18,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_fedleak.attacks.words.aligned_rows import (
     Directions,
     ExpectedRows,
-    RowSummary,
     Units,
     cluster_centres,
     plausible,
-    projections,
     row_features,
     separating_direction,
     token_norm,
 )
-from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.attacks.words.head_gradients import GradientParts
+from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 

@@ -10,7 +10,6 @@ estimated from the gradient itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.base import check_readable
-from lightning_fedleak.attacks.words.public_gradients import GradientParts
+from lightning_fedleak.attacks.words.head_gradients import GradientParts
+from lightning_fedleak.attacks.words.row_summary import RowSummary
 
 _TOKENS_AT_ONCE = 1024  # tokens whose probabilities are computed at once, which bounds the memory
-_ROWS_AT_ONCE = 512  # rows converted to float32 at once, which bounds the memory
 _CENTRES = 64  # clusters of hidden states that rows are projected on; not tuned
 _PRINCIPAL = 64  # principal directions of the hidden states, for the whitening; not tuned
 _ERROR = 0.25  # variance of the relative error of expected rows; not tuned
@@ -290,156 +288,6 @@ def _non_negative(gram: Tensor, target: Tensor, steps: int = 200) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowSummary:
-    """The length and the projection of every row of a gradient.
-
-    Attributes:
-        projection: (V,) projection on ``u`` of each row minus the common row.
-        norms: (V,) norm of each row minus the common row.
-        common: (d,) what label smoothing adds to every row; zero without smoothing.
-    """
-
-    projection: Tensor
-    norms: Tensor
-    common: Tensor
-
-    @classmethod
-    def read(cls, gradient: Tensor, u: Tensor) -> RowSummary:
-        """Return the summary of a gradient, without the row that label smoothing adds.
-
-        Args:
-            gradient: (V, d).
-            u: (d,) unit.
-
-        Raises:
-            UnusableObservation: the gradient has NaN or infinity, or is all zero.
-        """
-        norms = _map_rows(gradient, lambda rows: torch.linalg.vector_norm(rows, dim=1))
-        check_readable(norms.max(), "the head's gradient")
-        summary = cls(projections(gradient, u), norms, u.new_zeros(gradient.shape[1]))
-        common = _common_row(gradient, summary)
-        return summary if common is None else cls(*_subtract(gradient, u, common), common)
-
-    @property
-    def width(self) -> int:
-        """Return d, the length of a row."""
-        return len(self.common)
-
-    def select(self, rows: Tensor) -> RowSummary:
-        """Return the summary of some rows."""
-        return RowSummary(
-            self.projection.index_select(0, rows), self.norms.index_select(0, rows), self.common
-        )
-
-    def noise(self) -> Tensor:
-        """Return an upper bound on the standard deviation of noise on each coordinate, ().
-
-        The smallest rows of a noised update hold noise alone, and d independent coordinates give
-        them nearly equal norms, so that the 10% quantile shows it. Without noise the bound is a
-        small fraction of the smallest rows, which changes no decision.
-        """
-        spread = 1 - 1.2816 / (2 * self.width) ** 0.5
-        low = kth_smallest(self.norms, 1 + (len(self.norms) - 1) // 10)
-        level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
-        return level
-
-    def doubt(self, u: Tensor, rounding: float = 0.0) -> Tensor:
-        """Return how far from zero a projection may be for reasons other than words, ().
-
-        The reasons are a defence's noise (estimated from the median positive row, which is unused
-        or nearly so), label smoothing, and rounding.
-
-        Args:
-            u: the direction of ``projection``.
-            rounding: standard deviation of the rounding error of each coordinate.
-        """
-        unused = self.projection >= 0
-        level = self.noise().clamp(min=rounding)
-        if n := int(unused.sum()):
-            norms = torch.where(unused, self.norms, torch.inf)
-            level = torch.maximum(level, kth_smallest(norms, (n + 1) // 2) / self.width**0.5)
-        return torch.maximum(level, (self.common @ u).abs())
-
-    def denoised_norms(self, noise: Tensor) -> Tensor:
-        """Return (V,) norms of the rows without what noise of that deviation adds."""
-        squares = self.norms.square()
-        return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
-
-
-def kth_smallest(values: Tensor, k: int) -> Tensor:
-    """Return the k-th smallest of (n,) values without NaN, k from 1, as ().
-
-    NumPy's partition is several times as fast as ``kthvalue`` on the CPU.
-    """
-    if values.device.type != "cpu":
-        return values.kthvalue(k).values
-    return values.new_tensor(np.partition(values.detach().numpy(), k - 1)[k - 1])
-
-
-def projections(gradient: Tensor, u: Tensor) -> Tensor:
-    """Return the (V,) projections of the rows on ``u``, in float32."""
-    return _map_rows(gradient, lambda rows: rows @ u)
-
-
-def _map_rows(gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the (V,) values of a function of rows in float32, converting few rows at a time."""
-    gradient = gradient.detach()
-    if gradient.dtype == torch.float32:
-        return function(gradient)
-    buffer = gradient.new_empty(_ROWS_AT_ONCE, gradient.shape[1], dtype=torch.float32)
-    parts = torch.split(gradient, _ROWS_AT_ONCE)
-    return torch.cat([function(buffer[: len(rows)].copy_(rows)) for rows in parts])
-
-
-def _subtract(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return projections and norms of the rows minus ``common``."""
-    projection, norms = [], []
-    buffer = torch.empty(_ROWS_AT_ONCE, len(common), device=common.device)
-    for rows in torch.split(gradient.detach(), _ROWS_AT_ONCE):
-        rows = torch.sub(rows, common, out=buffer[: len(rows)])
-        projection.append(rows @ u)
-        norms.append(torch.linalg.vector_norm(rows, dim=1))
-    return torch.cat(projection), torch.cat(norms)
-
-
-def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
-    """Return what label smoothing adds to every row, (d,), or None.
-
-    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row, so that
-    most rows are negative and the rows of rare types are equal. Such rows are at the lower edge of
-    the projections, above the few used types. Rows that noise puts there do not agree.
-    """
-    if bool((summary.projection < 0).float().mean() < 0.18):
-        return None
-    n = len(summary.projection)
-    order = summary.projection.argsort()[n * 8 // 100 : max(1, n * 18 // 100)]
-    edge = gradient.detach()[order].float()
-    common = edge.mean(0)
-    agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
-    return common if bool(agreement > 0.9) else None
-
-
-def significant(projection: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
-    """Return the (k,) rows that are negative beyond what noise explains, best first.
-
-    The false discovery rate is at most ``rate`` (Benjamini and Hochberg 1995). Without noise these
-    are the rows with a negative projection.
-
-    Args:
-        projection: (V,) projections on a unit vector.
-        noise: () standard deviation of noise on each coordinate.
-        rate: share of the rows named that noise alone may account for, below a half.
-    """
-    negative = (projection < 0).nonzero()[:, 0]  # positive rows are no evidence at such rates
-    ordered = projection[negative].double().sort()
-    chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
-    k = torch.arange(1, len(negative) + 1, device=projection.device)
-    passing = (chance * len(projection) <= rate * k).nonzero()[:, 0]
-    count = 0 if len(passing) == 0 else int(passing[-1]) + 1
-    return negative[ordered.indices[:count]]
-
-
-@dataclass(frozen=True)
 class Units:
     """The scale and the size of a gradient, estimated from its rows.
 
@@ -503,7 +351,7 @@ def token_norm(summary: RowSummary, noise: Tensor) -> Tensor | None:
     return summary.norms.new_tensor(token)
 
 
-def signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
+def _signed_log(values: Tensor, unit: float = 1e-3) -> Tensor:
     """Return ``sign(x) log(1 + |x| / unit)``, which resolves both tails and values near zero."""
     return values.sign() * (values.abs() / unit).log1p()
 
@@ -550,15 +398,15 @@ def row_features(
     whole = white.norm(dim=1) + 1e-30
 
     columns = [
-        signed_log(s),
+        _signed_log(s),
         (r + _TINY).log(),
         cosine,
         inside,
-        *(signed_log(v) for v in ranks),
+        *(_signed_log(v) for v in ranks),
         (near < 0).float().mean(1),
         *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
         (predicted + _TINY).log(),
-        signed_log(predicted - s),
+        _signed_log(predicted - s),
         (s / predicted).clamp(-50, 5),
         (expected.probability * n + 1e-6).log(),
         (expected.energy * n + 1e-8).log(),
@@ -566,11 +414,11 @@ def row_features(
         amount * squared.sqrt() / whole,
         (rest + _TINY).log(),
         (rest * rest / (expected.energy * n + 1e-6) + 1e-12).log(),
-        signed_log(amount / n),
+        _signed_log(amount / n),
         rest / whole,
         (expected.frequency * n + 1e-2).log(),
         (expected.opening * n + 1e-3).log(),
-        signed_log(summary.projection / (units.noise + 1e-30), 1.0),
+        _signed_log(summary.projection / (units.noise + 1e-30), 1.0),
         (noise + 1e-5).log().expand(len(rows)),
         units.tokens.clamp(min=1.0).log().expand(len(rows)),
         n.log().expand(len(rows)),

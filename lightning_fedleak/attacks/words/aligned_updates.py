@@ -13,7 +13,7 @@ gradients of public text for rounds of one step, from training on it for longer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +23,8 @@ from torch.nn import functional as F
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.words.aligned_readout import HeadCalibration, Readout
 from lightning_fedleak.attacks.words.aligned_rows import Directions, ExpectedRows, cluster_centres
-from lightning_fedleak.attacks.words.public_gradients import (
-    GradientParts,
-    head_parameters,
-    train_copies,
-)
+from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.progress import track
@@ -109,9 +106,35 @@ def training_updates(
     while True:
         size = _draw_size(generator)
         batches = [batch(size) for _ in range(steps.steps)]
-        after = train_copies(anatomy, batches, steps)[head].float()
+        after = _train_copies(anatomy, batches, steps)[head].float()
         labels = torch.cat([public.target_ids() for public in batches])
         yield _public_update(weight, after, labels, steps)
+
+
+def _train_copies(
+    anatomy: Anatomy, batches: Sequence[TokenBatch], steps: LocalSteps
+) -> dict[str, Tensor]:
+    """Return the trained parameters after a round of training, by name in ``anatomy.root``.
+
+    Copies are trained: the model, its gradients and the random generators stay as they are. It runs
+    in eval mode, without dropout.
+
+    Args:
+        anatomy: the model.
+        batches: of each step.
+        steps: the optimizer of the round, which begins fresh.
+    """
+    names = {id(p): name for name, p in anatomy.root.named_parameters()}
+    trained = {n: p for n, p in anatomy.model.named_parameters() if p.requires_grad}
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items()}
+    roles = [names[id(p)] for p in trained.values()]
+    optimizer = steps.make_optimizer(list(copies.values()))
+    for batch in batches:
+        gradients = gradient_of(anatomy, batch, roles, instead=copies)
+        for role, copy in zip(roles, copies.values(), strict=True):
+            copy.grad = gradients[role]
+        optimizer.step()
+    return {role: copy.detach() for role, copy in zip(roles, copies.values(), strict=True)}
 
 
 def _draw_size(generator: torch.Generator) -> int:

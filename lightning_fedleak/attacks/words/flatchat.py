@@ -23,8 +23,8 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
-from lightning_fedleak.attacks.words.public_gradients import each_gradient, head_surface
-from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
+from lightning_fedleak.attacks.words.public_gradients import each_gradient
+from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice
 

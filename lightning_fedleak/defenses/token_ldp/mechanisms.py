@@ -1,4 +1,4 @@
-"""Local differential privacy on one of k values: exact distributions, and draws in torch.
+"""Local differential privacy on one of k values: exact distributions, and draws by secret keys.
 
 A mechanism turns an index of a public domain {0, ..., k-1} into another one. Three of the four
 report a vector, and a decoding rule makes an index of it. A rule that reads nothing but the vector
@@ -35,8 +35,9 @@ number, the probability to keep the index.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -217,6 +218,33 @@ class Randomizer:
             return argmax_keep(self.k, epsilon)
         return uniform_keep(self.k, *self._rates(epsilon), self.bits)
 
+    def draw(
+        self,
+        index: Tensor,
+        outside: Tensor | None,
+        epsilon: float | Tensor,
+        keys: Sequence[bytes],
+        counts: Sequence[int],
+    ) -> Tensor:
+        """Return one replacement for each word, as an index of the domain.
+
+        Args:
+            index: (n,) int64, each word's index in the domain.
+            outside: (n,) bool, words that the domain lacks: a uniform one of the domain enters the
+                mechanism in their place. None where every word is in the domain.
+            epsilon: of each draw: one number, or (n,) float64.
+            keys: of the random streams, each used for ``counts`` words in turn.
+            counts: likewise; they add up to n.
+
+        Returns:
+            (n,) int64.
+        """
+        numbers = _keyed_uniforms(keys, counts, 2 + (outside is not None))
+        if outside is not None:
+            uniform = (numbers[:, -1] * self.k).long().clamp_(max=self.k - 1)
+            index = torch.where(outside, uniform, index)
+        return self.sample(index, epsilon, numbers)
+
     def sample(self, index: Tensor, epsilon: float | Tensor, uniforms: Tensor) -> Tensor:
         """Return one draw for each index.
 
@@ -247,3 +275,19 @@ def _each(
     values, inverse = torch.unique(epsilon, return_inverse=True)
     table = torch.tensor([function(v) for v in values.tolist()], dtype=torch.float64, device=device)
     return tuple(table[inverse].unbind(1)) if len(values) else (epsilon,) * 2
+
+
+def _keyed_uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
+    """Return (n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
+
+    Args:
+        keys: one for each stream.
+        counts: draws of each stream, (len(keys),).
+        columns: numbers of each draw.
+    """
+    streams = b"".join(
+        hashlib.shake_128(key).digest(8 * columns * count)
+        for key, count in zip(keys, counts, strict=True)
+    )
+    words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
+    return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,9 +41,7 @@ class LDPProtocol:
 class ReleaseCounter:
     """How often at most one row has been released, over all fits so far.
 
-    Rows are distinguished by digests, see
-    :func:`row_digests`, which are kept for one fit
-    only.
+    Rows are distinguished by digests, see :func:`row_digests`, which are kept for one fit only.
 
     Attributes:
         batches: how many there were.
@@ -436,7 +433,7 @@ class TokenLDP(Defense):
         if self.per == "sequence":
             epsilon = (self.epsilon / n_words.double()).repeat_interleave(n_words)
         randomizer = self._randomizer(len(domain))
-        indices = draw_replacements(randomizer, index, outside, epsilon, keys, counts)
+        indices = randomizer.draw(index, outside, epsilon, keys, counts)
         return torch.index_select(domain, 0, indices)
 
     def _streams(
@@ -471,48 +468,3 @@ def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> l
     """Return 32 bytes for each row: the same wherever this client has the row in this fit."""
     key = noise_key(base, 0, 0, client=client, name=name, stream="row")
     return [hashlib.blake2b(digest, key=key, digest_size=32).digest() for digest in digests]
-
-
-def uniforms(keys: Sequence[bytes], counts: Sequence[int], columns: int) -> Tensor:
-    """Return (n, columns) float64 in [0, 1), n the sum of ``counts``: a function of the keys alone.
-
-    Args:
-        keys: one for each stream.
-        counts: draws of each stream, (len(keys),).
-        columns: numbers of each draw.
-    """
-    streams = b"".join(
-        hashlib.shake_128(key).digest(8 * columns * count)
-        for key, count in zip(keys, counts, strict=True)
-    )
-    words = np.frombuffer(streams, dtype="<u8") >> np.uint64(11)
-    return torch.from_numpy(words * 2.0**-53).reshape(-1, columns)
-
-
-def draw_replacements(
-    randomizer: Randomizer,
-    index: Tensor,
-    outside: Tensor | None,
-    epsilon: float | Tensor,
-    keys: Sequence[bytes],
-    counts: Sequence[int],
-) -> Tensor:
-    """Return one replacement for each word, as an index of the domain.
-
-    Args:
-        randomizer: mechanism, domain and decoding rule.
-        index: (n,) int64, each word's index in the domain.
-        outside: (n,) bool, words that the domain lacks: a uniform one of the domain enters the
-            mechanism in their place. None where every word is in the domain.
-        epsilon: of each draw: one number, or (n,) float64.
-        keys: of the random streams, each used for ``counts`` words in turn.
-        counts: likewise; they add up to n.
-
-    Returns:
-        (n,) int64.
-    """
-    k = randomizer.k
-    numbers = uniforms(keys, counts, 2 + (outside is not None))
-    if outside is not None:
-        index = torch.where(outside, (numbers[:, -1] * k).long().clamp_(max=k - 1), index)
-    return randomizer.sample(index, epsilon, numbers)

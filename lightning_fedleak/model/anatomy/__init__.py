@@ -15,6 +15,8 @@ from lightning_fedleak.model.anatomy.parts import HEAD_WEIGHT as HEAD_WEIGHT
 from lightning_fedleak.model.anatomy.parts import Anatomy as Anatomy
 from lightning_fedleak.model.anatomy.parts import AnatomyError as AnatomyError
 from lightning_fedleak.model.anatomy.parts import Kind as Kind
+from lightning_fedleak.model.anatomy.parts import head_adapter as head_adapter
+from lightning_fedleak.model.anatomy.parts import head_surface as head_surface
 from lightning_fedleak.model.anatomy.parts import where_whole as where_whole
 from lightning_fedleak.model.anatomy.wrappers import find_path as find_path
 from lightning_fedleak.model.anatomy.wrappers import leaf as leaf

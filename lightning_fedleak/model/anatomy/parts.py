@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -160,3 +160,39 @@ class Anatomy:
             f"embedding={self.embedding_name!r}, head={self.head_name!r}, "
             f"blocks={len(self.blocks)}, tied={self.tied}, peft={self.peft!r})"
         )
+
+
+@dataclass(frozen=True)
+class _HeadSurface:
+    """The trained matrix with a row for each type.
+
+    Attributes:
+        role: of the parameter, or its name.
+        projection: (r, d) that multiplies hidden states before the B of a LoRA on the head; None
+            if the matrix is the head's weight.
+    """
+
+    role: str
+    projection: Tensor | None = None
+
+
+def head_surface(anatomy: Anatomy) -> _HeadSurface:
+    """Return the trained matrix of the head: its weight, or the B of a LoRA on it."""
+    adapter = head_adapter(anatomy)
+    if adapter is None or anatomy.trainable(HEAD_WEIGHT) or not adapter[0].requires_grad:
+        return _HeadSurface(HEAD_WEIGHT)
+    b, projection = adapter
+    name = next(n for n, p in anatomy.root.named_parameters() if p is b)
+    return _HeadSurface(name, projection)
+
+
+def head_adapter(anatomy: Anatomy) -> tuple[nn.Parameter, Tensor] | None:
+    """Return B (V, r) of a LoRA on the head and its A (r, d) times LoRA's scale, or None."""
+    head: Any = anatomy.head  # a layer of PEFT, or none
+    if not isinstance(getattr(head, "lora_B", None), nn.ModuleDict):
+        return None
+    for name in head.active_adapters:
+        if name in head.lora_B:
+            b, a = (f[name]._parameters.get("weight") for f in (head.lora_B, head.lora_A))
+            return b, head.scaling[name] * a.detach().float()
+    return None

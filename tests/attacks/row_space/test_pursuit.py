@@ -13,14 +13,10 @@ from torch import Tensor
 from lightning_fedleak.attacks.row_space import atoms as atoms_module
 from lightning_fedleak.attacks.row_space import pursuit
 from lightning_fedleak.attacks.row_space.atoms import Atoms
+from lightning_fedleak.attacks.row_space.certificate import exchange_twins, prune
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity
-from lightning_fedleak.attacks.row_space.pursuit import (
-    PursuitResult,
-    SharedRows,
-    _exchange_twins,
-    explain,
-    prune,
-)
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
+from lightning_fedleak.attacks.row_space.shared_rows import SharedRows
 
 SINGLE = torch.finfo(torch.float32).eps
 V, D = 400, 64
@@ -180,7 +176,7 @@ def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) 
         atoms = Atoms(rows, NOTHING)
         wrong = torch.cat([(truth[:6] + 4) % 40, truth[6:]]).unique()
         others = torch.arange(40)[~torch.isin(torch.arange(40), wrong)]
-        exchanged = _exchange_twins(atoms, shared, wrong, others)
+        exchanged = exchange_twins(atoms, shared, wrong, others)
 
         def left(types: Tensor, atoms: Atoms = atoms, shared: SharedRows = shared) -> float:
             chosen = atoms.rows(types).T

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.row_space.atoms import Atoms
 from lightning_fedleak.attacks.row_space.explanation import explain_uneven
-from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, SharedRows, explain
+from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
+from lightning_fedleak.attacks.row_space.shared_rows import SharedRows
 
 TOKENS, WIDTH = 400, 48
 

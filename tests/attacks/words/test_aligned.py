@@ -17,16 +17,11 @@ from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import Readout, _draw_pool, best_count
-from lightning_fedleak.attacks.words.aligned_rows import (
-    cluster_centres,
-    separating_direction,
-    significant,
-)
+from lightning_fedleak.attacks.words.aligned_rows import cluster_centres, separating_direction
 from lightning_fedleak.attacks.words.flatchat import FlatChat
-from lightning_fedleak.attacks.words.public_gradients import (
-    gradient_of,
-    head_gradient,
-)
+from lightning_fedleak.attacks.words.head_gradients import head_gradient
+from lightning_fedleak.attacks.words.public_gradients import gradient_of
+from lightning_fedleak.attacks.words.row_summary import significant
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import Observation, Stage, UpdateSnapshot
 from tests.attacks.words.language import VOCAB, WIDTH, generator, mean_f1, observation, rates

@@ -21,7 +21,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     one_step_updates,
     training_updates,
 )
-from lightning_fedleak.attacks.words.public_gradients import gradient_parts, head_parameters
+from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot

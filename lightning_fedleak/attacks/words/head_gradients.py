@@ -1,0 +1,361 @@
+"""The head's gradient in closed form, from parts that public sentences give once.
+
+A batch's gradient is a mean over tokens, and sentences do not see each other. So the hidden states
+and input gradients of each sentence, computed once, give the gradient of every batch of these
+sentences, row by row, at the cost of one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fedleak.attacks.logit_map import PLAIN, LogitMap
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import (
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Anatomy,
+    head_adapter,
+    head_surface,
+)
+from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.snapshots import whole_tensor
+from lightning_fedleak.progress import track
+
+
+def head_inputs(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
+    """Return the inputs (N, d) of the output head at the positions that predict a label.
+
+    They are in the order of the flattened labels, and without gradients.
+
+    Raises:
+        ValueError: the model has no head.
+    """
+    head = _head(anatomy)
+    states: list[Tensor] = []
+    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
+        for part in model_runs.micro_batches(anatomy, batch):
+            with model_runs.inputs_of(head) as inputs:
+                model_runs.run_logits(model, part)
+            hidden, _ = model_runs.predicting(inputs[-1], part)
+            states.append(hidden)
+    return torch.cat(states)
+
+
+def head_gradient(
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rows: Tensor | None = None,
+    log_partition: Tensor | None = None,
+    logit_map: LogitMap = PLAIN,
+) -> Tensor:
+    """Return the head's part of the gradient in closed form, summed over tokens.
+
+    It is ``sum_i f'(z_i) (softmax(f(z_i)) - onehot(y_i)) h_i^T`` with ``z_i = W h_i + b``.
+
+    Args:
+        hidden: (N, d) inputs of the head.
+        labels: (N,) the tokens predicted there.
+        weight: (V, d).
+        bias: (V,) or None.
+        rows: (k,) types whose rows are returned; all by default.
+        log_partition: (N,) log of the softmax's denominator; computed if it is None.
+        logit_map: f, the map from the product to the logits; the identity by default.
+
+    Returns:
+        (V, d) or (k, d), in float32.
+    """
+    weight, hidden = weight.float(), hidden.float()
+    bias = None if bias is None else bias.float()
+    if log_partition is None:
+        log_partition = log_partitions(hidden, weight, bias, logit_map)
+    row_weight = weight if rows is None else weight[rows]
+    row_bias = bias if bias is None or rows is None else bias[rows]
+    gradient = torch.zeros_like(row_weight)
+    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(row_weight)))
+    for a in range(0, len(hidden), step):
+        h = hidden[a : a + step]
+        logits = logit_map(F.linear(h, row_weight, row_bias), rows)
+        probabilities = (logits - log_partition[a : a + step, None]).exp_()
+        if logit_map.softcap is not None:
+            probabilities *= logit_map.steepness(logits)
+        gradient.addmm_(probabilities.T, h, alpha=logit_map.scale)
+    scaled = hidden
+    if logit_map.softcap is not None:
+        parts = torch.split(torch.arange(len(labels), device=labels.device), step)
+        product = torch.cat([(hidden[i] * weight[labels[i]]).sum(1) for i in parts])
+        product = product if bias is None else product + bias[labels]
+        scaled = hidden * logit_map.steepness(logit_map(product, labels)[:, None])
+    if rows is None:
+        return gradient.index_add_(0, labels, scaled, alpha=-logit_map.scale)
+    places = _places(rows, len(weight))[labels]
+    in_rows = places >= 0
+    return gradient.index_add_(0, places[in_rows], scaled[in_rows], alpha=-logit_map.scale)
+
+
+def _places(rows: Tensor, n: int) -> Tensor:
+    """Return (n,) the place of each index in ``rows``, -1 where it is not among them."""
+    places = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places
+
+
+def log_partitions(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_map: LogitMap = PLAIN
+) -> Tensor:
+    """Return (N,) logarithms of the softmax's denominator for (N, d) hidden states."""
+    step = max(1, model_runs.LOGITS_AT_ONCE // max(1, len(weight)))
+    parts = [logit_map(F.linear(h, weight, bias)).logsumexp(1) for h in torch.split(hidden, step)]
+    return torch.cat(parts) if parts else hidden.new_zeros(0)
+
+
+def _head(anatomy: Anatomy) -> nn.Module:
+    if anatomy.head is None or anatomy.parameter(HEAD_WEIGHT) is None:
+        raise ValueError("this model has no output head whose gradient could be read")
+    return anatomy.head
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """The parts of the head's gradient that come from N predicted tokens of some sentences.
+
+    Attributes:
+        hidden: (N, d) inputs of the head.
+        labels: (N,) tokens predicted there.
+        sentence: (N,) index of the sentence each belongs to.
+        log_partition: (N,) log of the softmax's denominator.
+        input_ids: (M,) tokens looked up in the input embedding if it is tied to the head, or empty.
+        input_grads: (M, d) gradient of the summed loss with respect to each row looked up.
+        input_sentence: (M,) index of the sentence each belongs to.
+        input_first: (M,) whether it opens its sentence.
+        logit_map: the map from the head's product to the logits.
+        projection: see :func:`~lightning_fedleak.model.anatomy.head_surface`.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    sentence: Tensor
+    log_partition: Tensor
+    input_ids: Tensor
+    input_grads: Tensor
+    input_sentence: Tensor
+    input_first: Tensor
+    logit_map: LogitMap = PLAIN
+    projection: Tensor | None = None
+
+    @property
+    def states(self) -> Tensor:
+        """Return what rows of the gradient are sums of: (N, d) hidden states, or (N, r) of A's."""
+        return self.hidden if self.projection is None else self.hidden @ self.projection.T
+
+    @property
+    def n_sentences(self) -> int:
+        """Return the number of sentences."""
+        return int(self.sentence.max()) + 1 if len(self.sentence) else 0
+
+    def select(self, sentences: Tensor) -> GradientParts:
+        """Return the parts of some sentences, renumbered from 0; an index may not repeat."""
+        place = _places(sentences.to(self.labels.device), self.n_sentences)
+        tokens = place[self.sentence] >= 0
+        inputs = place[self.input_sentence] >= 0
+        return replace(
+            self,
+            hidden=self.hidden[tokens],
+            labels=self.labels[tokens],
+            sentence=place[self.sentence[tokens]],
+            log_partition=self.log_partition[tokens],
+            input_ids=self.input_ids[inputs],
+            input_grads=self.input_grads[inputs],
+            input_sentence=place[self.input_sentence[inputs]],
+            input_first=self.input_first[inputs],
+        )
+
+    def gradient(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """Return the gradient of the mean cross-entropy: (V, d), or only ``rows`` of it, (k, d).
+
+        A tied matrix gives the sum of head and embedding parts, as a client shares it; a LoRA on
+        the head gives the gradient (V, r) of its B.
+        """
+        gradient = head_gradient(
+            self.hidden,
+            self.labels,
+            weight,
+            bias,
+            rows=rows,
+            log_partition=self.log_partition,
+            logit_map=self.logit_map,
+        )
+        if self.projection is not None:
+            gradient = gradient @ self.projection.T
+        ids, grads = self.input_ids, self.input_grads
+        if rows is not None:
+            ids = _places(rows, len(weight))[ids]
+            grads, ids = grads[ids >= 0], ids[ids >= 0]
+        return gradient.index_add_(0, ids, grads).div_(max(1, len(self.labels)))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[GradientParts]) -> GradientParts:
+        """Return the parts of all sentences of several batches."""
+        first, renumbered = 0, []
+        for part in parts:
+            sentence, input_sentence = part.sentence + first, part.input_sentence + first
+            renumbered.append(replace(part, sentence=sentence, input_sentence=input_sentence))
+            first += part.n_sentences
+        return _join(renumbered)
+
+    @classmethod
+    def compute(
+        cls, anatomy: Anatomy, batches: Sequence[TokenBatch], *, inputs: bool = True
+    ) -> GradientParts:
+        """Return the parts of all rows of several batches; see :func:`gradient_parts`."""
+        tracked = track(batches, "gradients of public text")
+        return cls.concatenate([gradient_parts(anatomy, b, inputs=inputs) for b in tracked])
+
+
+def _join(parts: Sequence[GradientParts]) -> GradientParts:
+    """Return parts whose sentences have different numbers as one, with the surest logit map."""
+    names = [f.name for f in fields(GradientParts) if f.name not in ("logit_map", "projection")]
+    columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+    surest = max(parts, key=lambda p: len(p.labels))
+    return GradientParts(**columns, logit_map=surest.logit_map, projection=surest.projection)
+
+
+def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) -> GradientParts:
+    """Return the parts of each row of ``batch``, from one forward, and one backward if tied.
+
+    Args:
+        anatomy: the model.
+        batch: token ids, labels and mask.
+        inputs: whether to compute the embedding's part of a tied matrix (the backward).
+
+    Raises:
+        ValueError: the model has no head, a tied embedding that does more than look up rows, or
+            logits that differ from the head's output by more than scale, shift and softcap.
+    """
+    head = _head(anatomy)
+    weight, bias = head_parameters(anatomy)
+    projection = head_surface(anatomy).projection
+    width = weight.shape[1] if projection is None else len(projection)
+    frozen = {name: p.detach() for name, p in anatomy.model.named_parameters()}
+    parts, first = [], 0
+    tied = inputs and anatomy.tied and projection is None
+    with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
+        for part in model_runs.micro_batches(anatomy, batch):
+            with model_runs.inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
+                all_logits = model_runs.run_logits(model, part, frozen)
+            logits, labels = model_runs.predicting(all_logits, part)
+            states, _ = model_runs.predicting(head_calls[-1].detach(), part)
+            hidden = states.float()
+            logit_map = LogitMap.fit(
+                model, states, logits, lambda h: F.linear(h.float(), weight, bias)
+            )
+            input_ids, grads, input_rows, opening = _input_parts(lookups, logits, labels)
+            parts.append(
+                GradientParts(
+                    hidden,
+                    labels,
+                    _label_rows(part) + first,
+                    log_partitions(hidden, weight, bias, logit_map),
+                    input_ids.to(labels.device),
+                    grads.to(labels.device).reshape(-1, width),
+                    input_rows.to(labels.device) + first,
+                    opening.to(labels.device),
+                    logit_map,
+                    projection,
+                )
+            )
+            first += len(part.input_ids)
+    return _join(parts)
+
+
+def head_parameters(anatomy: Anatomy) -> tuple[Tensor, Tensor | None]:
+    """Return the head's weight (V, d) and bias (V,) or None, detached, in float32.
+
+    The weight includes what a LoRA on the head adds to it.
+
+    Raises:
+        ValueError: the model has no head.
+    """
+    _head(anatomy)
+    weight, bias = anatomy.parameter(HEAD_WEIGHT), anatomy.parameter(HEAD_BIAS)
+    assert weight is not None
+    whole = whole_tensor(weight).float()
+    adapter = head_adapter(anatomy)
+    if adapter is not None and not getattr(anatomy.head, "merged", False):
+        b, projection = map(whole_tensor, adapter)
+        whole = whole + b.float() @ projection
+    return whole, None if bias is None else whole_tensor(bias).float()
+
+
+def _label_rows(batch: TokenBatch) -> Tensor:
+    """Return (N,) the row of the batch that each predicted label is in."""
+    rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return model_runs.predicting(
+        rows[:, None, None].expand(-1, model_runs.labels_of(batch).shape[1], 1), batch
+    )[0][:, 0]
+
+
+@contextmanager
+def _lookups(
+    anatomy: Anatomy, tied: bool
+) -> Iterator[list[tuple[nn.Embedding, Tensor, Tensor, Tensor]]]:
+    """Collect (module, ids, leaf, factor) of every lookup in a matrix tied to the head."""
+    lookups: list[tuple[nn.Embedding, Tensor, Tensor, Tensor]] = []
+    shared = anatomy.parameter(HEAD_WEIGHT)
+    tables = [
+        m
+        for m in anatomy.model.modules()
+        if tied and isinstance(m, nn.Embedding) and m.weight is shared
+    ]
+
+    def swap(module: nn.Module, args: tuple[Any, ...], rows: Tensor) -> Tensor:
+        assert isinstance(module, nn.Embedding)
+        leaf = rows.detach().requires_grad_()
+        plain = F.embedding(args[0], module.weight.detach())
+        factor = (plain * leaf.detach()).sum() / (plain * plain).sum()
+        if not torch.allclose(plain * factor, leaf.detach(), rtol=1e-2, atol=1e-4):
+            raise ValueError(
+                f"the input embedding ({type(module).__name__}) does more than look up rows of "
+                "the matrix it shares with the head, so its part of the gradient is unknown"
+            )
+        lookups.append((module, args[0], leaf, factor))
+        return leaf
+
+    with ExitStack() as stack:
+        for table in tables:
+            stack.enter_context(table.register_forward_hook(swap))
+        yield lookups
+
+
+def _input_parts(
+    lookups: Sequence[tuple[nn.Embedding, Tensor, Tensor, Tensor]], logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ids, gradients, batch rows and openings of the lookups that the loss depends on."""
+    if not lookups:
+        none = labels[:0]
+        return none, logits.new_zeros(0, dtype=torch.float32), none, none.bool()
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    leaves = [leaf for _, _, leaf, _ in lookups]
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, leaves, allow_unused=True)
+    columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for (module, ids, _, factor), grad in zip(lookups, grads, strict=True):
+        if grad is None:
+            continue
+        grad = grad.float() * factor
+        used = (grad != 0).any(-1) & (
+            ids != (-1 if module.padding_idx is None else module.padding_idx)
+        )
+        places = used.nonzero()
+        columns.append((ids[used], grad[used], places[:, 0], places[:, 1] == 0))
+    ids, gradients, rows, opening = (torch.cat(c) for c in zip(*columns, strict=True))
+    return ids, gradients, rows, opening

@@ -127,9 +127,8 @@ def _refuse_trainer(callback: object, trainer: str) -> NoReturn:
     raise TypeError(
         f"{name} is a callback of Lightning's Trainer and does not work in {trainer}: train the "
         f"model in Trainer(callbacks=[{name}(...)]) of lightning.pytorch, a causal language model "
-        "by lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). "
-        "lightning_fedleak.trainers has LeakageCallback for transformers' Trainer, and Watch for "
-        "other loops."
+        "by lightning_fedleak.cli.finetuning.CausalLMFineTuning(model). lightning_fedleak.trainers "
+        "has LeakageCallback for transformers' Trainer, and Watch for other loops."
     )
 
 

@@ -74,8 +74,7 @@ class ActivationCompression(ActivationDefense):
         """Refuse a checkpoint that was trained with principal components."""
         if "span" in state:
             raise DefenseError(
-                "ActivationCompression: the principal basis of the checkpoint is gone. Begin a new "
-                "run."
+                "ActivationCompression: the checkpoint's basis is gone. Begin a new run."
             )
 
     def rewrite(self, states: Tensor, *, recomputed: bool, training: bool) -> Tensor:

@@ -278,8 +278,7 @@ class OutgoingUpdates:
             self.dp.check_affords_another()
             if self.observer.shares_twice(shared):
                 raise UpdateError(
-                    "a tied parameter is sent under two names: share it once, as "
-                    "trained_state(model) does"
+                    "a tied parameter has two names: share it once, by trained_state(model)"
                 )
             self.dp.check_rounding(shared)
         return shared

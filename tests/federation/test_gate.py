@@ -335,7 +335,7 @@ def test_a_tied_parameter_is_not_noised_twice(tmp_path):
     net = tiny_gpt2(dropout=0.0)
     sent = {n: t.clone() for n, t in net.state_dict().items()}
     out = client(tmp_path, dp=dp(), net=net)
-    with pytest.raises(UpdateError, match="sent under two names"):
+    with pytest.raises(UpdateError, match="has two names"):
         out.leaves(0, sent, {n: t + 1 for n, t in sent.items()}, batches(1))
 
 

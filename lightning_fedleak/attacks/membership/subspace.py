@@ -166,8 +166,7 @@ class SubspaceMembership(PassiveMembership):
         update = isinstance(view.gradients[-1], UpdateSnapshot)
         if update and self._facts.optimizer_settings.get("weight_decay"):
             raise UnusableObservation(
-                "this attack does not subtract a round's weight decay from what is shared; "
-                "GradientMembership does"
+                "this attack subtracts no weight decay; GradientMembership does"
             )
         inputs = self._select_inputs(anatomy)
         bases = [self._loss_term_rows(i, anatomy, view) for i in inputs]

@@ -187,10 +187,7 @@ class TypeCountRegressor:
             ValueError: all weights are equal.
         """
         if len(set(positive_weights)) < 2:
-            raise ValueError(
-                "the regression needs public gradients of different positive weights: use more "
-                "batch shapes"
-            )
+            raise ValueError("all public gradients have one positive weight: use more batch shapes")
         fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, 1).convert().coef
         coefficients = torch.zeros(2, dtype=torch.float64)
         coefficients[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros

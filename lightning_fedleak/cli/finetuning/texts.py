@@ -158,8 +158,7 @@ def _decoded(data: bytes, path: Path) -> str:
         text = "\0"
     if "\0" in text:
         raise SourceError(
-            f"'{path}' is not UTF-8 text: convert it, for example with iconv -f WINDOWS-1252 "
-            "-t UTF-8."
+            f"'{path}' is not UTF-8: convert it, by iconv -f WINDOWS-1252 -t UTF-8 say."
         )
     return text
 

@@ -146,8 +146,7 @@ def check_context(anatomy: Anatomy, tokens: int, option: str) -> None:
     context = context_length(anatomy)
     if context is not None and tokens > context:
         raise SourceError(
-            f"{option} {tokens} is longer than the model's context of {context}: give "
-            f"{context} or fewer"
+            f"{option} {tokens} is longer than the model's context of {context}: give fewer"
         )
 
 

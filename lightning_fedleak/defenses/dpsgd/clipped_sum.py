@@ -229,8 +229,7 @@ class ClippedSum:
         """
         if self._users is not None:
             raise base.DefenseError(
-                "DPSGD: a canary is one row, and with unit=Users() all rows of a user are clipped "
-                "together"
+                "DPSGD: a canary is one row, and unit=Users() clips a user's together"
             )
         rows = torch.stack([self.norms, self.mean_weights])
         norms, weights = rows if self._earlier is None else torch.cat([self._earlier.rows, rows], 1)

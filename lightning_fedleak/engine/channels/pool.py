@@ -205,8 +205,7 @@ class Pool:
         n, n_non_members = int((members & alone).sum()), int(non_members.sum())
         if min(n, n_non_members) < LEAST_TEXTS:
             raise NoNonMembers(
-                f"{n} texts were trained on and {n_non_members} were not: {LEAST_TEXTS} of each "
-                "are needed"
+                f"{n} texts were trained on, {n_non_members} not: {LEAST_TEXTS} of each are needed"
             )
         index = (members | non_members).nonzero()[:, 0]
         return index, members[index]
@@ -353,7 +352,7 @@ def collect(
         if settings.records and (packed or way == "not yet seen"):
             raise NoNonMembers(
                 "Memorization(records=True) lists rows of one text each by a draw of rows: add "
-                "leave_out, and do not pack"
+                "leave_out, do not pack"
             )
         texts = [*chain(*read_rows)]
         sides = [source is dataset for source, _ in sample]

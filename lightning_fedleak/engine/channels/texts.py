@@ -276,8 +276,7 @@ class TextsChannel(Channel):
             inverted = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
             if not bool(inverted.started.any()):
                 raise UnusableObservation(
-                    f"no time: budget_seconds={attack.budget_seconds} is over before the first "
-                    "token is found"
+                    f"budget_seconds={attack.budget_seconds} is over before the first token"
                 )
         except Exception as error:
             return Unknown(reason(error))

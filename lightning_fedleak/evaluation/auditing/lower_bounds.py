@@ -238,7 +238,7 @@ def audit_scores(
     member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
     if not member_scores.size or not other_scores.size:
         raise ValueError(
-            f"an audit needs games with the target and without it; got {member_scores.size} and "
+            f"too few games with or without the target: {member_scores.size} and "
             f"{other_scores.size}"
         )
 

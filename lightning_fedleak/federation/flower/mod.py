@@ -238,8 +238,7 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
     if configs is not None and Key.STAGE in configs:
         raise ValueError(
-            "FedLeakMod stands before the mod of a secure aggregation: say "
-            "mods=[secaggplus_mod, FedLeakMod(...)]"
+            "FedLeakMod stands before a secure aggregation: mods=[secaggplus_mod, FedLeakMod(...)]"
         )
     node_state = context.state.config_records.get(RECORD_KEY_STATE)
     if node_state is None:

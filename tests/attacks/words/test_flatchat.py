@@ -117,7 +117,7 @@ def test_the_regression_is_least_squares() -> None:
 
 
 def test_the_regression_needs_distinct_weights() -> None:
-    with pytest.raises(ValueError, match="different positive weights"):
+    with pytest.raises(ValueError, match="one positive weight"):
         TypeCountRegressor.fit([0.1, 0.1], [3, 4])
 
 

@@ -59,7 +59,7 @@ def test_the_bound_is_the_noncentral_ts() -> None:
         (lambda s, m: (torch.where(m, 2 * s, s), m), "not spread alike"),
         (lambda s, m: (torch.where(m, s, 2 * s), m), "not spread alike"),
         (lambda s, m: (m.double(), m), "all scores of the members"),
-        (lambda s, m: (s, torch.arange(len(s)) < 19), "at least, got 19 in"),
+        (lambda s, m: (s, torch.arange(len(s)) < 19), "got 19 in"),
         (lambda s, m: (s[:-1], m), "give one value for each"),
     ],
 )

@@ -272,7 +272,7 @@ class HeadAndBias(Probe):
         (Probe(), {"public_text": ["a"]}, ValueError, "give it to the attacks"),
         ("auto", {"public_text": ["a"]}, ValueError, "there is no tokenizer"),
         (BiasSign(), {}, ThreatModelError, "bias_sign.*output head's bias"),
-        (Activations(), {}, ValueError, "probe.*gradients"),
+        (Activations(), {}, ValueError, "probe.*asks for nothing"),
         (BagOfWords(), {}, ValueError, "tied"),
     ],
 )

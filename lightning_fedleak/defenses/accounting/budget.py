@@ -234,8 +234,8 @@ class Budget:
                 f"{self.owner}: noise_multiplier={noise:g} and a sample rate of {self.rate:g} are "
                 f"not those of the {self.accountant.steps} releases before, {rows[-1][0]:g} and "
                 f"{rows[-1][1]:g} (noise of a seed counts as 0), and accountant={self.kind!r} "
-                "holds for noise and rate that are fixed before the run: go on with these, or "
-                "begin a new run, with accountant='filter' if they are to change."
+                "holds for what is fixed before the run: go on with that noise, batch_size and "
+                "data, or begin a new run (accountant='filter' lets them change)."
             )
 
     def check_affords_another(self) -> None:

@@ -285,13 +285,13 @@ def check_readable(largest: Tensor, name: str) -> None:
         raise UnusableObservation(f"{name} is all zero: no token was trained on in this step")
 
 
-def refuse_tied(anatomy: Anatomy, attack: str, matrix: str) -> None:
+def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
     """Raise an error if head and embedding, of which an attack reads one, are one matrix.
 
     Raises:
         ThreatModelError: they are.
     """
-    if anatomy.tied:
+    if are_tied:
         raise ThreatModelError(
             f"attack '{attack}' needs the {matrix}'s own gradient, and this model ties head and "
             "embedding: only the sum of both is shared. Remove it; FlatChat reads the tied sum."

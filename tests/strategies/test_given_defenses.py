@@ -45,7 +45,7 @@ class Forgetful(Defense):
 @pytest.mark.parametrize(
     ("hook", "value", "message"),
     [
-        ("on_gradients", [1.0], "on_gradients returned list, which is ignored"),
+        ("on_gradients", [1.0], "on_gradients returned list, not None"),
         ("on_batch", None, "on_batch returned None; it must return"),
         ("on_dataloader", None, "on_dataloader returned None; it must return"),
     ],

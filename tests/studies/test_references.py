@@ -195,7 +195,7 @@ def test_settings_are_read_from_the_record_and_options_come_first(
         ({"drawn": False}, "give --drawn"),
         ({"references": 1}, "seen half of them"),
         ({"references": 0}, "needs --references"),
-        ({"run": "private"}, "which says whether it had one"),
+        ({"run": "private"}, "one with differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
         ({"batch_size": 1000}, "fewer rows than --batch-size"),

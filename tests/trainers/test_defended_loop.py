@@ -137,8 +137,8 @@ def own_batch(loop: Loop, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (forgets, r"gradients are there before backward.*zero_grad\(\)"),
-        (accumulates, "for accumulation there is max_physical_batch_size"),
+        (forgets, r"gradients are there before backward.*zero_grad\(set_to_none=True\)"),
+        (accumulates, "For accumulation there is max_physical_batch_size"),
         (clips, "is not the sum of what its layer was seen to add"),
         (casts, "autocast to torch.bfloat16.*Pass precision='bf16-mixed'"),
         (twice, "Nothing was released"),

@@ -20,6 +20,7 @@ from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, deca
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
     HEAD_BIAS,
+    HEAD_WEIGHT,
     Anatomy,
     unwrap,
 )
@@ -126,7 +127,8 @@ class BagOfWords(Attack):
         self._low_rank = _low_rank(anatomy)
         if self._low_rank:
             return Surfaces(gradients=self._low_rank)
-        refuse_tied(anatomy, self.name, "embedding")
+        are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
+        refuse_tied(are_tied, self.name, "embedding")
         return Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> WordGuess:

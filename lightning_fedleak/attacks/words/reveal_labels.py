@@ -166,7 +166,7 @@ class RevealLabels(Attack):
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
-        refuse_tied(anatomy, self.name, "head")
+        refuse_tied(anatomy.tied, self.name, "head")
         return Surfaces(gradients=(HEAD_WEIGHT,))
 
     def run(self, view: Observation, query: Query | None = None) -> _RevealLabelsGuess:

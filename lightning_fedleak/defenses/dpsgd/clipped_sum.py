@@ -367,9 +367,9 @@ class ClippedSum:
             if not abs(expected - value) <= tolerance * max(size, RELATIVE * largest) + 1e-30:
                 name = base.parameter_name(parameter, context.root)
                 raise base.DefenseError(
-                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer added: it "
-                    "is also used outside of its module's forward, or a hook changes gradients. "
-                    "Nothing was released."
+                    f"DPSGD: the gradient of '{name}' is not the sum of what its layer was seen to "
+                    "add: it is also used outside of its module's forward, or a hook changes "
+                    "gradients. Nothing was released."
                 )
         return len(finite) == len(sums)
 

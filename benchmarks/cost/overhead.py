@@ -230,9 +230,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or hub id of a causal LM")
-    parser.add_argument(
-        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
-    )
+    parser.add_argument("--size", type=int, nargs=2, default=(6, 384), help="blocks and width")
     parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")

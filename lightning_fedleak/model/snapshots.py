@@ -361,3 +361,11 @@ class NotYet(UnusableObservation):
 
     The next step is read too; a fit that ends without a result is unknown, not safe.
     """
+
+
+def products_in_tf32() -> bool:
+    """Return whether a GPU rounds the factors of float32 products to 11 bits."""
+    products = torch.backends.cuda.matmul
+    # Since torch 2.9; once it is set, older settings raise an error when they are read.
+    precision: str | None = getattr(products, "fp32_precision", None)
+    return products.allow_tf32 if precision is None else precision == "tf32"

@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.membership.base import (
     sentence_rows,
 )
 from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_number, explain_arguments
 
 MAX_STORED_WEIGHTS = 1 << 26
@@ -437,5 +438,5 @@ def _dtype_precision(dtype: torch.dtype, device: torch.device) -> Precision:
         return "bf16"
     if dtype == torch.float16:
         return "fp16"
-    coarse = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if coarse and dtype == torch.float32 else "fp32"
+    coarse = device.type == "cuda" and dtype == torch.float32 and products_in_tf32()
+    return "tf32" if coarse else "fp32"

@@ -31,6 +31,7 @@ from lightning_fedleak.model.snapshots import (
     Observation,
     UnusableObservation,
     check_weight_terms,
+    products_in_tf32,
 )
 
 _NOISE_SHARE = 0.7
@@ -434,15 +435,8 @@ def _rounding(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> fl
     largest = max(torch.finfo(d).eps for d in (*dtypes, autocast) if d is not None)
     single = torch.finfo(torch.float32).eps
     if largest <= single:
-        return 2.0**-11 if torch.cuda.is_available() and _products_in_tf32() else single
+        return 2.0**-11 if torch.cuda.is_available() and products_in_tf32() else single
     return largest / math.sqrt(12)
-
-
-def _products_in_tf32() -> bool:
-    products = torch.backends.cuda.matmul
-    # Since torch 2.9; allow_tf32 raises an error where this has been set.
-    precision: str | None = getattr(products, "fp32_precision", None)
-    return products.allow_tf32 if precision is None else precision == "tf32"
 
 
 def explain_uneven(rows: Sequence[Tensor], errors: Sequence[Tensor], find: Finder) -> PursuitResult:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
+from lightning_fedleak.attacks.membership import fc
 from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
@@ -514,6 +515,7 @@ def test_products_in_tf32_leave_11_bits(setting: str, monkeypatch: pytest.Monkey
             pytest.skip("torch before 2.9")
         assert explanation._rounding([torch.float32], None) == 2.0**-11
         assert explanation._rounding([torch.bfloat16], None) > 2.0**-11
+        assert fc._dtype_precision(torch.float32, torch.device("cuda")) == "tf32"
     assert explanation._rounding([torch.float32], None) == single
 
 

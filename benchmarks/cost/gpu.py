@@ -57,7 +57,7 @@ def main() -> None:
             if process.exitcode:
                 raise SystemExit(f"{script}: exit status {process.exitcode}")
             printed = path.read_text()
-            command = f"python -m benchmarks.cost.{script} {settings}".strip()
+            command = f"python -m benchmarks.cost.{script} {' '.join(arguments)}"
             tables += f"\n```text\n$ {command}\n{printed.strip()}\n```\n"
             print(printed, flush=True)
     page = (options.page if options.page.exists() else PAGE).read_text().split(HEADING)[0]

@@ -133,8 +133,9 @@ class LocalSteps:
         kind = getattr(torch.optim, facts.optimizer, None)
         if kind is None or not issubclass(kind, Optimizer) or facts.optimizer in _UNSUPPORTED:
             raise UnusableObservation(
-                f"what {facts.optimizer} makes of gradients is not known (it is no such class of "
-                "torch.optim): measure the gradients of single steps (omit local_steps)"
+                f"what {facts.optimizer} makes of gradients is not known (no class of torch.optim "
+                "that steps entry by entry): measure the gradients of single steps (omit "
+                "local_steps)"
             )
         group = dict(facts.optimizer_settings)
         if group.get("maximize"):

@@ -314,17 +314,8 @@ class LeakageMonitor(EitherCallback, Reported):
         self.engine.training_ends()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Looks at weights that another callback has put in place, and ends the run's record.
-
-        Lightning has moved the model to the CPU. It is asked where it was trained: sums over its
-        weights would be rounded otherwise on the CPU, and pass for sums of other weights.
-        """
-        if self.engine.weights is not None:
-            pl_module.to(trainer.strategy.root_device)
-        try:
-            self.engine.look_at_end()
-        finally:
-            pl_module.cpu()
+        """Looks at weights that another callback has put in place, and ends the run's record."""
+        self.engine.look_at_end()
         self._end("finished")
 
     def on_exception(

@@ -261,6 +261,7 @@ def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
         )
         raise DefenseError(
             f"GradientNoise: the update holds NaN or infinity {place}; it was not released. Lower "
-            "the learning rate, check the loss, or train in 16-mixed on one device."
+            "the learning rate, check the loss, or train in 16-mixed on one device, where such "
+            "steps are skipped."
         )
     return total

@@ -154,7 +154,7 @@ def in_short(attack: str, refusal: str) -> str:
     """Why an attack is refused, in one sentence without its name."""
     first, _, _ = refusal.partition(". ")
     first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
-    return first.removesuffix(".").removesuffix(": remove the attack")
+    return re.sub(r"(: remove (the attack|it))?\.?$", "", first)
 
 
 def table(

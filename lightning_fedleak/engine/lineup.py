@@ -115,8 +115,8 @@ class Lineup:
             watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
             raise ValueError(
                 f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
-                "forward must take input_ids (B, L) and return logits (B, L, vocabulary). Or list "
-                f"the attacks that read this model: {watcher}([BagOfWords()]), say"
+                "forward takes input_ids (B, L) and returns logits (B, L, vocabulary). Or list "
+                f"attacks that read this model: {watcher}([BagOfWords()]), say"
             ) from error
 
     @property

@@ -186,10 +186,9 @@ class DefendedLoop(Host):
         if self._samples and (has_gradients or not self._waiting):
             raise DefenseError(
                 "DefendedLoop: gradients are there before backward, or this batch was released "
-                "already, or did not come from this loop. Each release is a draw of its own: "
-                "iterate over the DefendedLoop, and take one loss, one optimizer.step() and "
-                "zero_grad(set_to_none=True) for each batch; for accumulation there is "
-                "max_physical_batch_size."
+                "already, or did not come from this loop. Iterate over the DefendedLoop, and take "
+                "one loss, one optimizer.step() and zero_grad(set_to_none=True) for each batch; "
+                "for accumulation there is max_physical_batch_size."
             )
         loss: Tensor = self._fedleak.training_step(compute, batch)
         return loss

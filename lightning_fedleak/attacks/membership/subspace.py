@@ -102,8 +102,8 @@ class SubspaceMembership(PassiveMembership):
         wide = self._wide_inputs.get(anatomy)
         if not wide:
             raise ThreatModelError(
-                f"attack '{self.name}' reads linear maps of hidden states, and this model has none "
-                "that is called once: remove the attack"
+                f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
+                "none once: remove it"
             )
         trained = [i for i in wide if i.trained_readers(anatomy)]
         inputs = _first_input_per_block(trained or wide)

@@ -80,8 +80,7 @@ class EncoderSearch:
         largest = CERTIFICATE.largest_share
         if any(len(rows.principal) >= largest * rows.whole.shape[1] for rows in shared):
             raise UnusableObservation(
-                "what was shared fills the space of the hidden states: more tokens than its "
-                "directions distinguish"
+                "what was shared fills the space of hidden states: too many tokens"
             )
         self.bottom, self.first_input = bottom, first_input
         self.shared, self.bag = shared, bag

@@ -154,7 +154,7 @@ class SubspaceWords(Attack):
         if not inputs:
             raise ThreatModelError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
-                "model has none (are its first projections nn.Linear?): remove it"
+                "model has none (are they no nn.Linear?): remove it"
             )
         return inputs
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_fedleak.cli.commands.options import Add, count, path
+from lightning_fedleak.cli.commands.options import Add, count_option, path_option
 
 
 def report(add: Add) -> None:
@@ -26,8 +26,8 @@ def report(add: Add) -> None:
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.
     """
     add("runs", nargs="+", metavar="RUN", type=Path)
-    add("--out", **path("DIR"))
-    add("--about", **path("TOML"))
+    add("--out", **path_option("DIR"))
+    add("--about", **path_option("TOML"))
     add("--model-card", action="store_true")
     add("--reveal", nargs="+", metavar="FILE", type=Path, default=[])
 
@@ -63,9 +63,9 @@ def verify(add: Add) -> None:
     """
     add("run", metavar="RUN", type=Path)
     add("--client", action="append", default=[], metavar="DIR", type=Path)
-    add("--weights", **path("DIR"))
-    add("--repetition", **path("DIR"))
-    add("--key", **path("PEM"))
+    add("--weights", **path_option("DIR"))
+    add("--repetition", **path_option("DIR"))
+    add("--key", **path_option("PEM"))
     add("--head", action="append", default=[], metavar="HASH")
 
 
@@ -86,7 +86,7 @@ def replay(add: Add) -> None:
     """
     add("run", metavar="RUN", type=Path)
     add("--evidence", required=True, metavar="DIR", type=Path)
-    add("--step", required=True, **count(None, 0))
+    add("--step", required=True, **count_option(None, 0))
     add("--train", required=True, metavar="FILE.py:FUNCTION")
 
 

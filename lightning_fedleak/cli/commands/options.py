@@ -67,13 +67,13 @@ def _limit(text: str) -> tuple[str | None, float]:
     return name or None, _NOISE(number)
 
 
-def count(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
+def count_option(default: int | list[int] | None, minimum: int = 1) -> dict[str, Any]:
     """Return the settings of an option that is a whole number."""
     text = f"a whole number of at least {minimum}"
     return _number("N", _converter(int, lambda n: n >= minimum, text), default)
 
 
-def path(metavar: str, default: str | None = None) -> dict[str, Any]:
+def path_option(metavar: str, default: str | None = None) -> dict[str, Any]:
     """Return the settings of an option that is a file or a folder."""
     return {"default": None if default is None else Path(default), "metavar": metavar, "type": Path}
 
@@ -85,10 +85,10 @@ def _add_sources(add: Add) -> None:
 
 
 def _add_training(add: Add, steps: int) -> None:
-    add("--steps", **count(steps))
-    add("--batch-size", **count(8))
-    add("--length", **count(64, 2))
-    add("--every-n-steps", **count(5))
+    add("--steps", **count_option(steps))
+    add("--batch-size", **count_option(8))
+    add("--length", **count_option(64, 2))
+    add("--every-n-steps", **count_option(5))
     add("--lr", **_number("X", _POSITIVE, 1e-4))
 
 
@@ -115,7 +115,7 @@ def demo(add: Add) -> None:
     _add_sources(add)
     _add_training(add, steps=100)
     add("--at-most", **_number("F1", _SHARE, 0.5))
-    add("--out", **path("DIR", "fedleak_runs"))
+    add("--out", **path_option("DIR", "fedleak_runs"))
     add("--seed", **_SEED)
     add("--reveal", action="store_true")
 
@@ -148,12 +148,12 @@ def game(add: Add) -> None:
     """
     _add_sources(add)
     add("--attack", nargs="+", choices=GAME_ATTACKS, default=["fc", "fc-full", "attention"])
-    add("--lora-r", **count(0, 0))
+    add("--lora-r", **count_option(0, 0))
     add("--targets", metavar="NAMES")
-    add("--layer", nargs="+", **count(None, 0))
-    add("--batch", **count(40))
-    add("--tokens", **count(32, 2))
-    add("--games", **count(240))
+    add("--layer", nargs="+", **count_option(None, 0))
+    add("--batch", **count_option(40))
+    add("--tokens", **count_option(32, 2))
+    add("--games", **count_option(240))
     add("--relation", choices=("replace_one", "add_remove"), default="replace_one")
     add("--defense", metavar="NAME:SETTING=VALUE,...")
     add("--seed", **_SEED)
@@ -187,17 +187,17 @@ def invert(add: Add) -> None:
         out: folder of the results.
     """
     _add_sources(add)
-    add("--layer", nargs="+", **count(None, 0))
+    add("--layer", nargs="+", **count_option(None, 0))
     add("--noise", nargs="+", **_number("S", _NOISE, [0.0, 0.3, 1.0, 3.0]))
     add("--relative", action=argparse.BooleanOptionalAction, default=True)
-    add("--lengths", nargs="+", **count([32]))
-    add("--texts", **count(4))
+    add("--lengths", nargs="+", **count_option([32]))
+    add("--texts", **count_option(4))
     add("--attack", nargs="+", choices=INVERT_ATTACKS)
-    add("--steps", **count(1000))
+    add("--steps", **count_option(1000))
     add("--budget-seconds", **_number("X", _DURATION, 60.0))
-    add("--bos", **count(None, 0))
+    add("--bos", **count_option(None, 0))
     add("--seed", **_SEED)
-    add("--out", **path("DIR", "fedleak_runs/inversion"))
+    add("--out", **path_option("DIR", "fedleak_runs/inversion"))
 
 
 def sweep(add: Add) -> None:
@@ -229,12 +229,12 @@ def sweep(add: Add) -> None:
     attacks = ["flatchat", "aligned_flatchat", "fc"]
     add("--attack", nargs="+", choices=SWEEP_ATTACKS, default=attacks)
     _add_sources(add)
-    add("--layer", **count(None, 0))
+    add("--layer", **count_option(None, 0))
     _add_training(add, steps=60)
     add("--peft", choices=("lora", "bitfit"))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
-    add("--out", **path("DIR", "fedleak_runs/sweep"))
+    add("--out", **path_option("DIR", "fedleak_runs/sweep"))
 
 
 def plan(add: Add) -> None:
@@ -256,7 +256,7 @@ def plan(add: Add) -> None:
     add("--model", metavar="NAME")
     add("--batch", default="8x64", metavar="NxL", type=_batch)
     add("--peft", choices=("lora", "full"), default="lora")
-    add("--lora-r", **count(None, 0))
+    add("--lora-r", **count_option(None, 0))
     add("--targets", metavar="NAMES")
     add("--seed", **_SEED)
 
@@ -326,21 +326,21 @@ def memorization(add: Add) -> None:
     add("--prompt-column", metavar="NAME")
     add("--label-column", metavar="NAME")
     add("--loss", choices=("answers", "all"))
-    add("--length", **count(256, 2))
+    add("--length", **count_option(256, 2))
     add("--drawn", action="store_true")
-    add("--records", **path("FILE"))
+    add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--false-discoveries", **_number("X", _RATE, 0.1))
-    add("--references", **count(0, 0))
-    add("--run", **path("DIR"))
-    add("--epochs", **count(None))
-    add("--batch-size", **count(None))
+    add("--references", **count_option(0, 0))
+    add("--run", **path_option("DIR"))
+    add("--epochs", **count_option(None))
+    add("--batch-size", **count_option(None))
     add("--lr", **_number("X", _POSITIVE))
     add("--no-account", action="store_true")
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)
-    add("--summary", **path("FILE"))
-    add("--out", **path("FILE"))
+    add("--summary", **path_option("FILE"))
+    add("--out", **path_option("FILE"))
 
 
 def records(add: Add) -> None:
@@ -368,7 +368,7 @@ def records(add: Add) -> None:
     add("--column", metavar="NAME")
     add("--top", **_number("X", _SHARE, 0.1))
     add("--no-account", action="store_true")
-    add("--out", **path("FILE"))
+    add("--out", **path_option("FILE"))
 
 
 def federate(add: Add) -> None:
@@ -414,21 +414,21 @@ def federate(add: Add) -> None:
         seed: seed of split, order, adapters and calibration.
         out: folder of the logs.
     """
-    add("--clients", **count(4, 2))
-    add("--rounds", **count(3))
-    add("--local-steps", **count(10))
+    add("--clients", **count_option(4, 2))
+    add("--rounds", **count_option(3))
+    add("--local-steps", **count_option(10))
     _add_sources(add)
     add("--partition-by", metavar="COLUMN")
     add("--partition", choices=("iid", "speaker", "dirichlet"))
     add("--alpha", **_number("X", _POSITIVE, 0.5))
     add("--peft", choices=("lora",))
-    add("--lora-r", **count(None))
+    add("--lora-r", **count_option(None))
     add("--targets", metavar="NAMES")
     add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
     add("--lr", **_number("X", _POSITIVE))
-    add("--batch-size", **count(4))
-    add("--length", **count(32, 2))
-    add("--members", **count(16))
+    add("--batch-size", **count_option(4))
+    add("--length", **count_option(32, 2))
+    add("--members", **count_option(16))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
     add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
@@ -439,7 +439,7 @@ def federate(add: Add) -> None:
     add("--sampling", choices=("all", "poisson", "fixed"), default="all")
     add("--per-round", **_number("N", _POSITIVE))
     add("--seed", **_SEED)
-    add("--out", **path("DIR", "fedleak_runs/federation"))
+    add("--out", **path_option("DIR", "fedleak_runs/federation"))
 
 
 def fit(add: Add) -> None:

@@ -346,8 +346,8 @@ class RenyiFilter(Ledger):
         if not self.allows(noise_multiplier, sample_rate, count):
             raise DefenseError(
                 f"{count} more release{'s' * (count > 1)} at noise_multiplier={noise_multiplier!r} "
-                f"exceeds (epsilon={self.epsilon:g}, delta={self.delta:g}) after {self.steps}: "
-                "stop, or turn the noise up"
+                f"would exceed (epsilon={self.epsilon:g}, delta={self.delta:g}) after {self.steps} "
+                "releases: stop, or turn the noise up"
             )
         self.record(noise_multiplier, sample_rate, count)
 

@@ -137,11 +137,10 @@ def check_order(loader: DataLoader[Any]) -> None:
                 keeps_order = not _is_shuffled(tensor, repeated)
             if not keeps_order:
                 raise DefenseError(
-                    "DPSGD: with unit=Users() the user of a row follows from its place in the "
-                    f"batch, and the collate function ({_collate_name(loader)}) or the dataset's "
-                    "`__getitems__` sorts or shuffles rows, or makes a row of several examples: "
-                    "one user's rows would be clipped as another's. Let row i of every tensor be "
-                    "of example i (pack_padded_sequence takes enforce_sorted=False)."
+                    f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
+                    "dataset's `__getitems__` sorts or shuffles rows, or makes a row of several "
+                    "examples: one user's would be clipped as another's. Let row i of every tensor "
+                    "be of example i (pack_padded_sequence takes enforce_sorted=False)."
                 )
     if count > 1 and not conclusive:
         warnings.warn(
@@ -462,7 +461,8 @@ def _check_once(dataset: data.Dataset[Any]) -> None:
     if repeated.any():
         raise DefenseError(
             f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
-            "that is at another too. Let each occur once, and train for more epochs."
+            "that is at another place too, and would pay several times. Let each occur once, and "
+            "train for more epochs."
         )
 
 

@@ -488,8 +488,8 @@ class Weights:
         if self._not_finite:
             raise DefenseError(
                 "DPSGD: weights are not finite after the last release "
-                f"({_listed(self._not_finite, root)}): lower the learning rate, for the noise or "
-                "the weights' precision."
+                f"({_listed(self._not_finite, root)}): lower the learning rate: it is too high for "
+                "the noise or the weights' precision."
             )
 
     def check(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> None:

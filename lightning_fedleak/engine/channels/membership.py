@@ -479,7 +479,9 @@ class PassiveMembershipChannel(MembershipChannel):
             silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not stepped or not silent:
                 continue
-            answer = self._asked(plan, moment.gradients(), self._targets)
+            answer: played.Played | Unknown | Waiting | Targets = self._targets
+            if isinstance(answer, Targets):
+                answer = self._asked(plan, moment.gradients(), answer)
             for series in self.series(plan.attack, moment.wanted):
                 look.answers.setdefault(series, answer)
 
@@ -487,10 +489,8 @@ class PassiveMembershipChannel(MembershipChannel):
         self,
         plan: Plan,
         view: GradientSnapshot | Unknown | Waiting,
-        targets: Targets | Unknown | Waiting,
+        targets: Targets,
     ) -> played.Played | Unknown | Waiting:
-        if not isinstance(targets, Targets):
-            return targets
         answer = guess(plan, view, self.run, targets.query())
         return played.played_games(answer, targets.members)
 

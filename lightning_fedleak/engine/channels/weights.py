@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,7 +142,7 @@ class WeightChannel(Channel):
         """Return in words who is compared, for the line-up."""
 
     def pool_line(self) -> PoolLine | None:
-        """Return the record of the texts that are asked about; None where there are none."""
+        """Return the record of the texts that are asked about; by default None."""
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -401,11 +402,29 @@ class WeightLooks:
         channels = [channel for channel in self._channels if channel.attacks]
         if not channels:
             return None
-        just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
-            not torch.equal(self._sums, self._sums_of_weights())
-        )
-        is_done = just_looked and not any(channel.owes_list for channel in channels)
-        return None if is_done else self.look(channels, ends=True)
+        with self._on_device():
+            just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
+                not torch.equal(self._sums, self._sums_of_weights())
+            )
+            is_done = just_looked and not any(channel.owes_list for channel in channels)
+            return None if is_done else self.look(channels, ends=True)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Hold the model where it was trained; Lightning moves it to the CPU before its last hook.
+
+        Sums over weights are rounded otherwise there, and would pass for sums of other weights.
+        """
+        root, device = self._run.anatomy.root, self._run.device
+        moved = {p.device.type for p in root.parameters()} == {"cpu"} != {device.type}
+        moved = moved and not self._run.is_sharded  # shards on the CPU are offloaded, not moved
+        if moved:
+            root.to(device)
+        try:
+            yield
+        finally:
+            if moved:
+                root.cpu()
 
     def keep_last_look(self) -> None:
         """Ask no more about weights that are there now: they are earlier ones of this run.

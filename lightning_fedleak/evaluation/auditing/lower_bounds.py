@@ -238,7 +238,7 @@ def audit_scores(
     member_scores, other_scores = np.sort(score[member]), np.sort(score[~member])
     if not member_scores.size or not other_scores.size:
         raise ValueError(
-            f"too few games with or without the target: {member_scores.size} and "
+            f"a game with the target and one without are needed; got {member_scores.size} and "
             f"{other_scores.size}"
         )
 
@@ -326,8 +326,7 @@ def audit_games(
     """
     if result.protocol != "game":
         raise ValueError(
-            "the authors' protocol draws no inclusion bit, so it bounds no epsilon: play "
-            "GameConfig(protocol='game')"
+            "the authors' protocol bounds no epsilon: play GameConfig(protocol='game')"
         )
     if len(set(result.batches.tolist())) != len(result):
         raise ValueError(

@@ -404,7 +404,7 @@ def audit_gaussian_scores(
     member_scores, other_scores = score[member], score[~member]
     if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
         raise ValueError(
-            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind, got "
+            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind or more, got "
             f"{member_scores.size} in, {other_scores.size} out: use audit_scores"
         )
     epsilon = math.nan

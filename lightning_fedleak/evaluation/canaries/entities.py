@@ -301,7 +301,8 @@ def _plant(
     if lacking := [f"{n} of '{name}' in a {place}" for (name, place), n in missing.items() if n]:
         raise ValueError(
             f"too few of {len(rows)} rows have room: {', '.join(lacking)} cannot be planted. Give "
-            "more or longer rows, a shorter sentence, a smaller count=, or places=('label',)"
+            "more or longer rows, a shorter sentence, a smaller count=, or places=('label',) if no "
+            "token is masked"
         )
     return _PlantedRows(hosts, items, entities, fitted)
 

@@ -256,8 +256,8 @@ def draw_or_load(
     """
     if file is None and seed is None and _several_processes():
         raise ValueError(
-            f"several processes train, and each would {action} of its own: pass record=, a file "
-            "that all of them see, or a seed"
+            f"each process would {action} of its own: pass record=, a file that all of them see, "
+            "or a seed"
         )
     key = secrets.token_bytes(32) if seed is None else seed_key(seed)
     if file is None:

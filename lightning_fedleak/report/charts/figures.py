@@ -100,11 +100,11 @@ def _heat_map(fit: FitSummary) -> _Figure | None:
 def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
     """Draw leakage above utility, on one axis of steps."""
     curves, metrics = _curves(fit, one), dict(list(utility(fit).items())[:2])
-    numbers = [point.step for curve in curves for point in curve.points]
-    numbers += [step for line in metrics.values() for step, _ in line]
-    if not numbers:
+    steps = [point.step for curve in curves for point in curve.points]
+    steps += [step for line in metrics.values() for step, _ in line]
+    if not steps:
         return None
-    bins = Bins(numbers, most)
+    bins = Bins(steps, most)
     visible = {curve: bins.highest(curve.points) for curve in curves}
     lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
     x = bins.span(fit.length)

@@ -82,7 +82,7 @@ def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
     if name == RESULTS:
         return ResultLine.from_json(content)
     line = RunLine.from_json(content)
-    kinds = {vars(kind)["kind"]: kind for kind in RunLine.__subclasses__()}
+    kinds = {vars(kind).get("kind"): kind for kind in RunLine.__subclasses__()}
     return kinds.get(line.kind, RunLine).from_json(content)
 
 

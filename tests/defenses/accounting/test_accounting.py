@@ -413,7 +413,7 @@ def test_whatever_fits_costs_no_more_than_the_budget(choices) -> None:
         if budget.allows(sigma, 0.05):
             budget.step(sigma, 0.05)
         else:
-            with pytest.raises(DefenseError, match="exceeds"):
+            with pytest.raises(DefenseError, match="would exceed"):
                 budget.step(sigma, 0.05)
     assert budget.share_spent <= 1
     if budget.steps:
@@ -481,7 +481,7 @@ def test_the_filter_resumes_and_pickles(tmp_path: Path) -> None:
         (lambda: RenyiFilter(1.0, 0.0), "delta"),
         (lambda: best_order(0.1, 1e-5, 0.1, 1.0), "not one release"),
         (lambda: best_order(100.0, 1e-5, 0.0, 1.0), "not one release"),
-        (lambda: started_filter().step(0.0, 0.5), "exceeds"),
+        (lambda: started_filter().step(0.0, 0.5), "would exceed"),
     ],
 )
 def test_the_filter_refuses(call, word: str) -> None:

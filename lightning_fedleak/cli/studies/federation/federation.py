@@ -188,9 +188,9 @@ class Federation:
         empty = [client for client, client_rows in enumerate(rows) if not client_rows]
         if empty:
             raise finetuning.SourceError(
-                f"{len(empty)} of {self.clients} clients have no text of 2 tokens: give more text, "
-                "fewer --clients, or another deal (--partition iid, a larger --alpha, another "
-                "--seed)."
+                f"{len(empty)} of {self.clients} clients have no text of 2 tokens or more: give "
+                "more text, fewer --clients, or another deal (--partition iid, a larger --alpha, "
+                "another --seed)."
             )
         return rows
 

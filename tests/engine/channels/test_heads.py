@@ -122,11 +122,11 @@ def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
 ) -> None:
     train = leave_out(data("masked", 100), 50, seed=1)[0]
     arguments = TrainingArguments(
-        str(tmp_path), num_train_epochs=50, per_device_train_batch_size=2, learning_rate=3e-3,
+        str(tmp_path), num_train_epochs=30, per_device_train_batch_size=5, learning_rate=8e-3,
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
     trainer = Trainer(
-        encoder("masked"), arguments, data_collator=collate("masked", 0.15), train_dataset=train
+        encoder("masked"), arguments, data_collator=collate("masked", 0.4), train_dataset=train
     )
     folder = tmp_path / "leakage"
     attacks = [Combined(), LossRatio()]

@@ -21,6 +21,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit
+from tests.defenses.test_canary import Halves
 from tests.engine.test_games import AUC, RecordingAttack, id_batches, texts_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
@@ -127,14 +128,6 @@ def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_pa
     assert (
         defended(tmp_path, RecordingAttack(), GradientNoise(clip=None, sigma=1.0)).latest[AUC] == 1
     )
-
-
-class Halves(Defense):
-    name, guarantee = "halves", "none"
-
-    def on_gradients(self, parameters, context):
-        for p in parameters:
-            p.grad.mul_(0.5)
 
 
 def test_a_defence_that_does_not_know_canaries_makes_them_unknown(tmp_path):

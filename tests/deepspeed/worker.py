@@ -38,12 +38,21 @@ from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.settings import grouped
 from tests.helpers.words import agreement
-from tests.trainers.sharded import Recorded, model_of, read_by_step, rows, texts, words
+from tests.trainers.sharded import (
+    CLIP,
+    STEPS,
+    Recorded,
+    expected_head,
+    model_of,
+    read_by_step,
+    rows,
+    texts,
+    words,
+)
 from tests.trainers.test_transformers import trainer_of, user_logs, watched
 from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
-STEPS, CLIP = 3, 0.5
 CASES = Cases()
 
 
@@ -124,19 +133,6 @@ def state(engine: nn.Module) -> list[Tensor]:
 def same(one: list[Any], other: list[Any]) -> bool:
     pairs = list(zip(one, other, strict=True))
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
-
-
-def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
-    """Return plain autograd's clipped mean of the head over both processes' rows, and its norm."""
-    model, ids = model_of(**more), texts()[: 2 * accumulated]
-    parameters = [*model.parameters()]
-    each = [
-        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
-    ]
-    mean = [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)]
-    norm = torch.stack([g.norm() for g in mean]).norm()
-    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
-    return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)
 
 
 def checkpointed(reentrant: bool) -> dict[str, Any]:

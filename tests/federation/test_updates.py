@@ -16,7 +16,7 @@ from lightning_fedleak.federation import (
     trained_state,
 )
 from lightning_fedleak.model.snapshots import Stage
-from tests.federation.rounds import SGD, batches, lora, model, train
+from tests.federation.rounds import SGD, batches, model, train
 from tests.helpers.models import tiny_gpt2
 
 
@@ -117,15 +117,3 @@ def test_the_joint_norm_is_that_of_one_long_vector():
 def test_tied_parameters_are_known_by_both_names():
     names = parameter_names(tiny_gpt2())
     assert names["lm_head.weight"] == names["transformer.wte.weight"]
-
-
-def test_an_adapters_state_is_known_by_pefts_names():
-    from peft import get_peft_model_state_dict
-
-    net = lora()
-    names = parameter_names(net)
-    adapter_state = get_peft_model_state_dict(net)
-    trained = {n for n, p in net.named_parameters() if p.requires_grad}
-    assert {names[n] for n in adapter_state} == trained
-    pairs = dict(net.named_parameters())
-    assert all(torch.equal(adapter_state[n], pairs[names[n]]) for n in adapter_state)

@@ -44,12 +44,21 @@ from tests.helpers.cases import Cases
 from tests.helpers.settings import grouped
 from tests.helpers.words import agreement
 from tests.strategies.fsdp2_worker import whole
-from tests.trainers.sharded import Recorded, model_of, read_by_step, rows, texts, words
+from tests.trainers.sharded import (
+    CLIP,
+    STEPS,
+    Recorded,
+    expected_head,
+    model_of,
+    read_by_step,
+    rows,
+    texts,
+    words,
+)
 from tests.trainers.test_transformers import trainer_of, user_logs, watched
 from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
-STEPS, CLIP = 3, 0.5
 CASES = Cases()
 BF16 = torch.bfloat16
 POLICIES = {
@@ -131,21 +140,13 @@ def own_loop(folder: Path) -> dict[str, Any]:
     plain, _ = loop(folder, shard(model_of()))
     read, watch = loop(folder, shard(model_of()), [attack, probe])
     assert watch is not None
-    model, ids = model_of(), texts()[:2]
-    parameters = [*model.parameters()]
-    each = [
-        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
-    ]
-    mean = [(a + b) / 2 for a, b in zip(*each, strict=True)]
-    norm = torch.stack([g.norm() for g in mean]).norm()
-    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
-    expected = head * (CLIP / (norm + 1e-6)).clamp(max=1)
+    expected, norm = expected_head(1)
     distance = (probe.at("shared")[0] - expected).norm() / expected.norm()
     return {
         "same": same(plain, read),
         "named": attack.named == truth(),
         "distance": float(distance),
-        "clipped": float(norm) > CLIP,
+        "clipped": norm > CLIP,
         "f1": watch.latest["leakage/subspace_words/f1"],
         "client": lines(folder)[0]["client"],
         "strategy": lines(folder, "run")[0]["training"]["strategy"],

@@ -13,6 +13,8 @@ from tests.helpers.cases import gathered
 from tests.helpers.words import Kept
 from tests.trainers.test_transformers import Sequential
 
+STEPS, CLIP = 3, 0.5
+
 
 def words() -> Kept:
     return Kept(capacity_seconds=0)
@@ -48,3 +50,16 @@ def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], b
     steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
     distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
     return [sorted(set(step)) for step in steps], distinct
+
+
+def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
+    """Return plain autograd's clipped mean of the head over both processes' rows, and its norm."""
+    model, ids = model_of(**more), texts()[: 2 * accumulated]
+    parameters = [*model.parameters()]
+    each = [
+        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
+    ]
+    mean = [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)]
+    norm = torch.stack([g.norm() for g in mean]).norm()
+    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
+    return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)

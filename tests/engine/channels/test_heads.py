@@ -107,15 +107,6 @@ def settings(records: bool = False) -> WatchSettings:
     return WatchSettings(memorization=memorization, tokenizer=words())
 
 
-def test_a_token_classifier_that_memorizes_in_lightning_shows_it(tmp_path: Path) -> None:
-    train = leave_out(data("token"), 100, seed=1)[0]
-    watch = watching(tmp_path, [Combined(), LossRatio()], records=True)
-    fit([watch], Classifying(encoder("token")), train, max_epochs=14, collate_fn=collate("token"))
-    assert values(tmp_path)["auc"]["low"] > 0.7
-    assert values(tmp_path)["members"]["value"] == len(train)
-    assert RecordList.load(tmp_path / "records.jsonl").head["at_least"] > 10
-
-
 @pytest.mark.slow
 def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
     tmp_path: Path,

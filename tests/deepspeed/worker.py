@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,36 +34,26 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.trainers import Threshold, Watch
 from lightning_fedleak.trainers.zero import ZeROStep, check_engine
-from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.settings import grouped
-from tests.helpers.words import Kept, agreement
-from tests.trainers.test_transformers import Sequential, trainer_of, user_logs, watched
+from tests.helpers.words import agreement
+from tests.trainers.sharded import (
+    CLIP,
+    STEPS,
+    Recorded,
+    expected_head,
+    model_of,
+    read_by_step,
+    rows,
+    texts,
+    words,
+)
+from tests.trainers.test_transformers import trainer_of, user_logs, watched
 from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
-STEPS, CLIP = 3, 0.5
 CASES = Cases()
-
-
-def words() -> Kept:
-    return Kept(capacity_seconds=0)
-
-
-def texts(count: int = 24, length: int = 8, seed: int = 2) -> Tensor:
-    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(seed))
-
-
-def rows() -> list[dict[str, Tensor]]:
-    return [{"input_ids": ids, "labels": ids} for ids in texts()]
-
-
-def model_of(lora: bool = False, **more: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = llama(**more)
-        return (with_lora(model, 16, ["q_proj", "k_proj", "v_proj"]) if lora else model).train()
 
 
 def config(stage: int, persistent: bool = False, **more: Any) -> dict[str, Any]:
@@ -78,14 +67,6 @@ def config(stage: int, persistent: bool = False, **more: Any) -> dict[str, Any]:
         "zero_optimization": zero,
         "bf16": {"enabled": "auto"},
     } | more
-
-
-class Recorded(Sequential):
-    """Keeps the texts that this process trains on, and the collectives of each batch."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        self.__dict__.setdefault("texts", []).append(inputs["input_ids"].clone())
-        return super().training_step(model, inputs, *args, **kwargs)
 
 
 def trained(
@@ -152,28 +133,6 @@ def state(engine: nn.Module) -> list[Tensor]:
 def same(one: list[Any], other: list[Any]) -> bool:
     pairs = list(zip(one, other, strict=True))
     return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
-
-
-def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], bool]:
-    """Return the words of both processes at each step, and whether no two texts were the same."""
-    mine, other = gathered([ids[:, :-1].flatten().tolist() for ids in trainer.texts])
-    both = [[*a, *b] for a, b in zip(mine, other, strict=True)]
-    steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
-    distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
-    return [sorted(set(step)) for step in steps], distinct
-
-
-def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
-    """Return plain autograd's clipped mean of the head over both processes' rows, and its norm."""
-    model, ids = model_of(**more), texts()[: 2 * accumulated]
-    parameters = [*model.parameters()]
-    each = [
-        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
-    ]
-    mean = [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)]
-    norm = torch.stack([g.norm() for g in mean]).norm()
-    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
-    return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)
 
 
 def checkpointed(reentrant: bool) -> dict[str, Any]:

@@ -80,14 +80,15 @@ def test_two_defences_in_a_row_scale_and_add_their_noise():
     )
 
 
+class Halves(Defense):
+    name, guarantee = "halves", "none"
+
+    def on_gradients(self, parameters, context):
+        for p in parameters:
+            p.grad.mul_(0.5)
+
+
 def test_a_defence_that_does_not_say_what_it_does_to_a_canary_is_known_as_such():
-    class Halves(Defense):
-        name, guarantee = "halves", "none"
-
-        def on_gradients(self, parameters, context):
-            for p in parameters:
-                p.grad.mul_(0.5)
-
     class Says(Halves):
         def on_canary(self, canary, parameters, context):
             return canary.scaled(torch.full((canary.samples.shape[1],), 0.5))

@@ -98,18 +98,6 @@ def test_noise_differs_by_client_release_parameter_and_base() -> None:
             assert float(torch.isin(first, second).double().mean()) < 0.02
 
 
-def test_a_resumed_run_goes_on_in_the_stream() -> None:
-    whole = GradientNoise(1.0, 1.0, seed=5)
-    uninterrupted = [noise_of(whole, context(entropy=b"x" * 32)) for _ in range(6)]
-    first = GradientNoise(1.0, 1.0, seed=5)
-    halves = [noise_of(first, context(entropy=b"y" * 32)) for _ in range(3)]
-    second = GradientNoise(1.0, 1.0, seed=5)
-    second.load_state_dict(first.state_dict())
-    halves += [noise_of(second, context(entropy=b"z" * 32)) for _ in range(3)]
-    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, halves, strict=True))
-    assert all(not torch.equal(a, b) for i, a in enumerate(halves) for b in halves[:i])
-
-
 def test_a_gradient_of_none_counts_as_zero_and_is_noised() -> None:
     parameters = parameters_with()
     parameters[1].grad = None

@@ -177,7 +177,7 @@ def test_on_a_real_model_members_score_higher(assets):
     picks = torch.randperm(len(rows), generator=generator(7))[:300].tolist()
     ids = [[1, *tokenizer(rows[i], add_special_tokens=False)["input_ids"]][:24] for i in picks]
     public, pool = PublicText(ids[:100]), PublicText(ids[100:])
-    attack = TrainedMembership(3, public, hidden_units=64, steps=100)
+    attack = TrainedMembership(3, public, hidden_units=32, steps=50)
     attack.prepare(anatomy)
     scores, truth = [], []
     for game in range(4):

@@ -70,31 +70,18 @@ def test_rates_are_what_counting_gives(data: list[list[tuple[int, int, bool]]]) 
         assert 0 <= rate.low <= rate.value <= rate.high <= 1
 
 
-def test_rouge_is_the_librarys() -> None:
-    generator = torch.Generator().manual_seed(0)
-    truth = torch.randint(0, 9, (4, 30), generator=generator)
-    guessed = truth.roll(1, dims=1)
-    got = sentence_scores(guessed, truth)
-    words = [[" ".join(f"w{i}" for i in row.tolist()) for row in ids] for ids in (guessed, truth)]
-    for mine, g, t in zip(got.rouge_l.tolist(), *words, strict=True):
-        assert mine == pytest.approx(float(rouge_score(g, t, rouge_keys="rougeL")["rougeL_recall"]))
-    assert float(got.rouge_l.min()) >= 29 / 30 - 1e-6
-    assert bool((got.rouge_1 == 1).all()), "the order is nothing to it"
-    assert float(got.rouge_2.min()) >= 28 / 29
-    assert float((got.hits / got.lengths).max()) < 0.5
-    without = sentence_scores(guessed, truth, rouge=False)
-    for scores in (without.rouge_l, without.rouge_1, without.rouge_2):
-        assert bool(scores.isnan().all())
-
-
 @given(sentence)
-def test_rouge_1_and_2_are_the_librarys_with_gaps_and_repeats(data) -> None:
+def test_rouge_is_the_librarys_with_gaps_and_repeats(data) -> None:
     guessed, truth, _ = as_tensors([data])
     got = sentence_scores(guessed, truth)
     words = [" ".join(f"w{i}" if i >= 0 else "gap" for i in ids[0]) for ids in (guessed, truth)]
-    found = rouge_score(*words, rouge_keys=("rouge1", "rouge2"))
+    found = rouge_score(*words, rouge_keys=("rouge1", "rouge2", "rougeL"))
     assert float(got.rouge_1[0]) == pytest.approx(float(found["rouge1_fmeasure"]), rel=1e-6)
     assert float(got.rouge_2[0]) == pytest.approx(float(found["rouge2_fmeasure"]), rel=1e-6)
+    assert float(got.rouge_l[0]) == pytest.approx(float(found["rougeL_recall"]), rel=1e-6)
+    without = sentence_scores(guessed, truth, rouge=False)
+    for scores in (without.rouge_l, without.rouge_1, without.rouge_2):
+        assert bool(scores.isnan().all())
 
 
 def test_a_text_is_found_where_half_of_it_is_right() -> None:

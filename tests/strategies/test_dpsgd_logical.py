@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,14 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
             super().__init__()
             self.hooks: dict[str, int] = {}
 
-        def count(self, name: str) -> None:
+        def count(self, _: Any = None, *, name: str) -> None:
             self.hooks[name] = self.hooks.get(name, 0) + 1
+            assert name != "after" or all(p.grad is not None for p in self.model.parameters())
 
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            self.count("zero")
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            self.count("before")
-
-        def on_after_backward(self) -> None:
-            assert all(p.grad is not None for p in self.model.parameters())
-            self.count("after")
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.count("step")
+        on_before_zero_grad = partialmethod(count, name="zero")
+        on_before_backward = partialmethod(count, name="before")
+        on_after_backward = partialmethod(count, name="after")
+        on_before_optimizer_step = partialmethod(count, name="step")
 
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_fedleak import FCMembership
@@ -40,23 +39,26 @@ from lightning_fedleak.model import whole_models
 from lightning_fedleak.model.taps import draw_words
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.trainers import Threshold, Watch
-from tests.attacks.row_space.models import llama, with_lora
 from tests.callbacks.runs import Probe
-from tests.helpers.cases import Cases, gathered
+from tests.helpers.cases import Cases
 from tests.helpers.settings import grouped
-from tests.helpers.words import Kept, agreement
+from tests.helpers.words import agreement
 from tests.strategies.fsdp2_worker import whole
-from tests.trainers.test_transformers import Sequential, trainer_of, user_logs, watched
+from tests.trainers.sharded import (
+    CLIP,
+    STEPS,
+    Recorded,
+    expected_head,
+    model_of,
+    read_by_step,
+    rows,
+    texts,
+    words,
+)
+from tests.trainers.test_transformers import trainer_of, user_logs, watched
 from tests.trainers.test_watch import lines
 
 RANK = int(os.environ["RANK"])
-STEPS, CLIP = 3, 0.5
-VOCABULARY = torch.arange(300)
-STORY = (
-    "One morning a little girl found an old key under the big tree. She ran home to show her mom, "
-    "but the door was closed and nobody was there. Then a brown dog came down the road with a red "
-    "ball, and they played together until it was dark and the moon looked at them."
-)
 CASES = Cases()
 BF16 = torch.bfloat16
 POLICIES = {
@@ -64,25 +66,6 @@ POLICIES = {
     "reduced in float32": MixedPrecisionPolicy(BF16, torch.float32),
     "reduced in bfloat16 alone": MixedPrecisionPolicy(None, BF16),
 }
-
-
-def words() -> Kept:
-    return Kept(capacity_seconds=0)
-
-
-def texts(count: int = 24, length: int = 8) -> Tensor:
-    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(2))
-
-
-def rows(count: int = 24, length: int = 8) -> list[dict[str, Tensor]]:
-    return [{"input_ids": ids, "labels": ids} for ids in texts(count, length)]
-
-
-def model_of(lora: bool = False, **more: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = llama(**more)
-        return (with_lora(model, 16, ["q_proj", "k_proj", "v_proj"]) if lora else model).train()
 
 
 def shard(model: Any, policy: MixedPrecisionPolicy | None = None, **more: Any) -> Any:
@@ -114,7 +97,6 @@ def loop(
     optimizer: Any = None,
     accumulated: int = 1,
     every: int = 1,
-    vocabulary: Tensor = VOCABULARY,
     around: Callable[[int], Any] = lambda batch: nullcontext(),
     backward: Callable[[Tensor], object] = Tensor.backward,
     **settings: Any,
@@ -122,7 +104,7 @@ def loop(
     """Train on every second text; what is accumulated is reduced with its last batch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, 1e-3)
-    data = vocabulary[texts()[RANK::2] % len(vocabulary)]
+    data = texts()[RANK::2]
     watch = None
     if attacks is not None:
         watch = Watch(
@@ -145,11 +127,11 @@ def loop(
     return state(model, getattr(optimizer, "optimizer", optimizer)), watch
 
 
-def truth(accumulated: int = 1, vocabulary: Tensor = VOCABULARY) -> list[list[int]]:
+def truth(accumulated: int = 1) -> list[list[int]]:
     """Return the words of both processes at each step."""
     n = 2 * accumulated
-    places = texts()[: n * STEPS, :-1] % len(vocabulary)  # nothing is predicted at the last place
-    return [sorted(set(vocabulary[part].flatten().tolist())) for part in places.split(n)]
+    places = texts()[: n * STEPS, :-1]  # nothing is predicted at the last place
+    return [sorted(set(part.flatten().tolist())) for part in places.split(n)]
 
 
 @CASES.named("own loop")
@@ -158,21 +140,13 @@ def own_loop(folder: Path) -> dict[str, Any]:
     plain, _ = loop(folder, shard(model_of()))
     read, watch = loop(folder, shard(model_of()), [attack, probe])
     assert watch is not None
-    model, ids = model_of(), texts()[:2]
-    parameters = [*model.parameters()]
-    each = [
-        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
-    ]
-    mean = [(a + b) / 2 for a, b in zip(*each, strict=True)]
-    norm = torch.stack([g.norm() for g in mean]).norm()
-    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
-    expected = head * (CLIP / (norm + 1e-6)).clamp(max=1)
+    expected, norm = expected_head(1)
     distance = (probe.at("shared")[0] - expected).norm() / expected.norm()
     return {
         "same": same(plain, read),
         "named": attack.named == truth(),
         "distance": float(distance),
-        "clipped": float(norm) > CLIP,
+        "clipped": norm > CLIP,
         "f1": watch.latest["leakage/subspace_words/f1"],
         "client": lines(folder)[0]["client"],
         "strategy": lines(folder, "run")[0]["training"]["strategy"],
@@ -240,30 +214,6 @@ def mixed_precision(folder: Path) -> dict[str, Any]:
                 "certified": watch.latest[f"{name}/certified"],
                 "facts": lines(place, "run")[0]["training"]["mixed_precision"],
             }
-    return out
-
-
-@CASES.named("real model")
-def real_model(folder: Path) -> dict[str, Any]:
-    """The lowest F1 of a real model's words at a look, whole and LoRA; empty without it.
-
-    They are words of a story: most of the 32,000 tokens were in no text of its training, and their
-    embeddings are one vector still, within 2e-5, which a gradient in float32 hardly tells apart.
-    """
-    place = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
-    if not place.exists():
-        return {}
-    out = {}
-    ids = AutoTokenizer.from_pretrained(place)(STORY, return_tensors="pt")["input_ids"]
-    vocabulary = ids.unique()
-    torch.manual_seed(1)  # of the adapter
-    for kind in ("full", "lora"):
-        model = AutoModelForCausalLM.from_pretrained(place)
-        if kind == "lora":
-            model = with_lora(model, 16, ["q_proj", "k_proj", "v_proj"])
-        attack = words()
-        loop(folder / kind, shard(model.train()), [attack], vocabulary=vocabulary, every=2)
-        out[kind] = min(map(agreement, attack.named, truth(vocabulary=vocabulary)[::2]))
     return out
 
 
@@ -396,14 +346,6 @@ FSDP = {
 }
 
 
-class Recorded(Sequential):
-    """Keeps the texts that this process trains on."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        self.__dict__.setdefault("texts", []).append(inputs["input_ids"].clone())
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
 def trained(
     folder: Path,
     attacks: Any = None,
@@ -429,15 +371,6 @@ def trained(
 
 def final(trainer: Any) -> list[Tensor]:
     return state(trainer.model_wrapped, trainer.optimizer.optimizer)
-
-
-def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], bool]:
-    """Return the words of both processes at each step, and whether no two texts were the same."""
-    mine, other = gathered([ids[:, :-1].flatten().tolist() for ids in trainer.texts])
-    both = [[*a, *b] for a, b in zip(mine, other, strict=True)]
-    steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
-    distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
-    return [sorted(set(step)) for step in steps], distinct
 
 
 TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -11,23 +11,17 @@ from lightning_fedleak.attacks.base import Query
 from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from tests.attacks.membership.test_gradients import variants
+from tests.attacks.membership.test_gradients import asked_of, seen, variants
 from tests.attacks.row_space.models import backward, bert, gpt2, llama, ready, texts, with_lora
 
 ROWS, LENGTH = 3, 8
 
 
-def asked(model: nn.Module, inside: Tensor, query: Tensor, noise: float = 0.0, **more: Tensor):
+def asked(model: nn.Module, inside: Tensor, query: Tensor):
     anatomy = find_anatomy(model)
     attack = SubspaceMembership(texts(16, LENGTH))
     attack.prepare(anatomy)
-    backward(model, inside, **more)
-    tensors = {r: anatomy.parameter(r).grad.clone() for r in attack.needs(anatomy).gradients}
-    for g in tensors.values():
-        g += noise * torch.randn_like(g)
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=noise),))
-    mask = more.get("attention_mask")
-    return attack.run(view, Query(query, None if mask is None else mask.repeat(2, 1)[: len(query)]))
+    return asked_of(anatomy, attack, inside, query)
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, bert])
@@ -105,8 +99,7 @@ def test_padding_on_the_left_uses_up_nothing_of_what_is_read() -> None:
     attack.prepare(anatomy)
     inside = texts(ROWS, LENGTH)
     backward(model, inside)
-    tensors = {r: anatomy.parameter(r).grad for r in attack.needs(anatomy).gradients}
-    view = Observation((GradientSnapshot(0, Stage.SHARED, tensors),))
+    view = seen(anatomy, attack)
     ids = torch.cat([inside, texts(ROWS, LENGTH)])
     plain = attack.run(view, Query(ids)).scores
     padded = torch.cat([torch.zeros(len(ids), 6, dtype=torch.long), ids], 1)

@@ -234,23 +234,6 @@ def test_prompts_without_labels_are_read() -> None:
     check_exact(ready(llama()), ids, labels=labels)
 
 
-def test_a_classifier_gives_its_words_away() -> None:
-    model = ready(classifier())
-    ids = texts(2, 9)
-    guess = guess_of(model, ids, labels=torch.tensor([0, 1]))
-    assert set(guess.types.tolist()) == set(ids.flatten().tolist())
-    assert guess.certified
-
-
-def test_an_encoder_decoder_gives_both_sides_away() -> None:
-    model = ready(t5())
-    ids, labels = texts(2, 8), texts(2, 7)
-    guess = guess_of(model, ids, labels=labels)
-    read = set(ids.flatten().tolist()) | set(labels[:, :-1].flatten().tolist())
-    assert set(guess.types.tolist()) - {0} == read
-    assert guess.certified
-
-
 def test_tokens_that_nearly_equal_those_named() -> None:
     model = ready(llama())
     with torch.no_grad():

@@ -25,7 +25,7 @@ from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.models import DIM, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_t5
 from tests.strategies.toy import trainer
-from tests.taps.test_activation_tap import checkpointed
+from tests.taps.test_activation_tap import PlainModel, WithLoss, checkpointed
 
 SIGMA = 0.3
 
@@ -215,10 +215,10 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("what", ["a part", "training_step", "the module"])
 def test_compiled_and_run_before_the_fit_and_clean_after_it(what: str) -> None:
     """A graph that was compiled without the hook would go on without it, and one with it, with."""
-    root = CausalLMModule(tiny_gpt2(layers=1, dropout=0.0))
-    [block] = root.model.transformer.h
+    root = CausalLMModule(WithLoss(PlainModel()))
+    block = root.model.model.blocks[0]
     if what == "a part":
-        root.model.transformer = torch.compile(root.model.transformer, backend="eager")
+        root.model.model = torch.compile(root.model.model, backend="eager")
     elif what == "training_step":
         root.training_step = torch.compile(root.training_step, backend="eager")
     else:  # as a Trainer takes it

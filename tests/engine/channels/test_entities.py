@@ -76,13 +76,14 @@ def test_values_in_labels_rank_first_and_masked_ones_do_not(run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
-    tmp_path: Path,
-) -> None:
-    """Where none leaks 5% are: more than three of twenty with a probability of .016."""
+def test_values_in_masked_prompts_are_flagged_in_at_most_two_of_ten_runs(tmp_path: Path) -> None:
+    """Where none leaks 5% are: more than two of ten with a probability of .012.
+
+    Where seven of ten are, as of values in labels, with a probability of .998.
+    """
     flagged, label_flagged = 0, 0
     once = Memorization(looks=())  # at the end
-    for seed in range(20):
+    for seed in range(10):
         data, folder, trained = planted(seed), tmp_path / f"{seed}", model(layers=1)
         optimizer = torch.optim.AdamW(trained.parameters(), 1e-2, fused=True)
         for _ in range(3):
@@ -96,8 +97,8 @@ def test_values_in_masked_prompts_are_flagged_in_at_most_three_of_twenty_runs(
         metrics = prompt["metrics"]
         flagged += metrics["p_value"]["value"] <= 0.05 or metrics["first"]["low"] > 0
         label_flagged += label["unknown"] is None and label["metrics"]["p_value"]["value"] <= 0.05
-    assert flagged <= 3
-    assert label_flagged > 10
+    assert flagged <= 2
+    assert label_flagged >= 7
 
 
 def test_ranks_are_those_of_the_models_own_answers(run: Any) -> None:

@@ -107,26 +107,17 @@ def settings(records: bool = False) -> WatchSettings:
     return WatchSettings(memorization=memorization, tokenizer=words())
 
 
-def test_a_token_classifier_that_memorizes_in_lightning_shows_it(tmp_path: Path) -> None:
-    train = leave_out(data("token"), 100, seed=1)[0]
-    watch = watching(tmp_path, [Combined(), LossRatio()], records=True)
-    fit([watch], Classifying(encoder("token")), train, max_epochs=14, collate_fn=collate("token"))
-    assert values(tmp_path)["auc"]["low"] > 0.7
-    assert values(tmp_path)["members"]["value"] == len(train)
-    assert RecordList.load(tmp_path / "records.jsonl").head["at_least"] > 10
-
-
 @pytest.mark.slow
 def test_a_masked_model_that_memorizes_in_the_trainer_of_transformers_shows_it(
     tmp_path: Path,
 ) -> None:
     train = leave_out(data("masked", 100), 50, seed=1)[0]
     arguments = TrainingArguments(
-        str(tmp_path), num_train_epochs=50, per_device_train_batch_size=2, learning_rate=3e-3,
+        str(tmp_path), num_train_epochs=30, per_device_train_batch_size=5, learning_rate=8e-3,
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1000,
     )  # fmt: skip
     trainer = Trainer(
-        encoder("masked"), arguments, data_collator=collate("masked", 0.15), train_dataset=train
+        encoder("masked"), arguments, data_collator=collate("masked", 0.4), train_dataset=train
     )
     folder = tmp_path / "leakage"
     attacks = [Combined(), LossRatio()]

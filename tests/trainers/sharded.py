@@ -1,0 +1,65 @@
+"""What one of two processes trains and records that hold a model in parts: FSDP2, ZeRO."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.attacks.row_space.models import llama, with_lora
+from tests.helpers.cases import gathered
+from tests.helpers.words import Kept
+from tests.trainers.test_transformers import Sequential
+
+STEPS, CLIP = 3, 0.5
+
+
+def words() -> Kept:
+    return Kept(capacity_seconds=0)
+
+
+def texts(count: int = 24, length: int = 8, seed: int = 2) -> Tensor:
+    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def rows(count: int = 24, length: int = 8) -> list[dict[str, Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids in texts(count, length)]
+
+
+def model_of(lora: bool = False, **more: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = llama(**more)
+        return (with_lora(model, 16, ["q_proj", "k_proj", "v_proj"]) if lora else model).train()
+
+
+class Recorded(Sequential):
+    """Keeps the texts that this process trains on."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.__dict__.setdefault("texts", []).append(inputs["input_ids"].clone())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def read_by_step(trainer: Any, accumulated: int = 1) -> tuple[list[list[int]], bool]:
+    """Return the words of both processes at each step, and whether no two texts were the same."""
+    mine, other = gathered([ids[:, :-1].flatten().tolist() for ids in trainer.texts])
+    both = [[*a, *b] for a, b in zip(mine, other, strict=True)]
+    steps = [[*chain(*both[i : i + accumulated])] for i in range(0, len(both), accumulated)]
+    distinct = len({tuple(ids) for ids in mine + other}) == len(mine + other)
+    return [sorted(set(step)) for step in steps], distinct
+
+
+def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
+    """Return plain autograd's clipped mean of the head over both processes' rows, and its norm."""
+    model, ids = model_of(**more), texts()[: 2 * accumulated]
+    parameters = [*model.parameters()]
+    each = [
+        torch.autograd.grad(model(input_ids=i, labels=i).loss, parameters) for i in ids[:, None]
+    ]
+    mean = [torch.stack(parts).mean(0) for parts in zip(*each, strict=True)]
+    norm = torch.stack([g.norm() for g in mean]).norm()
+    head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
+    return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)

@@ -184,6 +184,6 @@ def test_under_dp_a_gate_by_values_is_refused(tmp_path: Path) -> None:
     data = planted(count=12)
     gate = RiskGate("leakage/entity/phone/label/first", at_most=0.1)
     strategy = DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)])
-    with pytest.raises(ValueError, match="outside the run's epsilon"):
+    with pytest.raises(ValueError, match="epsilon does not cover"):
         fit([watch(data, tmp_path), gate], model(), data, max_epochs=1, strategy=strategy)
     assert Memorization().outside_epsilon is False

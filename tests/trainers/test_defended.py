@@ -158,6 +158,14 @@ def test_training_is_the_trainers_own(defenses: list[Defense], tmp_path: Path) -
     assert all(torch.equal(p, q) for p, q in zip(*weights, strict=True))
 
 
+def test_checkpointed_activations_give_the_same_sums(tmp_path: Path) -> None:
+    defenses, more = [DPSGD(CLIP, 0.0, seed=1)], {"gradient_checkpointing": True, "max_steps": 2}
+    trace = traced(trainer_of(tmp_path, MODELS["llama"](), defenses, 0.0, **more))
+    trace.model.gradient_checkpointing_disable()
+    for shared, drawn in zip(trace.shared, trace.drawn, strict=True):
+        assert distance(shared * BATCH, clipped_sum(trace.model, drawn, CLIP)) < 1e-6
+
+
 # ---- the account -------------------------------------------------------------------------------
 
 

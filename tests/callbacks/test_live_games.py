@@ -67,33 +67,6 @@ def test_the_loss_scale_of_amp_is_not_in_the_canary(tmp_path):
     torch.testing.assert_close(first, second, rtol=0.05, atol=float(first.abs().max()) / 50)
 
 
-class Norm(Defense):
-    """Records the norm of the update, and passes canaries on."""
-
-    name, guarantee = "norm", "none"
-
-    def __init__(self):
-        self.norms = []
-
-    def on_gradients(self, parameters, context):
-        self.norms.append(torch.cat([p.grad.flatten() for p in parameters]).norm())
-
-    def on_canary(self, canary, parameters, context):
-        return canary
-
-
-def test_canaries_pass_through_the_defences_in_one_norm_with_the_update(tmp_path):
-    attack, norm, clip = RecordingAttack(), Norm(), 0.02
-    stages = ("local", "shared")
-    noise = GradientNoise(clip=clip, sigma=0.0)
-    defended(tmp_path, attack, norm, noise, stages=stages, games=Games(scale=1e3))
-    steps = [step for step, stage, *_ in attack.runs if stage == "local"]
-    for step, local, shared in zip(steps, *map(attack.at, stages), strict=True):
-        joint = (norm.norms[step] ** 2 + local.norm(dim=1) ** 2).sqrt()
-        assert bool((joint > clip).all())
-        torch.testing.assert_close(shared, local * (clip / joint)[:, None])
-
-
 @pytest.mark.slow
 def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_path):
     """In the worst case it takes the whole norm: AUC = Phi(1 / (sigma sqrt 2)) for a known sign.

@@ -46,6 +46,7 @@ from tests.trainers.sharded import (
     model_of,
     read_by_step,
     rows,
+    same,
     texts,
     words,
 )
@@ -128,11 +129,6 @@ class Counted(TorchDispatchMode):
 def state(engine: nn.Module) -> list[Tensor]:
     """Return the weights, whole and in float32, and random numbers."""
     return [*map(safe_get_full_fp32_param, engine.parameters()), torch.get_rng_state()]
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    pairs = list(zip(one, other, strict=True))
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
 
 
 def checkpointed(reentrant: bool) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from tests.trainers.sharded import (
     model_of,
     read_by_step,
     rows,
+    same,
     texts,
     words,
 )
@@ -80,10 +81,6 @@ def state(model: Any, optimizer: Any) -> list[Tensor]:
     """Return weights, optimizer state and random numbers."""
     kept = [v for entry in optimizer.state.values() for v in entry.values()]
     return [*map(whole, [*model.parameters(), *kept]), torch.get_rng_state()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 # ---- a loop of one's own ---------------------------------------------------------------------

@@ -63,3 +63,8 @@ def expected_head(accumulated: int, **more: Any) -> tuple[Tensor, float]:
     norm = torch.stack([g.norm() for g in mean]).norm()
     head = mean[[id(p) for p in parameters].index(id(model.lm_head.weight))]
     return head * (CLIP / (norm + 1e-6)).clamp(max=1), float(norm)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +132,6 @@ def test_accumulated_batches_become_one_that_is_run_in_pieces(tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(first.shared, second.shared, strict=True))
 
 
-def test_checkpointed_activations_give_the_same_sums(tmp_path: Path) -> None:
-    defense = DPSGD(CLIP, 0.0, seed=1)
-    trainer = trainer_of(
-        tmp_path, MODELS["llama"](), [defense], 0.0, gradient_checkpointing=True, max_steps=2
-    )
-    trace = traced(trainer)
-    trace.model.gradient_checkpointing_disable()
-    for shared, drawn in zip(trace.shared, trace.drawn, strict=True):
-        assert distance(shared * BATCH, clipped_sum(trace.model, drawn, CLIP)) < 1e-6
-
-
 class Identity(Defense):
     """Acts on gradients, and leaves them as they are."""
 
@@ -161,18 +151,19 @@ def test_training_is_the_trainers_own(defenses: list[Defense], tmp_path: Path) -
         kind: Any = Trainer
         if given is not None:
             kind = type("T", (DefendedMixin, Trainer), {})
-            kind = type("G", (kind,), {"__init__": _with(given)})
+            kind = type("G", (kind,), {"__init__": partialmethod(kind.__init__, defenses=given)})
         trainer = plain_trainer(tmp_path, kind=kind, train_dataset=rows(), dropout=0.1, **settings)
         trainer.train()
         weights.append([p.detach() for p in trainer.model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*weights, strict=True))
 
 
-def _with(defenses: list[Defense]) -> Any:
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(type(self), self).__init__(*args, defenses=defenses, **kwargs)
-
-    return begin
+def test_checkpointed_activations_give_the_same_sums(tmp_path: Path) -> None:
+    defenses, more = [DPSGD(CLIP, 0.0, seed=1)], {"gradient_checkpointing": True, "max_steps": 2}
+    trace = traced(trainer_of(tmp_path, MODELS["llama"](), defenses, 0.0, **more))
+    trace.model.gradient_checkpointing_disable()
+    for shared, drawn in zip(trace.shared, trace.drawn, strict=True):
+        assert distance(shared * BATCH, clipped_sum(trace.model, drawn, CLIP)) < 1e-6
 
 
 # ---- the account -------------------------------------------------------------------------------

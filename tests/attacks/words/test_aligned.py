@@ -1,8 +1,6 @@
 """AlignedFlatChat on models that were really trained, on closed forms, and its promises."""
 
 import copy
-import gzip
-import json
 import math
 import warnings
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from sklearn.cluster import KMeans
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import PublicText
@@ -319,33 +316,6 @@ def test_texts_that_share_their_opening_are_opened_both_ways():
     assert [s.tolist() for s in text.sentences] == [[1, 5, 6], [6, 7], [1, 8], [1, 9]]
     varied = PublicText([[1, 5, 6], [2, 6, 7]])
     assert varied.with_and_without_start() is varied
-
-
-@pytest.mark.slow
-@pytest.mark.assets
-def test_a_real_model_on_text_unlike_the_public_text(assets):
-    """stories15M, calibrated on WikiText-2, reading film reviews."""
-    folder = assets / "models/stories15M"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    anatomy = find_anatomy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-
-    def ids(lines):
-        return PublicText(
-            [[1, *tokenizer(t, add_special_tokens=False)["input_ids"][:49]] for t in lines]
-        )
-
-    with gzip.open(assets / "data/wikitext2/valid.raw.txt.gz", "rt") as lines:
-        public = ids([t for t in lines if len(t) > 200][:120])
-    with gzip.open(assets / "data/imdb/test.jsonl.gz", "rt") as lines:
-        reviews = ids([json.loads(next(lines))["text"] for _ in range(8)])
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600)
-    attack.prepare(anatomy)
-    batch = reviews.batch(8, 25, generator())
-    truth = batch.target_ids().unique()
-    view = observation(gradient_of(anatomy, batch, ["head.weight"])["head.weight"])
-    flat = FlatChat(n_types=len(truth)).run(view)
-    assert rates(attack.run(view).types, truth)[2] > 0.95
-    assert rates(flat.types, truth)[2] < 0.9
 
 
 # ---- short texts --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,22 +101,6 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
     assert result["rows"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
     assert result["odd"].tolist() == [0.0, 0.0]
     assert result["n"] == 1
-
-
-@pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
-@pytest.mark.parametrize("most", [1, 5, 11])
-def test_a_release_in_pieces_is_the_clipped_sum(clipping: Any, most: int) -> None:
-    run = Pieces(quiet(most, form=clipping))
-    batch = first(12)
-    rows = run.one_by_one(batch)
-    loss = run.backward(batch)
-    assert loss.item() == pytest.approx(run.loss(batch).item(), rel=1e-6)
-    torch.testing.assert_close(run.update(), rows.mean(0), rtol=1e-5, atol=1e-8)
-    expected = clipped(rows.double()).sum(0) / 8
-    result = run.release().double()
-    assert float((result - expected).norm() / expected.norm()) < 1e-6
-    assert len(run.sizes) == math.ceil(12 / most)
-    assert run.defense.releases == 1
 
 
 def test_many_pieces_in_half_precision_add_up() -> None:

@@ -105,6 +105,21 @@ class Decaying(CausalLMModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
+def test_a_fit_leaves_the_frozen_weights_and_moves_the_others() -> None:
+    L.seed_everything(0, verbose=False)
+    model = Decaying(tiny_llama(tied=False))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = trainer(DefendedStrategy(defenses=[Freeze("head+embeddings")]), max_steps=2)
+    for _ in range(2):
+        run.fit(model, random_token_loader())
+        run.fit_loop.epoch_loop.max_steps += 2
+        run.fit_loop.max_epochs += 1
+        unmoved = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+        assert unmoved == {"model.lm_head.weight", "model.model.embed_tokens.weight"}
+        assert all(p.requires_grad for p in model.parameters())
+    assert run.global_step == 4
+
+
 class Unfreezing(L.Callback):
     """Makes everything trainable at the second step, as a gradual unfreezing schedule does."""
 

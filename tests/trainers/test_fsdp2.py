@@ -41,6 +41,13 @@ def test_words_of_both_processes_are_read_in_a_loop(ranks) -> None:
         assert all(case == {"same": True, "named": True} for case in found.values())
 
 
+def test_words_of_a_real_model_are_read(ranks) -> None:
+    for found in of(ranks, "real model"):
+        if not found:
+            pytest.skip("FEDLEAK_ASSETS has no stories15M")
+        assert found == {"full": 1.0, "lora": 1.0}
+
+
 def test_a_control_that_fails_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> None:
     for found in of(ranks, "control fails on one"):
         assert found == {"same": True, "controls": [None, None, None]}

@@ -321,7 +321,7 @@ def test_processes_that_begin_at_once_agree(tmp_path: Path, monkeypatch) -> None
 
 def test_several_processes_need_a_seed_or_a_record(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="each would flip coins of its own"):
+    with pytest.raises(ValueError, match="each process would flip coins of its own"):
         with_canaries(data(5), texts(4))
     with_canaries(data(5), texts(4), 1)
     with_canaries(data(5), texts(4), record=tmp_path / "inclusion.json")

@@ -132,6 +132,14 @@ def _math_attention():
         yield
 
 
+Device = type[FakeDevice | Gpu]
+
+
+@pytest.fixture(params=DEVICES)
+def device_type(request: pytest.FixtureRequest) -> Device:
+    return request.param
+
+
 def model_for(name: str) -> nn.Module:
     return (tiny_bert_mlm() if name == "bias_sign" else tiny_llama()).eval()
 
@@ -196,8 +204,7 @@ def test_every_attack_is_tested() -> None:
     assert tested == concrete_subclasses(Attack) - concrete_subclasses(MemorizationAttack)
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
-def test_token_log_probs_agree_across_devices(device_type: type[FakeDevice | Gpu]) -> None:
+def test_token_log_probs_agree_across_devices(device_type: Device) -> None:
     model = model_for("flatchat")
     texts = [Text(ids, ids) for ids in torch.arange(3, 33).view(3, 10)]
     here = token_log_probs(find_anatomy(model), texts)
@@ -207,11 +214,8 @@ def test_token_log_probs_agree_across_devices(device_type: type[FakeDevice | Gpu
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_results_agree_across_devices(
-    name: str, device_type: type[FakeDevice | Gpu]
-) -> None:
+def test_attack_results_agree_across_devices(name: str, device_type: Device) -> None:
     here = run_attack(ATTACKS[name](), model_for(name), unchanged)
     attack = ATTACKS[name]()
     with device_type(without_float64=not attack.needs_float64) as device:
@@ -229,10 +233,9 @@ def test_attack_results_agree_across_devices(
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("name", ["flatchat", "aligned, learned", "attention", "trained"])
 def test_a_restored_calibration_moves_to_the_device_of_the_model(
-    name: str, device_type: type[FakeDevice | Gpu]
+    name: str, device_type: Device
 ) -> None:
     """A checkpoint's tensors are on the host."""
     calibrated = ATTACKS[name]()
@@ -263,15 +266,12 @@ def passive() -> list[Attack]:
     return [ATTACKS[name]() for name in ("gradient", "subspace")]
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize(
     ("make_attacks", "settings"),
     [(crafted, {}), (crafted, {"targets_per_batch": 2}), (passive, {})],
 )
 def test_games_agree_across_devices(
-    make_attacks: Callable[[], list[Attack]],
-    settings: dict[str, Any],
-    device_type: type[FakeDevice | Gpu],
+    make_attacks: Callable[[], list[Attack]], settings: dict[str, Any], device_type: Device
 ) -> None:
     here = games(tiny_llama().eval(), make_attacks(), **settings)
     with device_type() as device:
@@ -327,7 +327,7 @@ def fit(
     there: bool = True,
     steps: int = 4,
     optimizer: Literal["sgd", "adamw"] = "adamw",
-    device_type: type[FakeDevice | Gpu] = FakeDevice,
+    device_type: Device = FakeDevice,
     **device_settings: Any,
 ) -> Fitted:
     private = any(isinstance(d, DPSGD) for d in defenses)
@@ -362,7 +362,6 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     )
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize(
     ("names", "defenses"),
     [
@@ -372,9 +371,7 @@ def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
     ids=["plain", "dpsgd"],
 )
 def test_steps_without_a_look_add_no_host_synchronisation(
-    names: tuple[str, ...],
-    defenses: tuple[Callable[[], Defense], ...],
-    device_type: type[FakeDevice | Gpu],
+    names: tuple[str, ...], defenses: tuple[Callable[[], Defense], ...], device_type: Device
 ) -> None:
     """One attack per surface: words, crafted layers, trained gradients, hidden states."""
     plain = fit(None, *(make() for make in defenses), device_type=device_type)
@@ -392,8 +389,7 @@ def test_steps_without_a_look_add_no_host_synchronisation(
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("device_type", DEVICES)
-def test_looks_of_a_fit_agree_across_devices(device_type: type[FakeDevice | Gpu]) -> None:
+def test_looks_of_a_fit_agree_across_devices(device_type: Device) -> None:
     def monitor() -> LeakageMonitor:
         names = ("aligned, sign", "bag_of_words", "fc, full", "gradient", "token_relaxation")
         return monitor_of(*names, assume=DISHONEST_SERVER, stages=("local", "shared"))
@@ -408,9 +404,8 @@ def test_looks_of_a_fit_agree_across_devices(device_type: type[FakeDevice | Gpu]
         assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2e-3, nan_ok=True), name
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
 def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
-    device_type: type[FakeDevice | Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device_type: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning moves the model to the CPU before the last hook, where sums round otherwise."""
     devices = []
@@ -431,8 +426,8 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(CausalLMModule(model), loader)
-    assert len(devices) == 3  # at the look, and at the ends of training and fit
-    assert {*devices} == {strategy_of(device_type).root_device.type}
+    # At the look, and at the ends of training and fit.
+    assert devices == [strategy_of(device_type).root_device.type] * 3
     assert next(model.parameters()).device.type == "cpu"  # where Lightning put it
     assert monitor.engine.results.looks == 1
 

@@ -97,9 +97,8 @@ def test_under_clip_and_noise_a_canary_leaks_as_the_gaussian_mechanism_does(tmp_
 
 
 def test_noise_without_a_clip_holds_no_server_back_that_scales_its_layers(tmp_path):
-    assert (
-        defended(tmp_path, RecordingAttack(), GradientNoise(clip=None, sigma=1.0)).latest[AUC] == 1
-    )
+    noise = GradientNoise(clip=None, sigma=1.0)
+    assert defended(tmp_path, RecordingAttack(), noise).latest[AUC] == 1
 
 
 def test_a_defence_that_does_not_know_canaries_makes_them_unknown(tmp_path):

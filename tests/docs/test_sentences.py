@@ -22,10 +22,8 @@ def sentences(markdown: str) -> list[str]:
     for before, token in pairwise(MarkdownIt("commonmark").enable("table").parse(markdown)):
         if token.type == "inline" and before.type == "paragraph_open":
             parts = {"code_inline": "`code`", "softbreak": " ", "hardbreak": " "}
-            text = "".join(
-                parts.get(child.type, child.content * (child.type == "text"))
-                for child in token.children or ()
-            )
+            children = token.children or ()
+            text = "".join(parts.get(c.type, c.content * (c.type == "text")) for c in children)
             if not text.startswith(":::"):  # mkdocstrings fills it
                 found += _END.split(_ABBREVIATION.sub(r"\1", text))
     return [sentence for sentence in found if words(sentence)]

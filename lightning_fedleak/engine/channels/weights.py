@@ -416,14 +416,15 @@ class WeightLooks:
         Sums over weights are rounded otherwise there, and would pass for sums of other weights.
         """
         root, device = self._run.anatomy.root, self._run.device
-        moved = {p.device.type for p in root.parameters()} == {"cpu"} != {device.type}
-        moved = moved and not self._run.is_sharded  # shards on the CPU are offloaded, not moved
-        if moved:
+        places = {p.device.type for p in root.parameters()}
+        # Shards on the CPU are offloaded.
+        is_away = places == {"cpu"} != {device.type} and not self._run.is_sharded
+        if is_away:
             root.to(device)
         try:
             yield
         finally:
-            if moved:
+            if is_away:
                 root.cpu()
 
     def keep_last_look(self) -> None:

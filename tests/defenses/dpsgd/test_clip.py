@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses import DPSGD
+from lightning_fedleak.defenses import DPSGD, CanaryGradient
 from tests.defenses.dpsgd.test_dpsgd import Run, first
 from tests.defenses.dpsgd.test_logical import Pieces
 from tests.helpers.dpsgd_settings import grouped
@@ -55,3 +55,14 @@ def test_noise_is_accounted_as_one_gaussian_of_the_noise_multiplier(name: str) -
     assert defense.accountant.history == ((sigma, 0.2, 250),)
     assert defense.measured_noise_multiplier == pytest.approx(sigma, rel=0.35)
     assert defense.noise_std(run.context) == pytest.approx(sigma * clip / 8, rel=1e-9)
+
+
+def test_a_canary_is_clipped_automatically_too() -> None:
+    run, batch = Run(DPSGD("auto", noise_multiplier=0.0)), first(5)
+    local = run.one_by_one(batch)
+    run.backward(batch)
+    canary = CanaryGradient(torch.randn(5, 2, 30, generator=torch.Generator().manual_seed(1)))
+    result = run.defense.on_canary(canary, run.parameters, run.context).samples
+    joint = torch.cat([local, 5 * canary.samples[:, 0]], 1)
+    expected = 5 * canary.samples[:, 0] / (joint.norm(dim=1, keepdim=True) + GAMMA) / 8
+    torch.testing.assert_close(result[:, 0], expected, rtol=1e-4, atol=1e-8)

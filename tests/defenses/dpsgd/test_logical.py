@@ -103,6 +103,16 @@ def test_what_training_step_gives_is_put_together_by_rows() -> None:
     assert result["n"] == 1
 
 
+@pytest.mark.parametrize("form", ["auto", "per_sample", "ghost"])
+def test_a_release_in_pieces_is_the_clipped_sum(form: Any) -> None:
+    run, batch = Pieces(quiet(5, form=form)), first(12)
+    expected = clipped(run.one_by_one(batch).double()).sum(0) / 8
+    run.backward(batch)
+    result = run.release().double()
+    assert float((result - expected).norm() / expected.norm()) < 1e-6
+    assert (len(run.sizes), run.defense.releases) == (3, 1)
+
+
 def test_many_pieces_in_half_precision_add_up() -> None:
     """In bfloat16 what comes after the 256th piece would be lost in the local gradient."""
 

@@ -55,7 +55,7 @@ def main() -> None:
             process.start()
             process.join()
             if process.exitcode:
-                raise SystemExit(f"{script}: exit status {process.exitcode}")
+                raise SystemExit(f"{script} failed; on a machine without CUDA say --device cpu")
             printed = path.read_text()
             command = f"python -m benchmarks.cost.{script} {' '.join(arguments)}"
             tables += f"\n```text\n$ {command}\n{printed.strip()}\n```\n"

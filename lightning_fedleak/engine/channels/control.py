@@ -261,7 +261,7 @@ class Controls:
 
         Where an attack reads a part, the whole holds more than it can distinguish.
         """
-        counts = torch.stack([(sizes != 0).sum() for sizes in whole.sizes]).sum()
+        counts = torch.stack([(shapes[0] != 0).sum() for shapes in whole.shapes]).sum()
         n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
         low = list(plans)
         while low and n_labels > LEAST_LABELS:

@@ -422,8 +422,8 @@ class MembershipChannel(Channel):
         attack: Any = plan.attack
         anatomy, scale = self.run.anatomy, self.run.loss_scale
         pieces = control_states(anatomy, draw, attack.layer, scale=scale)
-        calls = zip(draw.batches, draw.sizes, strict=True)
-        batches = [batch for batch, sizes in calls if bool((sizes != 0).any())]
+        calls = zip(draw.batches, draw.shapes, strict=True)
+        batches = [batch for batch, shapes in calls if bool(shapes[0].any())]
         layer = self._layer_of(attack.layer, batches, batches, pieces)
         return self._ask(attack, self._games(attack, layer, targets), step, Stage.LOCAL)
 

@@ -1,15 +1,15 @@
 """The positive control of a look: the attack reads a gradient whose words are known.
 
 The step's forward is repeated with its tokens shuffled over their positions, with the weights of
-now, each module in the mode of the step, and before any defence. The gradient of the logits keeps
-its value at each label. Where an attack fails here, its low number on the real gradient means
-nothing.
+now, each module in the mode of the step, from the random state that the call began with, and before
+any defence. The gradient of the logits keeps its shape in each row. Where an attack fails here, its
+low number on the real gradient means nothing. With the step's own words it is the step made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_fedleak.model import model_runs
+from lightning_fedleak.model import model_runs, model_state
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import (
@@ -29,6 +29,7 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps.activations import ActivationTap
 from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
+from lightning_fedleak.model.taps.last_states import HeadMap, backbone_of, last_states_in
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
@@ -53,14 +54,23 @@ class Draw:
 
     Attributes:
         reads: the calls of the step, with these words in their batches.
-        sizes: for each, (N,) minus the logits' gradient at each row's label: below 0 where the loss
-            lowers that label, 0 where there is no label.
+        shapes: for each, (3, N) the shapes of the rows of its logits' gradient, see
+            ``_RowLabels.shapes``; 0 where there is no label.
         is_part: whether they are a part of a step's.
     """
 
     reads: Sequence[ReadCall]
-    sizes: Sequence[Tensor]
+    shapes: Sequence[Tensor]
     is_part: bool = False
+
+    @classmethod
+    def of_step(cls, reads: Sequence[ReadCall]) -> Draw:
+        """Return the words of a step itself.
+
+        Raises:
+            UnusableObservation: the labels' gradients of a call are not known.
+        """
+        return cls(reads, [_rows(read).rows.shapes for read in reads])
 
     @property
     def batches(self) -> list[TokenBatch]:
@@ -69,13 +79,13 @@ class Draw:
 
     def first(self, n_labels: int) -> Draw:
         """Return the draw with its first ``n_labels`` labels alone."""
-        sizes = []
-        for whole in self.sizes:
-            rows = whole.nonzero()[:, 0][:n_labels]
+        shapes = []
+        for whole in self.shapes:
+            rows = whole[0].nonzero()[:, 0][:n_labels]
             n_labels -= len(rows)
-            sizes.append(torch.zeros_like(whole).index_copy(0, rows, whole[rows]))
-        reads = [_labelled(*pair) for pair in zip(self.reads, sizes, strict=True)]
-        return Draw(reads, sizes, is_part=True)
+            shapes.append(torch.zeros_like(whole).index_copy(1, rows, whole[:, rows]))
+        reads = [_labelled(*pair) for pair in zip(self.reads, shapes, strict=True)]
+        return Draw(reads, shapes, is_part=True)
 
 
 def is_uneven(reads: Sequence[ReadCall]) -> bool:
@@ -107,12 +117,12 @@ def draw_words(
     Raises:
         UnusableObservation: the labels' gradients of a call are not known.
     """
-    drawn, sizes = [], []
+    drawn, shapes = [], []
     for read in reads:
-        words, size = _draw_call(read, special, generator, sizes_go_with_words)
-        drawn.append(_labelled(words, size))
-        sizes.append(size)
-    return Draw(drawn, sizes)
+        words, shape = _draw_call(read, special, generator, sizes_go_with_words)
+        drawn.append(_labelled(words, shape))
+        shapes.append(shape)
+    return Draw(drawn, shapes)
 
 
 def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
@@ -134,7 +144,7 @@ def _draw_call(
     read: ReadCall, special: frozenset[int], generator: torch.Generator, with_words: bool
 ) -> tuple[ReadCall, Tensor]:
     batch, placed = read.batch, _rows(read)
-    ids, labels, sizes = batch.input_ids, model_runs.labels_of(batch), placed.rows.sizes
+    ids, labels, shapes = batch.input_ids, model_runs.labels_of(batch), placed.rows.shapes
     stay = _stays(batch, special)
     counted = labels != IGNORE_INDEX
     if batch.kind == "masked":  # what is asked for stays a mask
@@ -150,15 +160,17 @@ def _draw_call(
         words = labels.flatten()[source].view_as(labels)
     if with_words and words.dim() == 2:
         shift = int(batch.kind == "causal")
-        grid = placed.grid(len(labels), sizes, 0, shift)[:, : labels.shape[1]]
+        rows = torch.arange(1, shapes.shape[1] + 1, device=shapes.device)  # 0: no row
+        grid = placed.grid(len(labels), rows, 0, shift)[:, : labels.shape[1]]
         grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1]))
         grid = grid.flatten()[source.to(grid.device)].view_as(labels)
         grid = functional.pad(grid, (0, shift))
-        by_word = grid[placed.text, placed.place + shift]
-        sizes = torch.where((sizes != 0) & (by_word != 0), by_word, sizes)
+        moved_rows = grid[placed.text, placed.place + shift]
+        by_word = shapes[:, (moved_rows - 1).clamp(min=0)] * (moved_rows > 0)
+        shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
     words = words.masked_fill(~counted, IGNORE_INDEX)
     batch = replace(batch, input_ids=moved, labels=words, soft_labels=False)
-    return replace(read, batch=batch), sizes
+    return replace(read, batch=batch), shapes
 
 
 def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -183,10 +195,10 @@ def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator
     return source.to(moves.device)
 
 
-def _labelled(read: ReadCall, sizes: Tensor) -> ReadCall:
+def _labelled(read: ReadCall, shapes: Tensor) -> ReadCall:
     """Return a call with the labels alone whose gradient is not 0."""
     batch, placed = read.batch, _rows(read)
-    labels, live = batch.labels, sizes != 0
+    labels, live = batch.labels, shapes[0] != 0
     assert labels is not None
     if labels.dim() == 1:  # classes of texts
         texts = torch.zeros_like(labels).index_add(0, placed.text, live.to(labels.dtype))
@@ -260,9 +272,9 @@ def control_gradient(
             if key not in ids:  # their gradients are not kept
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
         together = any(is_shard(p) for p in anatomy.root.parameters())
-        for read, sizes in zip(draw.reads, draw.sizes, strict=True):
-            if together or bool((sizes != 0).any()):
-                run_backward(anatomy, model, read, sizes / scale, fails)
+        for read, shapes in zip(draw.reads, draw.shapes, strict=True):
+            if together or bool(shapes[0].any()):
+                run_backward(anatomy, model, read, shapes / scale, fails)
         for role, parameter in wanted.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
@@ -291,9 +303,9 @@ def control_states(
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
-            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
-                if bool((sizes != 0).any()):
-                    run_backward(anatomy, model, read, sizes / scale)
+            for read, shapes in zip(draw.reads, draw.shapes, strict=True):
+                if bool(shapes[0].any()):
+                    run_backward(anatomy, model, read, shapes / scale)
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
@@ -317,9 +329,9 @@ def control_crossing(
     with _again_for_states(anatomy) as model:
         tap = SplitTap(anatomy, [layer], ())
         try:
-            for read, sizes in zip(draw.reads, draw.sizes, strict=True):
+            for read, shapes in zip(draw.reads, draw.shapes, strict=True):
                 tap.arm()
-                run_backward(anatomy, model, read, sizes, fails)
+                run_backward(anatomy, model, read, shapes, fails)
                 crossed.append(tap.take(read.batch))
         finally:
             tap.close()
@@ -367,48 +379,77 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 
 def run_backward(
-    anatomy: Anatomy, model: nn.Module, read: ReadCall, sizes: Tensor, fails: Fails = bool
+    anatomy: Anatomy, model: nn.Module, read: ReadCall, shapes: Tensor, fails: Fails = bool
 ) -> None:
     """Run one call on the control's words, and its backward from the logits.
 
     Raises:
         UnusableObservation: it cannot be made again, on this process or on another one.
     """
-    call, batch, placed = read.call, read.batch, _rows(read)
-    assert anatomy.head is not None
+    call, placed = read.call, _rows(read)
     for module in anatomy.root.modules():
         module.training = id(module) in call.training
     has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
     if fails(has_cache):
         raise UnusableObservation("the model's call has a cache, which a second call would change")
-    heads: list[Tensor] = []
-    handle = anatomy.head.register_forward_hook(lambda _m, _a, output: heads.append(output))
-    target: Any = call.module if call.module is not None else model
-    device, dtype = anatomy.device.type, call.autocast
-    try:
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            logits = model_runs.logits_in(target(**_arguments(call, batch, model)))
-    finally:
-        handle.remove()
-    heads = heads or [logits]
-    counts = [head.shape[:-1].numel() for head in heads]
-    if fails(sum(counts) != placed.n_rows):
+    device, dtype = anatomy.device, call.autocast
+    model_state.set_random_states(call.random, device)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        logits = _logits_again(anatomy, model, read)
+    counts = [part.shape[:-1].numel() for part in logits]
+    index, n_rows = placed.index, sum(counts)
+    width = n_rows // max(1, len(read.batch.input_ids))
+    if n_rows != placed.n_rows and len(logits) == 1 and width >= placed.width:
+        # The step called the head on a part of the places, and all are there now.
+        index = placed.text * width + placed.place + width - placed.width
+    elif fails(n_rows != placed.n_rows):
         raise UnusableObservation(
-            f"the model's call could not be made again: it gave {sum(counts)} rows of logits, and "
+            f"the model's call could not be made again: it gave {n_rows} rows of logits, and "
             f"{placed.n_rows} in the step"
         )
-    targets = _targets(placed, batch)
-    all_targets, all_sizes = (
-        torch.split(values.new_zeros(placed.n_rows).index_copy(0, placed.index, values), counts)
-        for values in (targets, sizes)
-    )
-    parts = [*zip(heads, all_targets, all_sizes, strict=True)]
-    if logits is not heads[0] and logits.shape == heads[0].shape:  # capped or scaled behind it
-        ((head, targets, at_labels),) = parts
-        head.register_hook(lambda rows: _resized(rows, targets, at_labels))  # type: ignore[no-untyped-call]
-        torch.autograd.backward(logits, _label_rows(logits, targets, torch.ones_like(at_labels)))
-    else:
-        torch.autograd.backward(heads, [_label_rows(*part) for part in parts])
+    targets = _targets(placed, read.batch)
+    all_targets = targets.new_zeros(n_rows).index_copy(0, index, targets).split(counts)
+    all_shapes = shapes.new_zeros(3, n_rows).index_copy(1, index, shapes).split(counts, 1)
+    temperature = call.read_heads[0].temperature if call.read_heads else 1.0
+    parts = zip(logits, all_targets, all_shapes, strict=True)
+    torch.autograd.backward(logits, [_label_rows(*part, temperature) for part in parts])
+
+
+def _logits_again(anatomy: Anatomy, model: nn.Module, read: ReadCall) -> list[Tensor]:
+    """Return the logits of a call that is made again, where the step's rows were read."""
+    call, heads, backbone = read.call, list[Tensor](), backbone_of(anatomy)
+    source = call.read_heads[0].source if call.read_heads else "model"
+    target: Any = call.module if call.module is not None else model
+    head: Any = anatomy.head
+    arguments = _arguments(call, read.batch, model)
+    if backbone is not None and (source == "states" or target is backbone):
+        if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
+            arguments["labels"] = call.arguments["labels"]
+        return [HeadMap.of(anatomy, 1.0).capped(head(_last_states(target, backbone, arguments)))]
+    handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
+    try:
+        logits = model_runs.logits_in(target(**arguments))
+    finally:
+        handle.remove()
+    return [logits] if source == "model" or not heads else heads
+
+
+class _Reached(Exception):
+    """A signal, not an error, that ends a forward behind the last hidden states."""
+
+
+def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the output of the backbone in a call of a module, of which no more is run."""
+    outputs = []
+
+    def end(module: nn.Module, args: object, output: Any) -> None:
+        outputs.append(output)
+        raise _Reached
+
+    with backbone.register_forward_hook(end), suppress(_Reached):
+        target(**arguments)
+    states: Tensor = last_states_in(outputs[0])
+    return states
 
 
 def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
@@ -444,36 +485,24 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
     return padded[placed.text, placed.place + shift].clamp(min=0).to(placed.text.device)
 
 
-def _label_rows(logits: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """Return the gradient of logits (..., V) whose entry at each label has a given size.
-
-    A cross-entropy's row is a multiple of ``softmax - one_hot``. Divided by minus its entry
-    at the label it is -1 there, and the softmax over the others elsewhere.
+def _label_rows(
+    logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Return the gradient of logits (..., V) whose rows have given shapes.
 
     Args:
         logits: of the call.
         targets: (N,) labels.
-        sizes: (N,) below 0 where the label is pushed away.
+        shapes: (3, N), see ``_RowLabels.shapes``.
+        temperature: that the loss divides the logits by.
     """
     values = logits.detach().flatten(0, -2)
     rows, most = torch.empty_like(values), model_runs.LOGITS_AT_ONCE // values.shape[1]
     for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
         part = slice(start, start + max(1, most))
         labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
-        part_rows = values[part].float().scatter(1, labels, -torch.inf).softmax(1)
-        rows[part] = part_rows.scatter(1, labels, -1.0) * sizes[part, None].float()
+        scores = values[part].float() / temperature
+        sizes, others, shifts = shapes[:, part, None].float()
+        part_rows = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
+        rows[part] = part_rows.scatter_(1, labels, -sizes)
     return rows.view(logits.shape)
-
-
-def _resized(gradient: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """Return a gradient (..., V) of logits whose entry at each label has a given size.
-
-    Args:
-        gradient: below 0 at each label.
-        targets: (N,) labels.
-        sizes: (N,) below 0 where the label is pushed away.
-    """
-    rows = gradient.flatten(0, -2).float()
-    entries = rows.gather(1, targets.clamp(max=rows.shape[1] - 1)[:, None]).abs()
-    rows = rows / entries.clamp_min(torch.finfo(torch.float32).tiny) * sizes[:, None].float()
-    return rows.view(gradient.shape).to(gradient.dtype)

@@ -4,7 +4,8 @@ A cross-entropy has the gradient ``w (softmax - one_hot)`` in a row of logits, w
 weight w: the label is the only negative entry of its row. A text that a loss pushes away (the
 rejected one of DPO) has the only positive one. Label smoothing, focal losses, class and token
 weights, a z-loss and masks of any name leave that pattern as it is, so that no field of the user's
-batch has to be read.
+batch has to be read. Where a fused loss never calls the head, labels are read off the last hidden
+states (:mod:`~lightning_fedleak.model.taps.last_states`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model import model_runs
+from lightning_fedleak.model import model_runs, model_state
 from lightning_fedleak.model.anatomy import Anatomy, Kind, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.calls import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+from lightning_fedleak.model.taps.last_states import (
+    MAX_SOFT,
+    HeadMap,
+    backbone_of,
+    fit_temperature,
+    last_states_in,
+    read_states,
+)
 
 ENTRIES_AT_ONCE = 1 << 24
 """Entries of dL/dlogits that are read at once: 64 MiB in float32, one block above training."""
@@ -45,15 +55,26 @@ MAX_DEVIATION = 0.01
 It is relative to the row; rounding to bfloat16 gives 1e-5, label smoothing past its target above
 0.1. Larger: such rows pass for texts that are pushed away.
 """
+MIN_SPREAD = 1e-4
+"""Least variance of a row's softmax, over that of a uniform one, that shows a shift beside it.
+
+Below it both are one direction, and any division between them makes the row again.
+"""
 
 
 class _RowLabels(NamedTuple):
     """What rows of dL/dlogits show, each field (n,) on the logits' device.
 
+    A row is ``-sizes`` at its label and ``others q - shifts`` elsewhere, with q the softmax over
+    the other entries: so are ``a p - b e_y - c 1`` of a cross-entropy with any weight, sign,
+    smoothing or z-loss.
+
     Attributes:
         labels: label of each row, -100 where it has none or it is not known.
-        sizes: size of the gradient at the label, below 0 where the text is pushed away; 0 where
-            there is no label.
+        sizes: minus the entry at the label; 0 where there is no label.
+        others: sum of the other entries without their shift.
+        shifts: what is subtracted from each of the other entries.
+        pushed: whether the text is pushed away.
         live: whether the row has a gradient at all.
         soft: whether the row has a target that is no label, as in distillation.
         unsure: whether two labels could have left this row.
@@ -65,6 +86,9 @@ class _RowLabels(NamedTuple):
 
     labels: Tensor
     sizes: Tensor
+    others: Tensor
+    shifts: Tensor
+    pushed: Tensor
     live: Tensor
     soft: Tensor
     unsure: Tensor
@@ -72,6 +96,11 @@ class _RowLabels(NamedTuple):
     highest: Tensor
     one_each: Tensor
     values: Tensor
+
+    @property
+    def shapes(self) -> Tensor:
+        """Return (3, n) sizes, others and shifts, from which rows are made again."""
+        return torch.stack([self.sizes, self.others, self.shifts])
 
 
 @torch.no_grad()
@@ -113,8 +142,19 @@ def _read_block(gradient: Tensor, logits: Tensor) -> _RowLabels:
     labels = torch.where(learned, lowest, torch.where(pushed, highest, ignored))
     sizes = torch.where(learned, -low, torch.where(pushed, -high, torch.zeros_like(low)))
     soft = mixed & ~is_low
-    values = torch.stack([low, high], 1)
-    return _RowLabels(labels, sizes, live, soft, unsure, lowest, highest, one_each, values)
+    shape = _shape(gradient, logits, torch.where(learned, lowest, highest))
+    entries = lowest, highest, one_each, torch.stack([low, high], 1)
+    return _RowLabels(labels, sizes, *shape, pushed, live, soft, unsure, *entries)
+
+
+def _shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum and shift of each row's entries beside its label, by least squares, (n,) each."""
+    q = logits.float().scatter(1, labels[:, None], -torch.inf).softmax(1)
+    rest, n = gradient.scatter(1, labels[:, None], 0.0), gradient.shape[1] - 1
+    sums, at_q, q_norms = rest.sum(1), torch.linalg.vecdot(rest, q), q.square().sum(1)
+    spread = n * q_norms - 1
+    shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
+    return sums + n * shifts, shifts
 
 
 def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
@@ -133,12 +173,22 @@ def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> 
 
 @dataclass(eq=False)
 class _HeadCall:
-    """One call of the head: its logits' shape but for their last dimension, and a row's entries."""
+    """The logits of one call, and what their gradient shows.
+
+    Attributes:
+        shape: of the logits but for their last dimension.
+        n_entries: of a row.
+        source: where rows were read: off the head's output, off logits that the model has scaled or
+            capped behind it, or off the last hidden states.
+        temperature: that the loss divides logits by; read off hidden states alone, else 1.
+        rows: what the gradient's rows show; None until the backward.
+    """
 
     shape: torch.Size
     n_entries: int
+    source: Literal["head", "model", "states"] = "head"
+    temperature: float = 1.0
     rows: _RowLabels | None = None
-    """What the gradient's rows show; None until the backward."""
 
 
 @dataclass(eq=False)
@@ -146,7 +196,8 @@ class GraphCall:
     """One call of the model in a step, as the user made it.
 
     Attributes:
-        module: what was called; None where the embedding was, outside of the model's forward.
+        module: what was called: the model, or the part of it that a step calls alone; None where
+            the embedding was, outside of any of these.
         arguments: of the call, by name.
         ids: (B, L) ids that arrived at the input embedding first; None where none did.
         heads: the calls of the head within.
@@ -154,6 +205,9 @@ class GraphCall:
         autocast: dtype that autocast computed in; None without.
         text_logits: the model's logits have a row for each text.
         reached: (B, L) bool, the ids whose embedding got a gradient; None where it needs none.
+        states: (B, L, d) last hidden states; None where the head is called, or none have a graph.
+        gradient: (B, L, d) of these; None before the backward.
+        random: the states of torch's generators at its begin, on the CPU and the model's device.
     """
 
     module: nn.Module | None
@@ -164,6 +218,9 @@ class GraphCall:
     autocast: torch.dtype | None = None
     text_logits: bool = False
     reached: Tensor | None = None
+    states: Tensor | None = None
+    gradient: Tensor | None = None
+    random: tuple[Tensor, ...] = ()
 
     @property
     def read_heads(self) -> list[_HeadCall]:
@@ -176,17 +233,21 @@ class GraphTap:
 
     Args:
         anatomy: the parts of the model.
+        temperature: that a fused loss is expected to divide logits by.
 
     Attributes:
         why_not: why the graph cannot be read here; None where it can.
         error: what a hook raised; :meth:`take` raises it.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: Anatomy, temperature: float = 1.0) -> None:
         self._anatomy = anatomy
+        self._temperature = temperature
+        self._backbone = None if anatomy.kind in ("classifier", "seq2seq") else backbone_of(anatomy)
         self._handles: list[RemovableHandle] = []
         self._calls: list[GraphCall] = []
         self._depth = 0
+        self._head_logits: Tensor | None = None
         self.error: Exception | None = None
         self.why_not = None
         if anatomy.head is None:
@@ -205,6 +266,11 @@ class GraphTap:
             before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
             after = module.register_forward_hook(self._model_ends, always_call=True)
             self._handles += [before, after]
+        if (backbone := self._backbone) is not None:
+            before = backbone.register_forward_pre_hook(self._model_begins, with_kwargs=True)
+            after = backbone.register_forward_hook(self._backbone_ends)
+            ends = backbone.register_forward_hook(self._model_ends, always_call=True)
+            self._handles += [before, after, ends]
         self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
         self._handles.append(anatomy.head.register_forward_hook(self._head))
 
@@ -214,15 +280,22 @@ class GraphTap:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._depth, self.error = 0, None
+        self._depth, self.error, self._head_logits = 0, None, None
 
-    def take(self) -> list[GraphCall]:
+    def take(self, read: TokenBatch | None = None) -> list[GraphCall]:
         """Return the calls whose logits got a gradient since the last time, and forget them.
+
+        Args:
+            read: the user's batch as it could be read, whose labels are tried where the head was
+                not called.
 
         Raises:
             Exception: what a hook raised in the user's forward or backward.
         """
         raise_kept(self)
+        for call in self._calls:
+            if call.gradient is not None and not call.read_heads:
+                self._read_states(call, read)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
                 call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
@@ -245,7 +318,9 @@ class GraphTap:
         casts = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if casts else None
         training = frozenset(id(m) for m in self._anatomy.root.modules() if m.training)
-        self._calls.append(GraphCall(module, arguments, training=training, autocast=dtype))
+        random = model_state.random_states(self._anatomy.device)
+        call = GraphCall(module, arguments, training=training, autocast=dtype, random=random)
+        self._calls.append(call)
 
     @raised_when_read
     def _model_ends(self, module: nn.Module, args: object, output: object) -> None:
@@ -260,9 +335,29 @@ class GraphTap:
         except (ValueError, LookupError):  # its output holds none
             return
         call.text_logits = logits.dim() == 2
-        width = self._anatomy.vocab_size
-        if not call.heads and logits.requires_grad and logits.shape[-1:] == (width,):
+        if not logits.requires_grad or logits.shape[-1:] != (self._anatomy.vocab_size,):
+            return
+        if not call.heads:
             self._watch(logits, call)  # a product with the head's matrix, not its forward
+        elif len(call.heads) == 1 and self._is_behind(logits):
+            read = partial(self._read_logits, call.heads[0], "model", logits.detach())
+            logits.register_hook(read)  # type: ignore[no-untyped-call]
+
+    def _is_behind(self, logits: Tensor) -> bool:
+        """Return whether a model's logits are others than its head's: scaled, or capped."""
+        head, self._head_logits = self._head_logits, None
+        if head is None or head.shape != logits.shape or not head.numel():
+            return False
+        return not torch.equal(head.flatten(0, -2)[0].float(), logits.flatten(0, -2)[0].float())
+
+    @raised_when_read
+    def _backbone_ends(self, module: nn.Module, args: object, output: object) -> None:
+        if model_runs.is_observed() or not self._depth or not self._calls:
+            return
+        states, call = last_states_in(output), self._calls[-1]
+        if isinstance(states, Tensor) and states.dim() == 3 and states.requires_grad:
+            call.states = states.detach()
+            states.register_hook(partial(self._keep_gradient, call))  # type: ignore[no-untyped-call]
 
     @raised_when_read
     def _embed(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -289,16 +384,69 @@ class GraphTap:
     def _watch(self, logits: Tensor, call: GraphCall) -> None:
         head = _HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
-        read = partial(self._read_logits, head, logits.detach())
+        self._head_logits = logits.detach()
+        read = partial(self._read_logits, head, "head", logits.detach())
         logits.register_hook(read)  # type: ignore[no-untyped-call]
 
     @raised_when_read
-    def _read_logits(self, head: _HeadCall, logits: Tensor, gradient: Tensor) -> None:
-        head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
+    def _read_logits(
+        self, head: _HeadCall, source: Literal["head", "model"], logits: Tensor, gradient: Tensor
+    ) -> None:
+        if head.rows is None or head.source == source:  # those behind the head come first
+            head.source = source
+            head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
+
+    @raised_when_read
+    def _keep_gradient(self, call: GraphCall, gradient: Tensor) -> None:
+        if call.read_heads:  # they show it exactly
+            call.states = None
+        elif call.gradient is None:
+            call.gradient = gradient.detach().clone()
+        else:  # of a second backward
+            call.gradient += gradient
+
+    def _read_states(self, call: GraphCall, read: TokenBatch | None) -> None:
+        """Read labels off the last hidden states of a call, and forget these."""
+        states, gradient, call.states, call.gradient = call.states, call.gradient, None, None
+        assert states is not None
+        assert gradient is not None
+        assert self._anatomy.head is not None
+        if call.ids is None or any(is_shard(p) for p in self._anatomy.head.parameters()):
+            return
+        head = HeadMap.of(self._anatomy, self._temperature)
+        flat = states.flatten(0, 1), gradient.flatten(0, 1)
+        given = [_claims(call.ids, states.shape[1], 1)]
+        if read is not None and read.labels is not None and read.labels.shape == call.ids.shape:
+            shift = int(self._anatomy.kind == "causal")
+            given.append(_claims(read.labels.to(call.ids.device), states.shape[1], shift))
+        rows = read_states(*flat, head, given)
+        if float(rows.soft.sum()) > MAX_SOFT * float(rows.live.sum()):
+            if (fitted := fit_temperature(*flat, head)) is not head:
+                head, self._temperature = fitted, fitted.temperature
+                rows = read_states(*flat, head, given)
+        none, nothing = torch.zeros_like(rows.live), torch.zeros_like(rows.labels)
+        known = rows.labels, rows.sizes, rows.others, rows.shifts, rows.pushed, rows.live, rows.soft
+        values = rows.sizes.new_zeros(len(none), 2)
+        read_rows_ = _RowLabels(*known, none, nothing, nothing, none, values)
+        shape, width = states.shape[:-1], len(head.weight)
+        call.heads = [_HeadCall(shape, width, "states", head.temperature, read_rows_)]
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
         call.reached = (gradient != 0).any(-1)
+
+
+def _claims(labels: Tensor, width: int, shift: int) -> Tensor:
+    """Return (B width,) the labels (B, L) that rows of hidden states may have, -100 for none.
+
+    Args:
+        labels: by the place of their token; virtual tokens, which come first, have none.
+        width: columns of the hidden states.
+        shift: columns between a row and its label.
+    """
+    length = labels.shape[1]
+    labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
+    return labels[:, shift : shift + width].flatten()
 
 
 # ---- as batches --------------------------------------------------------------------------------
@@ -380,7 +528,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     batch = read_batch(_padding_of(call, ids, kind, read), kind)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
-    batch = replace(batch, preferences=bool((rows.sizes < 0).any()), soft_labels=bool(soft.any()))
+    batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
     if kind == "seq2seq":
         if batch.soft_labels:
             raise BatchError("the targets of the decoder are no single labels, as in distillation")
@@ -520,21 +668,34 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> _RowLabels:
     """
     rows = placed.rows
     sure = rows.labels != IGNORE_INDEX
-    known = torch.zeros_like(sure)
-    labels, sizes = rows.labels, rows.sizes
     if not bool(rows.unsure.any()):
         return rows
-    if given is not None and bool((given[sure] == labels[sure]).all()):
+    if given is not None and bool((given[sure] == rows.labels[sure]).all()):
         known = rows.unsure & ((given == rows.lowest) | (given == rows.highest))
-        labels = torch.where(known, given, labels)
-        sizes = torch.where(known, rows.values.abs().amax(1), sizes)
-    for sign, column, entry in ((1, 0, rows.lowest), (-1, 1, rows.highest)):
-        one_way = bool(sure.any()) and bool((rows.sizes[sure] * sign > 0).all())
+        rows = _with_labels(rows, known, given)
+    for pushed, entry in ((False, rows.lowest), (True, rows.highest)):
+        one_way = bool(sure.any()) and bool((rows.pushed[sure] == pushed).all())
         if given is None and one_way:
-            known = rows.unsure & rows.one_each
-            labels = torch.where(known, entry, labels)
-            sizes = torch.where(known, -rows.values[:, column], sizes)
-    return rows._replace(labels=labels, sizes=sizes, unsure=rows.unsure & ~known)
+            rows = _with_labels(rows, rows.unsure & rows.one_each, entry)
+            rows = rows._replace(pushed=rows.pushed | ((rows.labels == entry) & ~sure & pushed))
+    return rows
+
+
+def _with_labels(rows: _RowLabels, known: Tensor, labels: Tensor) -> _RowLabels:
+    """Return the rows with labels where these are known: the lowest or the highest entry of each.
+
+    The shape of a row is that beside its highest entry. Beside the lowest, a multiple of the
+    softmax alone is assumed.
+    """
+    is_lowest = known & (labels == rows.lowest)
+    sizes = torch.where(is_lowest, -rows.values[:, 0], -rows.values[:, 1])
+    return rows._replace(
+        labels=torch.where(known, labels, rows.labels),
+        sizes=torch.where(known, sizes, rows.sizes),
+        others=torch.where(is_lowest, sizes, rows.others),
+        shifts=torch.where(is_lowest, 0.0, rows.shifts),
+        unsure=rows.unsure & ~known,
+    )
 
 
 def _classified(
@@ -552,7 +713,8 @@ def _classified(
     per_text = len(head.shape) == 1 or call.text_logits
     # Of two classes both could be the label, and one output has none.
     sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
-    placed = PlacedRows(rows._replace(sizes=sizes), text, place, n // b, index, n)
+    rows = rows._replace(sizes=sizes, others=sizes, shifts=torch.zeros_like(sizes))
+    placed = PlacedRows(rows, text, place, n // b, index, n)
     live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
     if per_text:  # pooled behind the head
         live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]
@@ -593,7 +755,8 @@ def plain_call(
     none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
     nothing = torch.zeros_like(targets)
     values = sizes.new_zeros(len(sizes), 2)
-    rows = _RowLabels(targets, sizes, counted, none, none, nothing, nothing, none, values)
+    shape = sizes, sizes, torch.zeros_like(sizes), none
+    rows = _RowLabels(targets, *shape, counted, none, none, nothing, nothing, none, values)
     width = labels.shape[1]
     placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
     return ReadCall(call, placed, batch)

@@ -141,9 +141,10 @@ def control_update(
         ):
             optimizer = local.fresh_optimizer(leaves)
             for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
-                for read, sizes in zip(draw.reads[first:last], draw.sizes[first:last], strict=True):
-                    if bool((sizes != 0).any()):
-                        run_backward(anatomy, model, read, sizes / scale)
+                calls = zip(draw.reads[first:last], draw.shapes[first:last], strict=True)
+                for read, shapes in calls:
+                    if bool(shapes[0].any()):
+                        run_backward(anatomy, model, read, shapes / scale)
                 first = last
                 if clip_value is not None:
                     nn.utils.clip_grad_value_(leaves.values(), clip_value)

@@ -1,0 +1,318 @@
+"""Labels of a step off its last hidden states and their gradient, whoever computes the logits.
+
+A fused or chunked loss never calls the output head, so that no gradient of logits can be seen. The
+hidden states h that such a loss reads, and g = dL/dh, are there in any step. A cross-entropy,
+whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row, so
+that ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
+known, and so is the softmax p: the row of W that explains what u and m leave of g is the label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_fedleak.model.anatomy import Anatomy, head_adapter, leaf
+from lightning_fedleak.model.batches import IGNORE_INDEX
+
+ENTRIES_AT_ONCE = 1 << 24
+"""Logits that are computed at once: 64 MiB in float32, of which three blocks are there."""
+MAX_REST = 0.05
+"""Largest share of g that a label leaves unexplained: float32 leaves 1e-5, bfloat16 1e-2.
+
+A temperature that is wrong by half leaves .1, targets that are no labels .3 and more.
+"""
+MIN_COSINE = 0.9
+"""Least cosine of a label's row with what u and m leave of g; another row has about d^-.5.
+
+Lower: rows of other tokens pass where d is small; higher: rounding to bfloat16 hides labels.
+"""
+TWINS = 1e-3
+"""Cosine by which another row may explain g better than a given label: rounding, or a twin's."""
+CERTAIN = 0.99
+"""Probability of a given label above which its gradient may be rounding, and does not refute it.
+
+Where another token is the label, the gradient is a hundred times as large and has its row in it.
+"""
+MAX_SOFT = 0.2
+"""Share of rows without a label above which another temperature is tried."""
+FITTED_ROWS, TEMPERATURES, GRID, ACCURACY = 8, (0.1, 10.0), 24, 1e-3
+"""Rows by which a temperature is fitted, its range, how many are tried first, and its error.
+
+The grid is log-spaced in steps of 22%; a temperature 20% off leaves .05 of g, one by .1% .0003.
+"""
+
+
+class StateRows(NamedTuple):
+    """What rows of dL/dh show, each field (n,) on the device of the hidden states.
+
+    Attributes:
+        labels: label of each row, -100 where it has none or none explains its gradient.
+        sizes: minus dL/dlogits at the label; 0 without one.
+        others: sum of the other entries but for their shift, a (1 - p_y).
+        shifts: what is subtracted from each of the other entries, c.
+        live: whether the row has a gradient.
+        soft: whether it has a gradient that no label explains.
+        pushed: whether the text is pushed away, b < 0.
+    """
+
+    labels: Tensor
+    sizes: Tensor
+    others: Tensor
+    shifts: Tensor
+    live: Tensor
+    soft: Tensor
+    pushed: Tensor
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The map from last hidden states to logits: ``cap tanh((W h + bias) / cap) / temperature``.
+
+    Attributes:
+        weight: (V, d), with a LoRA on the head in it.
+        bias: (V,), or None.
+        cap: of the logits (Gemma 2); None without one.
+        temperature: that the loss divides logits by, over the model's own scale of them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    cap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, anatomy: Anatomy, temperature: float) -> HeadMap:
+        """Return the head as it is now."""
+        assert anatomy.head is not None
+        layer = leaf(anatomy.head)
+        weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+        assert weight is not None
+        matrix = weight.detach()
+        if (adapter := head_adapter(anatomy)) is not None:
+            b, a = adapter
+            matrix = matrix + (b.detach().float() @ a).to(matrix)
+        config = getattr(anatomy.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        cap = getattr(config, "final_logit_softcapping", None)
+        return cls(matrix, None if bias is None else bias.detach(), cap, temperature)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return logits with the cap that the model has."""
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+class _Rows(NamedTuple):
+    """A block of rows: what is left of g without u and m, and what is needed to fit labels."""
+
+    states: Tensor
+    gradient: Tensor
+    rest: Tensor
+    basis: Tensor
+    columns: Tensor
+    slopes: Tensor | None
+    p: Tensor
+    row_norms: Tensor
+
+    def part(self, index: Tensor) -> _Rows:
+        """Return some of the rows."""
+        return _Rows(*(f if f is None else f[index] for f in self[:-1]), self.row_norms)
+
+
+def _prepare(states: Tensor, gradient: Tensor, head: HeadMap, weight: Tensor) -> _Rows:
+    """Project u and m out of g, in float32."""
+    states, gradient = states.float(), gradient.float()
+    logits = functional.linear(states, weight, None if head.bias is None else head.bias.float())
+    slopes = None
+    if head.cap is not None:
+        logits = torch.tanh(logits / head.cap)
+        slopes = 1 - logits.square()
+        logits = logits * head.cap
+    p = (logits / head.temperature).softmax(1)
+    u = (p if slopes is None else p * slopes) @ weight
+    m = weight.sum(0).expand_as(u) if slopes is None else slopes @ weight
+    columns = torch.stack([u, m], 2)
+    basis = torch.linalg.qr(columns.double())[0].float()
+    # Where u and m are one direction, as in an untrained model, the second column is rounding.
+    sizes = torch.linalg.vector_norm(columns, dim=1, keepdim=True).clamp_min(1e-30)
+    inside = torch.linalg.vector_norm(basis.mT @ (columns / sizes), dim=2)
+    basis = basis * (inside > 1e-4)[:, None]
+    rest = gradient - (basis @ (basis.mT @ gradient[..., None]))[..., 0]
+    return _Rows(states, gradient, rest, basis, columns, slopes, p, weight.square().sum(1))
+
+
+def _cosines(rows: _Rows, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return (n,) the cosine of the row of each label with what is left of g."""
+    entries = weight[labels]
+    if rows.slopes is not None:
+        entries = entries * rows.slopes.gather(1, labels[:, None])
+    entries = entries - (rows.basis @ (rows.basis.mT @ entries[..., None]))[..., 0]
+    return functional.cosine_similarity(entries, rows.rest, dim=1).abs()
+
+
+def _search(rows: _Rows, weight: Tensor) -> Tensor:
+    """Return (n,) the label of the row of the head that explains most of what is left of g."""
+    dots = (rows.rest @ weight.T).square_()
+    norms = rows.row_norms - (rows.basis[..., 0] @ weight.T).square_()
+    norms -= (rows.basis[..., 1] @ weight.T).square_()
+    # A row that lies in u and m but for rounding explains nothing.
+    return (dots / norms.clamp_min_(1e-6 * float(rows.row_norms.mean()))).argmax(1)
+
+
+def _fit(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a, -c and -b of g for given labels, (n, 3), and the share of g that they leave."""
+    entries = weight[labels]
+    if rows.slopes is not None:
+        entries = entries * rows.slopes.gather(1, labels[:, None])
+    columns = torch.cat([rows.columns, entries[..., None]], 2)
+    sizes = torch.linalg.vector_norm(columns, dim=1).clamp_min(1e-30)
+    columns = columns / sizes[:, None]
+    right = columns.mT @ rows.gradient[..., None]
+    # On the CPU, since some devices have no float64; three columns a row.
+    products = (columns.mT @ columns).double().cpu()
+    inverse = torch.linalg.pinv(products, hermitian=True, rtol=1e-7)
+    factors = (inverse @ right.double().cpu())[..., 0].float().to(columns.device)
+    rest = rows.gradient - (columns @ factors[..., None])[..., 0]
+    norm = torch.linalg.vector_norm(rows.gradient, dim=1).clamp_min(1e-30)
+    return factors / sizes, torch.linalg.vector_norm(rest, dim=1) / norm
+
+
+def read_states(
+    states: Tensor, gradient: Tensor, head: HeadMap, given: Sequence[Tensor] = ()
+) -> StateRows:
+    """Return which label each row of dL/dh belongs to.
+
+    A given label is verified: it must explain g as well as the best row does. Rows that no given
+    label explains are searched, in blocks.
+
+    Args:
+        states: (n, d) last hidden states, in the dtype of the step.
+        gradient: (n, d) dL/dh.
+        head: the map from hidden states to logits in this step.
+        given: (n,) each: labels that the rows may have, -100 where none is known.
+    """
+    n, weight, device = len(states), head.weight.float(), states.device
+    live = (gradient != 0).any(1) | ~gradient.isfinite().all(1)
+    numbers = torch.zeros(3, n, device=device)
+    labels = torch.full((n,), IGNORE_INDEX, device=device)
+    pushed = torch.zeros_like(live)
+    places, step = live.nonzero()[:, 0], max(1, ENTRIES_AT_ONCE // len(weight))
+    for start in range(0, len(places), step):
+        block = places[start : start + step]
+        rows = _prepare(states[block], gradient[block], head, weight)
+        of_rows, is_label = _labels(rows, weight, [one[block].to(device) for one in given])
+        factors, rest = _fit(rows, weight, of_rows)
+        is_label &= rest <= MAX_REST
+        p_y = rows.p.gather(1, of_rows[:, None])[:, 0]
+        # Not 1 - p_y, which is rounding where the label is certain.
+        p_others = rows.p.scatter(1, of_rows[:, None], 0.0).sum(1)
+        above, shift, below = factors[:, 0], -factors[:, 1], -factors[:, 2]
+        shape = torch.stack([below + shift - above * p_y, above * p_others, shift])
+        for claims in given if bool((~is_label).any()) else ():
+            row = (~is_label).nonzero()[:, 0]
+            claims = claims[block[row]].to(device)
+            is_certain, sizes = _certain(rows.part(row), weight, claims)
+            row, claims, sizes = row[is_certain], claims[is_certain], sizes[is_certain]
+            of_rows[row], below[row], is_label[row] = claims, sizes, True
+            shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
+        labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)
+        numbers[:, block] = torch.where(is_label, shape, 0.0)
+        pushed[block] = is_label & (below < 0)
+    return StateRows(labels, *numbers, live, live & (labels == IGNORE_INDEX), pushed)
+
+
+def _labels(rows: _Rows, weight: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the label that explains each row best, (n,), and whether it explains it."""
+    labels = torch.zeros(len(rows.rest), dtype=torch.long, device=weight.device)
+    cosines = torch.zeros(len(rows.rest), device=weight.device)
+    for claims in given:
+        valid = (claims >= 0) & (claims < len(weight))
+        claims = claims.clamp(0, len(weight) - 1)
+        of_claims = _cosines(rows, weight, claims).masked_fill(~valid, 0.0)
+        labels = torch.where(of_claims > cosines, claims, labels)
+        cosines = torch.maximum(cosines, of_claims)
+    unverified = (cosines < 1 - TWINS).nonzero()[:, 0]
+    if len(unverified):
+        part = rows.part(unverified)
+        best = _search(part, weight)
+        of_best = _cosines(part, weight, best)
+        better = of_best > cosines[unverified] + TWINS
+        labels[unverified] = torch.where(better, best, labels[unverified])
+        cosines[unverified] = torch.maximum(cosines[unverified], of_best)
+    return labels, cosines >= MIN_COSINE
+
+
+def _certain(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether given labels are certain to the model, (n,), and the size of their gradient.
+
+    ``g = s (W^T q - W_y)`` has the size s, with q the softmax over the others.
+    """
+    labels = claims.clamp(0, len(weight) - 1)[:, None]
+    q = rows.p.scatter(1, labels, 0.0)
+    direction = (q / q.sum(1, keepdim=True).clamp_min(1e-30)).scatter(1, labels, -1.0)
+    direction = (direction if rows.slopes is None else direction * rows.slopes) @ weight
+    sizes = (rows.gradient * direction).sum(1) / direction.square().sum(1).clamp_min(1e-30)
+    is_certain = (rows.p.gather(1, labels)[:, 0] > CERTAIN) & (claims == labels[:, 0])
+    return is_certain & sizes.isfinite(), sizes
+
+
+def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
+    """Return the head with the temperature that leaves least of g, where that explains its labels.
+
+    One temperature holds for all rows of a step. No given label is used.
+
+    Args:
+        states: (n, d) last hidden states.
+        gradient: (n, d) dL/dh.
+        head: with the temperature that was expected, which is kept where no other is better.
+    """
+    live = (gradient != 0).any(1).nonzero()[:, 0]
+    block, weight = live[:: max(1, len(live) // FITTED_ROWS)], head.weight.float()
+    part = states[block], gradient[block]
+
+    def rest_of(temperature: float, labels: Tensor | None = None) -> tuple[float, Tensor]:
+        rows = _prepare(*part, replace(head, temperature=temperature), weight)
+        labels = _search(rows, weight) if labels is None else labels
+        return float(_fit(rows, weight, labels)[1].median()), labels
+
+    low, high = map(math.log, TEMPERATURES)
+    width = (high - low) / (GRID - 1)
+    tried = {low + i * width: rest_of(math.exp(low + i * width)) for i in range(GRID)}
+    middle = min(tried, key=lambda one: tried[one][0])
+    labels = tried[middle][1]
+    while width > ACCURACY:
+        width /= 2
+        near = (middle - width, middle, middle + width)
+        middle = min(near, key=lambda one: rest_of(math.exp(one), labels)[0])
+    best = math.exp(middle)
+    is_better = rest_of(best)[0] < min(MAX_REST, rest_of(head.temperature)[0] / 2)
+    return replace(head, temperature=best) if is_better else head
+
+
+def last_states_in(output: Any) -> Any:
+    """Return the last hidden states in the output of a backbone, (B, L, d)."""
+    states = getattr(output, "last_hidden_state", output)
+    return states[0] if isinstance(states, tuple) else states
+
+
+def backbone_of(anatomy: Anatomy) -> nn.Module | None:
+    """Return the module whose output is the head's input; None where no module is.
+
+    It is the smallest one that holds the embedding and all blocks, and not the head.
+    """
+    paths = [name.split(".") for name in (anatomy.embedding_name, *anatomy.block_names)]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len({*parts}) > 1:
+            break
+        shared.append(parts[0])
+    module = anatomy.root.get_submodule(".".join(shared))
+    runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleDict)
+    holds_head = any(part is anatomy.head for part in module.modules())
+    return module if anatomy.blocks and runs and not holds_head else None

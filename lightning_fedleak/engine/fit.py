@@ -76,7 +76,7 @@ class _StepTruth:
     def __init__(self, run: Run, adapter: BatchAdapter | None) -> None:
         self._run = run
         self._adapter = adapter
-        self._graph = GraphTap(run.anatomy)
+        self._graph = GraphTap(run.anatomy, run.temperature)
         replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
         self._why_not = self._graph.why_not
         if replacing is not None:
@@ -164,7 +164,7 @@ class _StepTruth:
             return
         try:
             with look.clock(self._run.device):
-                calls = [] if self._why_not is not None else self._graph.take()
+                calls = [] if self._why_not is not None else self._graph.take(look.batch)
                 if calls:
                     look.current += self._of_calls(look, calls)
                 elif not look.current and look.batch is not None:
@@ -474,6 +474,8 @@ class Fit:
         alone = self.run.client == "world" or Stage.SHARED in stages
         clients = 1 if alone else self.run.processes  # whose noise is independent, and averaged
         wanted = tuple(s for s in stages if s in self._stages)
+        if Stage.LOCAL in stages and Stage.AGGREGATE not in stages:
+            look.undefended = self._undefended(look, optimizer, kept=kept)
 
         def take() -> GradientSnapshot:
             if (why := self.run.why_hidden(wanted, optimizer)) is not None:
@@ -498,3 +500,20 @@ class Fit:
             )
 
         return Moment(look, stages, wanted, optimizer, scale, take)
+
+    def _undefended(
+        self, look: Look, optimizer: Optimizer, *, kept: bool
+    ) -> GradientSnapshot | None:
+        """Return the local gradient of a look, which defences or a reduction are about to change.
+
+        Args:
+            look: the look.
+            optimizer: that is about to step.
+            kept: the gradient is what the tap has kept, which stays.
+        """
+        controlled = any(map(self.controls.may_play, self.lineup.exposed))
+        if not controlled or self.run.why_hidden((Stage.LOCAL,), optimizer) is not None:
+            return None
+        view = self._tap.view(look.step, Stage.LOCAL, copies=kept)
+        copies = {name: one if kept else one.clone() for name, one in view.tensors.items()}
+        return replace(view, tensors=copies)

@@ -19,7 +19,7 @@ from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
-from lightning_fedleak.engine.results import WORST
+from lightning_fedleak.engine.results import UNEXPLAINED, WORST
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
@@ -80,7 +80,7 @@ class Engine(StepEngine):
 
     def metric_names(self) -> list[str]:
         """Return the names of the values that are logged at each look."""
-        return ["monitor/failures", "monitor/seconds", *self.results.names()]
+        return ["monitor/failures", "monitor/seconds", UNEXPLAINED, *self.results.names()]
 
     def subscribe(
         self,

@@ -517,5 +517,8 @@ def _control_of(outcome: Outcome) -> dict[str, float]:
     """Return the rates of an outcome's control, and of a part of it, by name."""
     if outcome.control is None:
         return {}
-    ends = {"_of_control": outcome.control.rates, "_of_a_part": outcome.control.part}
-    return {f"{name}{end}": rate for end, rates in ends.items() for name, rate in rates.items()}
+    control = outcome.control
+    ends = {"_of_control": control.rates, "_of_a_part": control.part}
+    rates = {f"{name}{end}": one for end, rates in ends.items() for name, one in rates.items()}
+    again = control.unexplained
+    return rates if math.isnan(again) else rates | {"unexplained": again}

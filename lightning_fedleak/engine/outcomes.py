@@ -68,11 +68,14 @@ class Control:
         part: the same of a part of the batch, where the whole holds more than the attack can tell
             apart; empty where no part was tried.
         why: why the control could not be read; empty where it was.
+        unexplained: share of the gradient that the step made again does not explain, from 0 to 1;
+            NaN where it was not made again.
     """
 
     rates: Mapping[str, float]
     part: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
+    unexplained: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ MOST_STEPS_WAITED = 1000
 A warm-up from rate 0 takes two of them; one whose rate changes with the epoch, as Lightning's do
 by default, a whole epoch. Larger: longer runs without a result; a try that finds nothing is cheap.
 """
+UNEXPLAINED = f"{PREFIX[Stage.SHARED]}/step/unexplained"
+"""Name of the share of a gradient that the step made again does not explain, from 0 to 1."""
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
 """Begins the names of the highest headlines, ``leakage/worst/<family>``."""
 
@@ -268,6 +270,9 @@ class Results:
             values |= _worst(family, headline, members, shared, complete, of_look=False)
             now |= _worst(family, headline, members, shared, complete, of_look=True)
         self.failures += sum(outcome.unknown is not None for outcome in counted.values())
+        again = [o.control.unexplained for o in outcomes.values() if o.control is not None]
+        if known := [share for share in again if not math.isnan(share)]:
+            values[UNEXPLAINED] = max(known)
         values |= beside
         values["monitor/failures"] = float(self.failures)
         values["monitor/seconds"] = look.seconds
@@ -311,6 +316,7 @@ class Results:
     ) -> dict[str, float]:
         """Return the newest values of what a look did not ask."""
         others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        others += (UNEXPLAINED,)  # as long as the controls that it belongs to
         others += tuple(
             f"{WORST}/{family}" for family in self.families if family not in families_read
         )
@@ -365,7 +371,12 @@ class Results:
             "since": self._since.get(series),
             "control": None
             if control is None
-            else {"rates": dict(control.rates), "part": dict(control.part), "why": control.why},
+            else {
+                "rates": dict(control.rates),
+                "part": dict(control.part),
+                "why": control.why,
+                "unexplained": control.unexplained,
+            },
             "p_value": None if tested is None else [*tested],
         }
 

@@ -205,6 +205,11 @@ class Run(ABC):
         return self.rank if self.client == "rank" else 0
 
     @property
+    def temperature(self) -> float:
+        """Return what the run's loss divides logits by, where it never calls the output head."""
+        return 1.0
+
+    @property
     def loss_scale(self) -> float:
         """Return the loss scale in gradients that no GradScaler has unscaled."""
         return 1.0
@@ -332,6 +337,10 @@ class Look:
         step_seconds: time that the step itself took so far; 0 until it is known.
         followed: the attacks have followed the model at this look.
         local: what the round is made again from for its control; None where nothing has one.
+        undefended: the local gradient that attacks read, where defences or a reduction change it
+            before the optimizer steps; None where nothing does, or it is not seen.
+        unexplained: share of it that the step made again does not explain; NaN where it was not
+            made again.
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
         compression: what compressed this client's update so far, see ``GradientSnapshot``.
@@ -357,6 +366,8 @@ class Look:
     step_seconds: float = 0.0
     followed: bool = False
     local: LocalRound | None = None
+    undefended: GradientSnapshot | None = None
+    unexplained: float = math.nan
     noise_std: float = 0.0
     compression: str = ""
     input_noise: float = 0.0

@@ -97,7 +97,9 @@ def test_rejected_texts_of_one_fused_call_have_the_other_sign(family: str) -> No
 
 
 def test_soft_targets_of_a_fused_loss_are_unknown() -> None:
-    targets = torch.randn(TEXTS, IDS.shape[1], VOCABULARY, generator=torch.Generator().manual_seed(5))
+    targets = torch.randn(
+        TEXTS, IDS.shape[1], VOCABULARY, generator=torch.Generator().manual_seed(5)
+    )
 
     def loss(model: Any) -> Tensor:
         logits = model(input_ids=IDS).logits.float()
@@ -198,7 +200,9 @@ def test_rows_of_any_loss(
     q = (logits.detach() / head.temperature).scatter(1, labels[:, None], -torch.inf).softmax(1)
     entries = q * read.others[:, None] - read.shifts[:, None]
     logits.backward(entries.scatter(1, labels[:, None], -read.sizes[:, None]))
-    torch.testing.assert_close(leaf.grad, gradient, rtol=2e-3, atol=2e-3 * float(gradient.abs().max()))
+    torch.testing.assert_close(
+        leaf.grad, gradient, rtol=2e-3, atol=2e-3 * float(gradient.abs().max())
+    )
 
 
 @given(rows(), st.integers(0, 2**20))

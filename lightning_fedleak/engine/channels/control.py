@@ -2,12 +2,15 @@
 
 A low number says how little an attack read. The control says how much it could have read in this
 very step: its words are the batch's own, shuffled (:mod:`lightning_fedleak.model.taps.control`).
+Before it, the step is made again with its own words. What that does not explain of the gradient
+that the optimizer gets is added to the control, so that the control went through what the gradient
+went through. Where it is most of the gradient, the words may not be those of this step at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +21,7 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
@@ -43,7 +47,19 @@ LEAST_LABELS = 4
 Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
 a few types are unknown.
 """
+MAX_UNEXPLAINED = 0.5
+"""Share of a gradient, left by the step made again, above which its truth may be of another step.
 
+A batch that is not what was trained leaves .99, an L2 penalty of common sizes .1 to .4. Higher:
+numbers scored against a half of other words count; lower: steps with large penalties are unknown
+where the control alone, which has the penalty in it, would decide.
+"""
+ROUNDING = 1e-5
+"""Share of a gradient below which what the step made again leaves is float32's rounding.
+
+It is not added to the control then: an attack that reads which rows are exactly 0 would find the
+words of the step in it.
+"""
 
 _ELSEWHERE = "the control could not be made on another process"
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
@@ -55,6 +71,14 @@ class _Newest:
 
     control: float
     number: float
+
+
+def _factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the factor by which second tensors come closest to the first ones, of all pairs."""
+    dot, norm = 0.0, 0.0
+    for x, y in pairs:
+        dot, norm = dot + float((x * y).sum()), norm + float(y.square().sum())
+    return dot / norm if norm > 0 else math.nan
 
 
 class Controls:
@@ -76,6 +100,8 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
+        self._doubted: set[str] = set()
+        self._has_warned = False
         self.needs: dict[str, float] = {}
         self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
@@ -91,12 +117,13 @@ class Controls:
         look = moment.look
         optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
         stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
-        controlled = [plan for plan in stepped if self.may_play(plan)]
+        believed = any(not read.call.heads for read in (*look.calls, *look.current))
+        controlled = [plan for plan in stepped if self.may_play(plan, believed=believed)]
         due = [plan for plan in controlled if self._anywhere(self._is_due(look, plan))]
         if not due:
             return
         try:
-            self._play(look, due)
+            self._play(moment, due, [p for p in stepped if self.may_play(p, believed=True)])
         except Exception as error:
             why = reason(error)
             for plan in due:
@@ -110,13 +137,23 @@ class Controls:
         """
         return self._run.on_any_process(here) if self._together else here
 
-    def may_play(self, plan: Plan) -> bool:
-        """Return whether an attack is given controls."""
+    def may_play(self, plan: Plan, *, believed: bool = False) -> bool:
+        """Return whether an attack is given controls.
+
+        One that needs none, since it is exact, is given one where the truth may be wrong.
+
+        Args:
+            plan: of the attack.
+            believed: the truth is that of the batch, which no graph has confirmed.
+        """
         channel = self._channels.get(plan.attack.name)
         if channel is None or not plan.exposed:
             return False
         reads = bool(plan.roles) or channel.controls_states
-        return reads and gives_control(channel, plan.attack.name)
+        doubted = believed or plan.attack.name in self._doubted
+        return (
+            reads and channel.controlled and (doubted or gives_control(channel, plan.attack.name))
+        )
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
@@ -146,15 +183,25 @@ class Controls:
         numbers = (each.get(channel.headline, math.nan) for each in rates)
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
-    def _play(self, look: Look, plans: Sequence[Plan]) -> None:
+    def _play(self, moment: Moment, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
+        """Make the step again, and ask attacks about known words.
+
+        Args:
+            moment: after which the optimizer steps.
+            plans: of the attacks whose control is due.
+            scored: of all attacks that are scored by the words of this step.
+        """
+        look = moment.look
         reads, failure = [*look.calls, *look.current], look.truth_error
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
         shuffled: list[Draw] = []
+        step: Draw | None = None
         uneven = False
         generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
         try:
             if not reads:
                 raise UnusableObservation("the step's calls were not read")
+            step = Draw.of_step(reads)
             shuffled = [draw_words(reads, self._special, generator, sizes_go_with_words=False)]
             uneven = is_uneven(reads)
         except Exception as error:
@@ -162,20 +209,78 @@ class Controls:
         n_calls = torch.tensor(len(reads), device=self._run.device)
         if self._together and int(self._run.summed(n_calls)) != len(reads) * self._run.processes:
             failure = failure or "processes made different numbers of calls"
-        if self._anywhere(failure is not None):
+        if self._anywhere(failure is not None) or step is None:
             raise UnusableObservation(failure or _ELSEWHERE)
+        left = self._left_of(moment, plans, step)
+        if self._anywhere(look.unexplained > MAX_UNEXPLAINED):
+            self._doubt(look, scored)
+            return
         if self._anywhere(uneven):
             shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
         if others := [plan for plan in plans if plan not in likely]:
-            self._ask(look, others, shuffled)
+            self._ask(look, others, shuffled, left)
         for plan in likely:
             self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
+        self._doubted -= {plan.attack.name for plan in plans}
 
-    def _ask(self, look: Look, plans: Sequence[Plan], draws: Sequence[Draw]) -> None:
+    def _left_of(self, moment: Moment, plans: Sequence[Plan], step: Draw) -> dict[str, Tensor]:
+        """Return what the step made again leaves of each gradient, in units of the step's own.
+
+        One factor for all of them is free, as of clipping by norm and of a loss scale. It is empty
+        where there is nothing to compare, or the step cannot be made again.
+        """
+        look, view = moment.look, moment.look.undefended
+        is_round = look.local is not None and not (self._run.defenses or look.compression)
+        if view is None and (Stage.LOCAL in moment.stages or is_round):
+            gradients = moment.gradients()
+            view = gradients if isinstance(gradients, GradientSnapshot) else None
+        if self._anywhere(view is None) or view is None:
+            return {}
+        try:
+            again = self._gradient(look, plans, step, {}).tensors
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_info(
+                    f"{self._run.watcher}: a step is not made again ({reason(error)}), so that "
+                    "controls do not show what happened to its gradient after the backward"
+                )
+            return {}
+        roles = {role for plan in plans for role in plan.roles} & view.tensors.keys()
+        pairs = {r: (x := view.tensors[r].float(), again.get(r, x * 0).float()) for r in roles}
+        factor = _factor(pairs.values())
+        left = {role: x / factor - y for role, (x, y) in pairs.items()}
+        whole = sum(float(x.square().sum()) for x, _ in pairs.values()) / factor**2
+        rest = sum(float(one.square().sum()) for one in left.values())
+        share = min(1.0, math.sqrt(rest / whole)) if factor > 0 < whole else 1.0
+        if any(bool(x.any()) for x, _ in pairs.values()):
+            look.unexplained = (
+                share if math.isnan(look.unexplained) else max(share, look.unexplained)
+            )
+        return left if ROUNDING < share < 1 else {}
+
+    def _doubt(self, look: Look, plans: Sequence[Plan]) -> None:
+        """Let no low number of a look count, since its words may be those of another step."""
+        why = (
+            f"the step made again leaves {look.unexplained:.0%} of the gradient unexplained, so "
+            "that the words may not be those of this step: a batch that is not what was trained on "
+            "(pass batch_adapter=), or a gradient that was changed after the backward"
+        )
+        for plan in plans:
+            self._doubted.add(plan.attack.name)
+            self._keep(look, plan, Control(self._nothing(plan), why=why))
+
+    def _ask(
+        self,
+        look: Look,
+        plans: Sequence[Plan],
+        draws: Sequence[Draw],
+        left: Mapping[str, Tensor],
+    ) -> None:
         """Ask attacks about the known words of some draws, and about parts where they read few."""
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
         for draw in draws:
-            view = self._gradient(look, plans, draw)
+            view = self._gradient(look, plans, draw, left)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
@@ -188,7 +293,7 @@ class Controls:
             if self._anywhere(is_low):
                 low.append(plan)
         if low:
-            self._play_parts(look, low, draws[-1])
+            self._play_parts(look, low, draws[-1], left)
 
     def _rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
@@ -198,10 +303,18 @@ class Controls:
         except Exception as error:
             return Unknown(reason(error))
 
-    def _gradient(self, look: Look, plans: Sequence[Plan], draw: Draw) -> GradientSnapshot:
+    def _gradient(
+        self, look: Look, plans: Sequence[Plan], draw: Draw, left: Mapping[str, Tensor]
+    ) -> GradientSnapshot:
         """Return the gradient of a control; the mean over processes if they are one client.
 
         It is empty where all attacks read hidden states alone.
+
+        Args:
+            look: the look.
+            plans: of the attacks that read it.
+            draw: the known words.
+            left: by role, what the step made again leaves of the gradient, which is added.
 
         Raises:
             UnusableObservation: it cannot be made, on this process or on another one.
@@ -232,6 +345,8 @@ class Controls:
                     gradient = view.tensors.get(role, self._zeros(role))
                     tensors[role] = run.reduced(role, gradient)
             view = replace(view, tensors=tensors)
+        added = {r: x + view.tensors[r] if r in view.tensors else x for r, x in left.items()}
+        view = replace(view, tensors={**view.tensors, **added})
         rounding = run.rounding(len(draw.reads))
         return replace(view, client=run.number, input_noise=look.input_noise, rounding=rounding)
 
@@ -256,7 +371,9 @@ class Controls:
         rates = [one for one in found if isinstance(one, Mapping)]
         return Control({name: min(one[name] for one in rates) for name in rates[0]})
 
-    def _play_parts(self, look: Look, plans: Sequence[Plan], whole: Draw) -> None:
+    def _play_parts(
+        self, look: Look, plans: Sequence[Plan], whole: Draw, left: Mapping[str, Tensor]
+    ) -> None:
         """Ask attacks whose control is low about parts of it, until one is read or none is left.
 
         Where an attack reads a part, the whole holds more than it can distinguish.
@@ -267,7 +384,7 @@ class Controls:
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
-            view = self._gradient(look, plans, part)
+            view = self._gradient(look, plans, part, left)
             still = []
             for plan in low:
                 channel = self._channels[plan.attack.name]
@@ -283,7 +400,7 @@ class Controls:
             low = still
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
-        look.controls[plan.attack.name] = control
+        look.controls[plan.attack.name] = replace(control, unexplained=look.unexplained)
         number = self._number(look, plan)
         value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)

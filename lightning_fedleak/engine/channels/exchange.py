@@ -195,7 +195,8 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
 def _row(result: Result, channel: Channel, series: Series) -> list[float]:
     """Return a client's result for the exchange between processes.
 
-    Its kind, the channel's packed numbers, and the rates of the control and of a part of it.
+    Its kind, the channel's packed numbers, what the step made again leaves unexplained, and the
+    rates of the control and of a part of it.
     """
     control = None
     if isinstance(result, Found):
@@ -208,8 +209,8 @@ def _row(result: Result, channel: Channel, series: Series) -> list[float]:
         numbers = [NOTHING]
     numbers += [0.0] * (1 + channel.width - len(numbers))
     if control is None:
-        return [*numbers, *[0.0] * (2 + 2 * len(channel.metrics_of(series)))]
-    numbers += [1.0, float(bool(control.part))]
+        return [*numbers, *[0.0] * (3 + 2 * len(channel.metrics_of(series)))]
+    numbers += [1.0, float(bool(control.part)), control.unexplained]
     for rates in (control.rates, control.part):
         numbers += [rates.get(name, math.nan) for name in channel.metrics_of(series)]
     return numbers
@@ -220,7 +221,7 @@ def _control_of(
 ) -> Control | None:
     """Return the lowest control of the clients that have one, from what :func:`_row` added."""
     added = [row[1 + channel.width :] for row in rows]
-    whole = [row[2:] for row in added if row[0]]
+    whole = [row[3:] for row in added if row[0]]
     if not whole:
         return None
     parted = any(row[1] for row in added if row[0])
@@ -230,4 +231,5 @@ def _control_of(
     n = len(metrics)
     rates = dict(zip(metrics, lowest[:n], strict=True))
     part = dict(zip(metrics, lowest[n:], strict=True)) if parted else {}
-    return Control(rates, part, why)
+    unexplained = [row[2] for row in added if row[0] and not math.isnan(row[2])]
+    return Control(rates, part, why, max(unexplained, default=math.nan))

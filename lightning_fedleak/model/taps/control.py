@@ -408,9 +408,9 @@ def run_backward(
             f"{placed.n_rows} in the step"
         )
     targets = _targets(placed, read.batch)
-    all_targets = targets.new_zeros(n_rows).index_copy(0, index, targets).split(counts)
-    all_shapes = shapes.new_zeros(3, n_rows).index_copy(1, index, shapes).split(counts, 1)
-    temperature = call.read_heads[0].temperature if call.read_heads else 1.0
+    all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)
+    all_shapes = torch.split(shapes.new_zeros(3, n_rows).index_copy(1, index, shapes), counts, 1)
+    temperature = call.read_heads[0].temperature if call.read_heads else None
     parts = zip(logits, all_targets, all_shapes, strict=True)
     torch.autograd.backward(logits, [_label_rows(*part, temperature) for part in parts])
 
@@ -486,7 +486,7 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
 
 
 def _label_rows(
-    logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float = 1.0
+    logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float | None
 ) -> Tensor:
     """Return the gradient of logits (..., V) whose rows have given shapes.
 
@@ -494,15 +494,19 @@ def _label_rows(
         logits: of the call.
         targets: (N,) labels.
         shapes: (3, N), see ``_RowLabels.shapes``.
-        temperature: that the loss divides the logits by.
+        temperature: that the loss divides the logits by; None: the rows are those of a plain
+            cross-entropy, of the weights that the first of the shapes has.
     """
     values = logits.detach().flatten(0, -2)
     rows, most = torch.empty_like(values), model_runs.LOGITS_AT_ONCE // values.shape[1]
     for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
         part = slice(start, start + max(1, most))
         labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
-        scores = values[part].float() / temperature
+        scores = values[part].float() / (temperature or 1.0)
         sizes, others, shifts = shapes[:, part, None].float()
+        if temperature is None:
+            at_labels = scores.softmax(1).gather(1, labels)
+            sizes, others = sizes * (1 - at_labels), others * (1 - at_labels)
         part_rows = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
         rows[part] = part_rows.scatter_(1, labels, -sizes)
     return rows.view(logits.shape)

@@ -420,10 +420,10 @@ class GraphTap:
             shift = int(self._anatomy.kind == "causal")
             given.append(_claims(read.labels.to(call.ids.device), states.shape[1], shift))
         rows = read_states(*flat, head, given)
-        if float(rows.soft.sum()) > MAX_SOFT * float(rows.live.sum()):
-            if (fitted := fit_temperature(*flat, head)) is not head:
-                head, self._temperature = fitted, fitted.temperature
-                rows = read_states(*flat, head, given)
+        many_are_soft = float(rows.soft.sum()) > MAX_SOFT * float(rows.live.sum())
+        if many_are_soft and (fitted := fit_temperature(*flat, head)) is not head:
+            head, self._temperature = fitted, fitted.temperature
+            rows = read_states(*flat, head, given)
         none, nothing = torch.zeros_like(rows.live), torch.zeros_like(rows.labels)
         known = rows.labels, rows.sizes, rows.others, rows.shifts, rows.pushed, rows.live, rows.soft
         values = rows.sizes.new_zeros(len(none), 2)

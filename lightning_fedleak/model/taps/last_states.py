@@ -2,8 +2,8 @@
 
 A fused or chunked loss never calls the output head, so that no gradient of logits can be seen. The
 hidden states h that such a loss reads, and g = dL/dh, are there in any step. A cross-entropy,
-whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row, so
-that ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
+whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row.
+So ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
 known, and so is the softmax p: the row of W that explains what u and m leave of g is the label.
 """
 
@@ -99,7 +99,7 @@ class HeadMap:
             b, a = adapter
             matrix = matrix + (b.detach().float() @ a).to(matrix)
         config = getattr(anatomy.model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = getattr(config, "get_text_config", lambda: config)()
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(matrix, None if bias is None else bias.detach(), cap, temperature)
 
@@ -122,7 +122,9 @@ class _Rows(NamedTuple):
 
     def part(self, index: Tensor) -> _Rows:
         """Return some of the rows."""
-        return _Rows(*(f if f is None else f[index] for f in self[:-1]), self.row_norms)
+        of_rows = {name: one for name, one in self._asdict().items() if one is not None}
+        del of_rows["row_norms"]
+        return self._replace(**{name: one[index] for name, one in of_rows.items()})
 
 
 def _prepare(states: Tensor, gradient: Tensor, head: HeadMap, weight: Tensor) -> _Rows:
@@ -224,7 +226,8 @@ def read_states(
         labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)
         numbers[:, block] = torch.where(is_label, shape, 0.0)
         pushed[block] = is_label & (below < 0)
-    return StateRows(labels, *numbers, live, live & (labels == IGNORE_INDEX), pushed)
+    soft = live & (labels == IGNORE_INDEX)
+    return StateRows(labels, numbers[0], numbers[1], numbers[2], live, soft, pushed)
 
 
 def _labels(rows: _Rows, weight: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

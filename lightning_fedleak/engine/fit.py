@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Defense, DefenseContext
@@ -42,6 +43,7 @@ from lightning_fedleak.model.batches import (
     read_batch,
 )
 from lightning_fedleak.model.compression import AVERAGED
+from lightning_fedleak.model.model_state import random_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
     EmbeddingNoise,
@@ -85,6 +87,7 @@ class _StepTruth:
         self._rows: PackedRows | None = None
         self.is_first = self.is_unchecked = True
         self._said: set[str] = set()
+        self._random: tuple[Tensor, ...] = ()
         self._unreadable: Exception | None = None
 
     def close(self) -> None:
@@ -149,6 +152,7 @@ class _StepTruth:
     def batch_begins(self, look: Look, batch: Any) -> None:
         """Keep the batch of a look as it is before any defence acts."""
         self._embeddings.arm()
+        self._random = random_states(self._run.anatomy.device)
         look.current, look.batch, look.batch_error = [], None, None
         try:
             look.batch = tokens = self.read(batch)
@@ -205,7 +209,8 @@ class _StepTruth:
         if self._rows is not None:
             batch = self._rows.with_crossing(batch)
         look.batch = batch
-        return plain_call(self._run.anatomy, batch, AUTOCAST.get(self._run.precision))
+        dtype = AUTOCAST.get(self._run.precision)
+        return plain_call(self._run.anatomy, batch, dtype, self._random)
 
     def _say(self, sentence: str) -> None:
         """Log a sentence about where the truth comes from, once for each kind of it."""

@@ -56,6 +56,7 @@ class Loop:
         stage_reached: called by an integration when ``p.grad`` holds the gradient of the next
             optimizer step.
         zero: the only optimizer, where DeepSpeed's engine trains the model.
+        temperature: that the loss divides logits by.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Loop:
     watched: tuple[str, ...] = ()
     stage_reached: StageReached | None = None
     zero: ZeROStep | None = None
+    temperature: float = 1.0
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:

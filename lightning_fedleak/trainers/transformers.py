@@ -237,6 +237,7 @@ class _TransformersWatch(Watch):
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
+            temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)

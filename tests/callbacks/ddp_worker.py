@@ -24,7 +24,7 @@ from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses
-from tests.helpers.lightning_modules import CausalLMModule, FusedLossModule, random_token_loader
+from tests.helpers.lightning_modules import BlocksModule, CausalLMModule, random_token_loader
 from tests.helpers.models import tiny_gpt2
 
 
@@ -272,12 +272,12 @@ def main(root: Path) -> None:
     for client in ("rank", "world"):
         settings = WatchSettings(client=client, batch_adapter=unreadable_on(1, at=2))
         monitor = LeakageMonitor(Probe(), every_n_steps=1, settings=settings)
-        trainer = run(root / f"unreadable-{client}", [monitor], FusedLossModule)
+        trainer = run(root / f"unreadable-{client}", [monitor], BlocksModule)
         out[f"unreadable/{client}"] = (trainer.global_step, monitor.looks, monitor.failures)
 
     monitor = LeakageMonitor(Probe(), settings=WatchSettings(batch_adapter=unreadable_on(1, at=0)))
     try:
-        run(root / "first", [monitor], FusedLossModule)
+        run(root / "first", [monitor], BlocksModule)
     except (BatchError, FailsThere) as error:
         out["first"] = type(error).__name__
 

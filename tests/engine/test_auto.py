@@ -65,7 +65,8 @@ def auto(folder: Path | None, model: nn.Module, attacks: Any = "auto", **setting
 
 
 def attacks_in(values: dict[str, float]) -> set[str]:
-    return {name.split("/")[1] for name in values if name.startswith("leakage/")}
+    names = {name.split("/")[1] for name in values if name.startswith("leakage/")}
+    return names - {"step"}
 
 
 def test_a_whole_model_is_attacked_by_all_that_fit_it(

@@ -18,8 +18,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
-from tests.engine.test_looks import fused_loss
-from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.lightning_modules import loss_by_blocks, random_token_loader
 from tests.helpers.loops import lines_of, model_loss, still_gpt2, watched
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2
 
@@ -253,7 +252,7 @@ def shallow_loss(model, batch):
 def early_loss(model, batch):
     labels = batch["labels"].clone()
     labels[:, 6:] = -100
-    return fused_loss(model, {**batch, "labels": labels})
+    return loss_by_blocks(model, {**batch, "labels": labels})
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,7 @@ def test_a_text_that_the_loss_ignores_is_not_queried(tmp_path):
     def loss(model, batch):
         labels = batch["labels"].clone()
         labels[0, 6:] = labels[2, 6:] = -100
-        return fused_loss(model, {**batch, "labels": labels})
+        return loss_by_blocks(model, {**batch, "labels": labels})
 
     attack = RecordingAttack()
     watched(tmp_path, attack, loss=loss, every_n_steps=3)

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 from lightning_fedleak.attacks import BagOfWords, BiasSign, FlatChat
 from lightning_fedleak.attacks.base import Surfaces, UnusableObservation, WordGuess
@@ -31,20 +30,17 @@ from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe
-from tests.helpers.lightning_modules import random_token_loader
+from tests.helpers.lightning_modules import (
+    loss_by_blocks,
+    random_token_loader,
+    states_by_blocks,
+)
 from tests.helpers.loops import lines_of, model_loss, still_gpt2, train, watched
 from tests.helpers.models import tiny_bert_mlm, tiny_gpt2
 from tests.helpers.settings import grouped
 
 F1 = "leakage/probe/f1"
 SECRET = "Mrs Fernsby's loan"
-
-
-def fused_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Return a loss without a call of the head's forward, whose graph cannot be read."""
-    states = model.transformer(batch["input_ids"]).last_hidden_state
-    logits = functional.linear(states, model.lm_head.weight)[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 class Crashing(Probe):
@@ -116,7 +112,8 @@ def test_every_look_appends_a_line_for_each_attack_and_stage(tmp_path: Path) -> 
     assert f1["low"] < f1["value"] < f1["high"]
     names = set(watch.engine.metric_names())
     logged = {name for name in watch.latest if not name.startswith("utility/")}
-    absent = ("worst_client", "control", "control_of_a_part")  # of one client, without a control
+    # Of one client, without a control.
+    absent = ("worst_client", "control", "control_of_a_part", "unexplained")
     assert logged == {name for name in names if not name.endswith(absent)}
 
 
@@ -177,8 +174,7 @@ def test_steps_that_share_nothing_are_passed_over_and_then_unknown(tmp_path: Pat
     batches = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}] * 30
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
-        states = model.transformer(batch["input_ids"]).last_hidden_state
-        return states.square().mean()  # type: ignore[no-any-return]
+        return states_by_blocks(model, batch["input_ids"]).square().mean()
 
     with pytest.warns(UserWarning, match="nothing was shared in 21 steps"):
         watch = watched(tmp_path, Probe(), batches=batches, loss=loss)
@@ -205,7 +201,9 @@ def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -
 
     batches = random_token_loader(8, padded=True)
     with pytest.warns(UserWarning, match=r"the batch could not be read: BatchError: .*adapter"):
-        watch = watched(tmp_path, Probe(), batches=batches, loss=fused_loss, batch_adapter=adapter)
+        watch = watched(
+            tmp_path, Probe(), batches=batches, loss=loss_by_blocks, batch_adapter=adapter
+        )
     assert (watch.looks, watch.failures) == (2, 2)
     assert math.isnan(watch.latest[F1])
     assert "87654321" not in (tmp_path / "leakage.jsonl").read_text()
@@ -222,13 +220,13 @@ def test_a_later_batch_that_cannot_be_read_is_unknown_and_the_first_is_refused(
     even = [int(batch["input_ids"][0, 0]) % 2 == 0 for batch in random_token_loader(32)]
     assert not even[0]
     with pytest.warns(UserWarning, match="could not be read: BatchError: odd"):
-        training = train(tmp_path, Probe(), loss=fused_loss, batch_adapter=adapter)
+        training = train(tmp_path, Probe(), loss=loss_by_blocks, batch_adapter=adapter)
     assert training.steps == 8
     assert training.watch.failures == sum(even) > 0
     batches = [{"tokens": ids} for ids in torch.randint(3, 97, (2, 1, 8))]
 
     def odd_loss(model: Any, batch: Any) -> torch.Tensor:
-        return fused_loss(model, {"input_ids": batch["tokens"], "labels": batch["tokens"]})
+        return loss_by_blocks(model, {"input_ids": batch["tokens"], "labels": batch["tokens"]})
 
     with pytest.raises(BatchError, match=r"batch_adapter=batch_adapter"):
         watched(tmp_path / "first", Probe(), batches=batches, loss=odd_loss)

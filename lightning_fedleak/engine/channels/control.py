@@ -57,8 +57,8 @@ where the control alone, which has the penalty in it, would decide.
 ROUNDING = 1e-5
 """Share of a gradient below which what the step made again leaves is float32's rounding.
 
-It is not added to the control then: an attack that reads which rows are exactly 0 would find the
-words of the step in it.
+It counts as 0, and is not added to the control: an attack that reads which rows are exactly 0
+would find the words of the step in it.
 """
 
 _ELSEWHERE = "the control could not be made on another process"
@@ -102,6 +102,8 @@ class Controls:
         self._newest: dict[str, _Newest] = {}
         self._doubted: set[str] = set()
         self._has_warned = False
+        # Before what a defence does to a batch or to hidden states there is no gradient to compare.
+        self._replaced = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
         self.needs: dict[str, float] = {}
         self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
@@ -117,16 +119,21 @@ class Controls:
         look = moment.look
         optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
         stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
-        believed = any(not read.call.heads for read in (*look.calls, *look.current))
-        controlled = [plan for plan in stepped if self.may_play(plan, believed=believed)]
-        due = [plan for plan in controlled if self._anywhere(self._is_due(look, plan))]
+        scored = [plan for plan in stepped if self._is_scored(plan)]
+        reads = (*look.calls, *look.current)
+        believed = not self._replaced and any(not read.call.heads for read in reads)
+        due = [
+            plan
+            for plan in scored
+            if self._anywhere((believed or self.may_play(plan)) and self._is_due(look, plan))
+        ]
         if not due:
             return
         try:
-            self._play(moment, due, [p for p in stepped if self.may_play(p, believed=True)])
+            self._play(moment, due, scored)
         except Exception as error:
             why = reason(error)
-            for plan in due:
+            for plan in filter(self.may_play, due):
                 self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _anywhere(self, here: bool) -> bool:
@@ -137,23 +144,22 @@ class Controls:
         """
         return self._run.on_any_process(here) if self._together else here
 
-    def may_play(self, plan: Plan, *, believed: bool = False) -> bool:
+    def may_play(self, plan: Plan) -> bool:
         """Return whether an attack is given controls.
 
-        One that needs none, since it is exact, is given one where the truth may be wrong.
-
-        Args:
-            plan: of the attack.
-            believed: the truth is that of the batch, which no graph has confirmed.
+        One that needs none, since it is exact, is given one once its truth was in doubt.
         """
-        channel = self._channels.get(plan.attack.name)
-        if channel is None or not plan.exposed:
+        name = plan.attack.name
+        if not self._is_scored(plan):
             return False
-        reads = bool(plan.roles) or channel.controls_states
-        doubted = believed or plan.attack.name in self._doubted
-        return (
-            reads and channel.controlled and (doubted or gives_control(channel, plan.attack.name))
-        )
+        return name in self._doubted or gives_control(self._channels[name], name)
+
+    def _is_scored(self, plan: Plan) -> bool:
+        """Return whether an attack reads what a step is made again for, and is scored by it."""
+        channel = self._channels.get(plan.attack.name)
+        if channel is None or not plan.exposed or not channel.controlled:
+            return False
+        return bool(plan.roles) or channel.controls_states
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
@@ -217,11 +223,15 @@ class Controls:
             return
         if self._anywhere(uneven):
             shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
-        if others := [plan for plan in plans if plan not in likely]:
+        asked = [plan for plan in plans if self.may_play(plan)]
+        if others := [plan for plan in asked if plan not in likely]:
             self._ask(look, others, shuffled, left)
-        for plan in likely:
-            self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
-        self._doubted -= {plan.attack.name for plan in plans}
+        for plan in asked:
+            if plan in likely:
+                self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
+        for plan in (plan for plan in plans if plan not in asked):  # exact, and of this step
+            self._newest[plan.attack.name] = _Newest(1.0, self._number(look, plan))
+        self._doubted -= {plan.attack.name for plan in asked}
 
     def _left_of(self, moment: Moment, plans: Sequence[Plan], step: Draw) -> dict[str, Tensor]:
         """Return what the step made again leaves of each gradient, in units of the step's own.
@@ -234,7 +244,7 @@ class Controls:
         if view is None and (Stage.LOCAL in moment.stages or is_round):
             gradients = moment.gradients()
             view = gradients if isinstance(gradients, GradientSnapshot) else None
-        if self._anywhere(view is None) or view is None:
+        if self._anywhere(view is None or self._replaced) or view is None:
             return {}
         try:
             again = self._gradient(look, plans, step, {}).tensors
@@ -246,18 +256,20 @@ class Controls:
                     "controls do not show what happened to its gradient after the backward"
                 )
             return {}
-        roles = {role for plan in plans for role in plan.roles} & view.tensors.keys()
+        wanted = dict.fromkeys(role for plan in plans for role in plan.roles)
+        roles = [role for role in wanted if role in view.tensors]
         pairs = {r: (x := view.tensors[r].float(), again.get(r, x * 0).float()) for r in roles}
         factor = _factor(pairs.values())
         left = {role: x / factor - y for role, (x, y) in pairs.items()}
         whole = sum(float(x.square().sum()) for x, _ in pairs.values()) / factor**2
         rest = sum(float(one.square().sum()) for one in left.values())
         share = min(1.0, math.sqrt(rest / whole)) if factor > 0 < whole else 1.0
+        share = 0.0 if share <= ROUNDING else share
         if any(bool(x.any()) for x, _ in pairs.values()):
             look.unexplained = (
                 share if math.isnan(look.unexplained) else max(share, look.unexplained)
             )
-        return left if ROUNDING < share < 1 else {}
+        return left if 0 < share < 1 else {}
 
     def _doubt(self, look: Look, plans: Sequence[Plan]) -> None:
         """Let no low number of a look count, since its words may be those of another step."""

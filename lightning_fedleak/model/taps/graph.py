@@ -728,6 +728,7 @@ def plain_call(
     anatomy: Anatomy,
     batch: TokenBatch,
     autocast: torch.dtype | None,
+    random: tuple[Tensor, ...] = (),
     *,
     trained_elsewhere: bool = False,
 ) -> ReadCall:
@@ -737,6 +738,7 @@ def plain_call(
         anatomy: of the model.
         batch: its ids and labels.
         autocast: dtype that the step computes in; None without.
+        random: the random states that the step began with; empty where they are not known.
         trained_elsewhere: the step was another model's, all of whose modules were in training mode.
     """
     arguments: dict[str, object] = {"input_ids": batch.input_ids}
@@ -745,7 +747,9 @@ def plain_call(
             arguments[name] = value
     modules = anatomy.root.modules()
     training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
-    call = GraphCall(anatomy.model, arguments, batch.input_ids, [], training, autocast)
+    call = GraphCall(
+        anatomy.model, arguments, batch.input_ids, [], training, autocast, random=random
+    )
     if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
         return ReadCall(call, None, batch)
     labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")

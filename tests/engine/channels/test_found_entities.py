@@ -71,7 +71,7 @@ def test_the_recall_of_words_is_of_the_types_with_letters_in_values(tmp_path: Pa
     assert watch.latest["leakage/bag_of_words/entity/email/recall"] == pytest.approx(share)
     (line,) = lines_of(tmp_path, "bag_of_words/entity/email")
     assert line["n"] == len(ids)
-    assert {*line["metrics"]} == {"recall", "recall_of_control"}
+    assert {*line["metrics"]} == {"recall", "recall_of_control", "unexplained"}
     assert line["metrics"]["recall_of_control"]["value"] is not None
     assert events
     # A number of digits has no word of its own: that is no 0.

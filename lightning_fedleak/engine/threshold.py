@@ -20,6 +20,7 @@ from lightning_fedleak.engine.gates import (
     defenses_to_harden,
     is_worst,
     judge_worst,
+    may_be_read_later,
     why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
@@ -218,11 +219,10 @@ class Threshold:
             )
 
     def _check_read(self, engine: Engine) -> None:
-        """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
+        """Refuse a metric that no attack can read; warn where one can once more is trained."""
         if self.on_weights:
             self._check_private(engine)
-        why = why_unread(engine, self.metric)
-        if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
+        if (why := why_unread(engine, self.metric)) is None:
             return
         mend = "list an attack that reads it (attacks='auto' takes all that do)"
         channel = engine.results.channel_of(self.metric)
@@ -231,9 +231,15 @@ class Threshold:
             mend = "change that"
         elif worst in engine.metric_names() and why_unread(engine, worst) is None:
             mend = f"watch '{worst}'"
-        raise ValueError(
-            f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}, or leave this gate out"
-        )
+        start = f"{self._subject}: {why}. That is 'unknown', not 'safe'"
+        if may_be_read_later(engine, self.metric):
+            counts = "a breach" if self.strict else "no breach"
+            assert engine.report is not None
+            engine.report.warn_once(
+                f"{start}, and {counts}, until what it reads is trained: {mend}"
+            )
+        elif self.strict or is_worst(self.metric):
+            raise ValueError(f"{start}: {mend}, or leave this gate out")
 
     def _check_private(self, engine: Engine) -> None:
         """Refuse to act on private texts under DP, and a metric that cannot become known."""
@@ -295,7 +301,7 @@ class Threshold:
         """Return the watched value at the newest look; None where there is none yet."""
         new = engine.results.look_values
         values = engine.results.latest
-        if self.strict and (why := why_unread(engine, self.metric)) is not None:
+        if (why := why_unread(engine, self.metric)) is not None:
             return self._event(math.nan, why=why)
         if self.on_weights:
             return self._read_interval(new)

@@ -27,7 +27,7 @@ HIDDEN = -5e3
 """Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
-ADAPTER = " For anything else pass batch_adapter=, a function from your batch to a TokenBatch."
+ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
 """What ends the message of an unknown form, for those who take an adapter."""
 
 
@@ -113,7 +113,7 @@ class TokenBatch:
         if self.labels is None and self.kind != "causal":
             raise BatchError(
                 f"the batch of a {self.kind} model has no labels, so that the tokens its loss is "
-                "computed on are unknown. Give 'labels' in the batch, or pass batch_adapter=."
+                "computed on are unknown. Give 'labels', or settings= a batch_adapter=."
             )
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
@@ -461,9 +461,13 @@ def other_fields(batch: Any) -> tuple[str, ...]:
     return tuple(sorted(_key(name) for name, v in items if v is not None and name not in standard))
 
 
-def adapter_to_copy(batch: object, kind: Kind) -> str:
-    """Return the code of a ``batch_adapter`` to fill in, with the batch's form in a comment."""
+def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
+    """Return the code of a ``batch_adapter`` to fill in, for the class that is to take it.
+
+    The batch's form is in a comment.
+    """
     return f"""
+    from lightning_fedleak.engine import WatchSettings
     from lightning_fedleak.model.batches import TokenBatch
 
     def batch_adapter(batch):  # {_describe(batch)}
@@ -474,7 +478,7 @@ def adapter_to_copy(batch: object, kind: Kind) -> str:
             kind="{kind}",
         )
 
-    LeakageMonitor(..., batch_adapter=batch_adapter)
+    settings = WatchSettings(batch_adapter=batch_adapter)  # for {watcher}(..., settings=settings)
 """
 
 

@@ -122,7 +122,8 @@ class Cadence:
         if steps is None:
             if n is not None:
                 return "looks at every step" if n == 1 else f"looks at one step in {n}"
-            few = f"steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks"
+            first = self.next_step + 1
+            few = f"steps {first}, {2 * first}, {4 * first}, ... for {CURVE_SECONDS:g} s of looks"
             return f"looks at {few if self.is_curve else 'the first step'}, and then in {share}"
         own = f"{steps - self.next_step:,} steps"
         if n is not None:
@@ -134,11 +135,12 @@ class Cadence:
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
         looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
-        last = f"of {own}{' or more' * (looks < even)}, the last among them"
-        if not look_seconds:
-            limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s"
-            return f"looks at {looks} {last}; at fewer if they take more than {limit}"
-        return f"looks at {looks} {last}; a look takes about {look_seconds:.2g} s"
+        price = f"; a look takes about {look_seconds:.2g} s" if look_seconds else ""
+        return (
+            f"looks at {looks} of {own}, the last among them; at more as {share} pays for them, at "
+            f"fewer if they take more than {CURVE_SHARE:.0%} of the training or "
+            f"{CURVE_SECONDS:g} s{price}"
+        )
 
 
 class Phase(Enum):

@@ -64,6 +64,8 @@ class TokenBatch:
             them; None: those that predict a label.
         soft_labels: whether the loss has targets that are no single labels, as in distillation, so
             that the labels are not all that there are.
+        reached: (B, L) bool, the ids that any term of the loss depends on, as the graph of a step
+            shows them: a router's too, which reaches words behind the last label. None: not seen.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -79,6 +81,7 @@ class TokenBatch:
     preferences: bool = False
     live: Tensor | None = None
     soft_labels: bool = False
+    reached: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
@@ -124,9 +127,9 @@ class TokenBatch:
         return targets[targets != IGNORE_INDEX].long()
 
     def context_ids(self, *, one_way: bool = False) -> Tensor:
-        """Return the ids that are read and that a label depends on, (n,) int64, with repeats.
+        """Return the ids that are read and that the loss depends on, (n,) int64, with repeats.
 
-        Padding is among them if the loss counts its prediction. The ids that the decoder of an
+        Padding is among them if a term of the loss reaches it. The ids that the decoder of an
         encoder-decoder reads come last, without the start and pad tokens that ``shift_right``
         inserts. On CUDA this waits for the device.
 
@@ -134,11 +137,12 @@ class TokenBatch:
             one_way: see :meth:`context_mask`.
         """
         ids, labels = self.input_ids, self.labels
-        context = self.context_mask(one_way=one_way)
+        context, reached = self.context_mask(one_way=one_way), self.reached
         aligned = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
-        if labels is not None and aligned and self.kind != "seq2seq":
-            counted = labels != IGNORE_INDEX
-            context = context | self._predicting(counted)
+        if reached is None and labels is not None and aligned and self.kind != "seq2seq":
+            reached = self._predicting(labels != IGNORE_INDEX)
+        if reached is not None:
+            context = context | reached.to(context.device)
         context_ids = ids[context].long()
         if self.kind != "seq2seq" or labels is None:
             return context_ids
@@ -147,11 +151,11 @@ class TokenBatch:
         return torch.cat([context_ids, decoder_ids.to(context_ids.device)])
 
     def context_mask(self, *, one_way: bool = False) -> Tensor:
-        """Return (B, L) bool, which of the ``input_ids`` a label depends on.
+        """Return (B, L) bool, which of the ``input_ids`` the loss depends on, without padding.
 
         A causal text's last token predicts nothing, so that no layer's gradient depends on it and
         it leaks as a label only. The same holds for the last token whose label counts and all that
-        follow it, and for a text without a label.
+        follow it, and for a text without a label, as far as no other term of the loss reaches them.
 
         Args:
             one_way: whether a classifier's tokens attend to no later ones. If each token has a
@@ -160,10 +164,13 @@ class TokenBatch:
         mask, labels, ids = self.attention_mask, self.labels, self.input_ids
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         counted = real if labels is None else (labels != IGNORE_INDEX).to(real.device)
-        if counted.shape != real.shape or self.kind == "seq2seq":
+        if self.reached is not None:
+            counted = self.reached.to(real.device)
+        elif counted.shape != real.shape or self.kind == "seq2seq":
             some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
             return real & some[:, None]
-        counted = self._predicting(counted)
+        else:
+            counted = self._predicting(counted)
         # The last column of each document that predicts a label; -1 where none does.
         columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
         numbers = self.documents if self.documents is not None and not self.crossing else None
@@ -259,6 +266,7 @@ class TokenBatch:
             preferences=self.preferences,
             live=None if self.live is None else self.per_document(self.live),
             soft_labels=self.soft_labels,
+            reached=None if self.reached is None else self.per_document(self.reached),
         )
 
     def per_document(self, values: Tensor, fill: int = 0) -> Tensor:

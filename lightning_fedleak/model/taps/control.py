@@ -157,7 +157,7 @@ def _draw_call(
         by_word = grid[placed.text, placed.place + shift]
         sizes = torch.where((sizes != 0) & (by_word != 0), by_word, sizes)
     words = words.masked_fill(~counted, IGNORE_INDEX)
-    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False)
+    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False, reached=None)
     return replace(read, batch=batch), sizes
 
 

@@ -153,7 +153,8 @@ class GraphCall:
         training: the modules of the model that were in train mode.
         autocast: dtype that autocast computed in; None without.
         text_logits: the model's logits have a row for each text.
-        reached: (B, L) bool, the ids whose embedding got a gradient; None where it needs none.
+        reached: (B, L) bool, the ids whose embedding got a gradient; of a causal model those whose
+            states behind the first block did, which a frozen embedding leaves. None: none of both.
     """
 
     module: nn.Module | None
@@ -207,6 +208,8 @@ class GraphTap:
             self._handles += [before, after]
         self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
         self._handles.append(anatomy.head.register_forward_hook(self._head))
+        for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
+            self._handles.append(block.register_forward_hook(self._first_block))
 
     def close(self) -> None:
         """Remove the hooks, and forget the calls."""
@@ -280,6 +283,15 @@ class GraphTap:
                 output.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
 
     @raised_when_read
+    def _first_block(self, layer: nn.Module, args: object, output: object) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if model_runs.is_observed() or not self._depth or not isinstance(states, Tensor):
+            return
+        ids = self._calls[-1].ids if self._calls else None
+        if states.requires_grad and ids is not None and states.shape[:-1] == ids.shape:
+            states.register_hook(partial(self._read_reach, self._calls[-1]))  # type: ignore[no-untyped-call]
+
+    @raised_when_read
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
         if model_runs.is_observed() or not self._calls or not isinstance(output, Tensor):
             return
@@ -298,7 +310,8 @@ class GraphTap:
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
-        call.reached = (gradient != 0).any(-1)
+        reached = (gradient != 0).any(-1)
+        call.reached = reached if call.reached is None else call.reached | reached
 
 
 # ---- as batches --------------------------------------------------------------------------------
@@ -369,6 +382,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
         labels = None if read is None else read.labels
     if kind == "classifier":
         padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
+        padding = replace(padding, reached=call.reached)
         return ReadCall(call, *_classified(call, padding, labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
@@ -380,7 +394,8 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     batch = read_batch(_padding_of(call, ids, kind, read), kind)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
-    batch = replace(batch, preferences=bool((rows.sizes < 0).any()), soft_labels=bool(soft.any()))
+    signs, soft_labels = bool((rows.sizes < 0).any()), bool(soft.any())
+    batch = replace(batch, preferences=signs, soft_labels=soft_labels, reached=call.reached)
     if kind == "seq2seq":
         if batch.soft_labels:
             raise BatchError("the targets of the decoder are no single labels, as in distillation")
@@ -509,6 +524,7 @@ def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
         attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
         position_ids=positions,
         documents=None if documents is None else torch.cat([documents, documents[:, -1:]], 1),
+        reached=None if batch.reached is None else functional.pad(batch.reached, (0, 1)),
     )
 
 

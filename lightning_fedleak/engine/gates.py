@@ -237,15 +237,6 @@ def why_unread(engine: Engine, name: str) -> str | None:
     return lineup.unread_family(channel.family)
 
 
-def may_be_read_later(engine: Engine, name: str) -> bool:
-    """Return whether an attack of a logged value could read it if more parameters were trained."""
-    root, channel = name.rpartition("/")[0], engine.results.channel_of(name)
-    attack = next((s.attack for s in engine.series if s.log_name == root), None)
-    return channel is not None and any(
-        not channel.at_weights and attack in (None, one.name) for one in channel.attacks
-    )
-
-
 def judge_worst(
     engine: Engine, values: Mapping[str, float], at_most: float
 ) -> dict[str, Judgement]:

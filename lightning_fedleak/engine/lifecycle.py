@@ -282,7 +282,7 @@ class Engine(StepEngine):
         elif run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
             kept = ", and at those that are kept as evidence" * (self.keeper is not None)
-            rank_zero_info(f"{run.watcher}: {looks}{kept}")
+            rank_zero_info(f"{run.watcher}: {looks}{kept}; attacks that wait are tried in between")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)

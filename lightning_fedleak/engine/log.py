@@ -361,18 +361,16 @@ class Report:
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
                 then = "" if outcome.unknown.startswith("training ended") else goes_on
-                counts = "; monitor/failures counts them" * outcome.applies
+                then += "; monitor/failures counts it" * outcome.applies
                 self.warn_once(
                     f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
-                    f"is unknown, not 0{then}. (Said once for each reason{counts}.)",
+                    f"is unknown, not 0{then}. (Said once for each reason.)",
                     series.name + outcome.unknown,
                 )
             elif outcome.pending is not None and series not in self._waiting:
                 self._waiting.add(series)
-                again = ". It is tried again in the next step" * outcome.soon
                 rank_zero_info(
-                    f"{self._watcher}: '{series.name}' has no result {when} yet: "
-                    f"{outcome.pending}{again}"
+                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
                 )
         self._write_lines(look, outcomes)
         self.log(values, look.step)

@@ -20,7 +20,6 @@ from lightning_fedleak.engine.gates import (
     defenses_to_harden,
     is_worst,
     judge_worst,
-    may_be_read_later,
     why_unread,
 )
 from lightning_fedleak.engine.lifecycle import Engine
@@ -226,18 +225,18 @@ class Threshold:
             return
         mend = "list an attack that reads it (attacks='auto' takes all that do)"
         channel = engine.results.channel_of(self.metric)
-        worst = "" if channel is None else f"{WORST}/{channel.family}"
+        assert channel is not None  # else there is no reason
+        root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
+        watched = {one.attack for one in engine.series if one.log_name == root}
         if self.on_weights:  # the reason names the argument
             mend = "change that"
         elif worst in engine.metric_names() and why_unread(engine, worst) is None:
             mend = f"watch '{worst}'"
         start = f"{self._subject}: {why}. That is 'unknown', not 'safe'"
-        if may_be_read_later(engine, self.metric):
+        later = any(a.name in (watched or {a.name}) for a in channel.attacks)
+        if later and not self.on_weights and engine.report is not None:
             counts = "a breach" if self.strict else "no breach"
-            assert engine.report is not None
-            engine.report.warn_once(
-                f"{start}, and {counts}, until what it reads is trained: {mend}"
-            )
+            engine.report.warn_once(f"{start}, {counts} until what it reads is trained: {mend}")
         elif self.strict or is_worst(self.metric):
             raise ValueError(f"{start}: {mend}, or leave this gate out")
 

@@ -64,8 +64,7 @@ class TokenBatch:
             them; None: those that predict a label.
         soft_labels: whether the loss has targets that are no single labels, as in distillation, so
             that the labels are not all that there are.
-        reached: (B, L) bool, the ids that any term of the loss depends on, as the graph of a step
-            shows them: a router's too, which reaches words behind the last label. None: not seen.
+        reached: (B, L) bool, the ids that any term of the loss depends on; None: it is not known.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -129,20 +128,17 @@ class TokenBatch:
     def context_ids(self, *, one_way: bool = False) -> Tensor:
         """Return the ids that are read and that the loss depends on, (n,) int64, with repeats.
 
-        Padding is among them if a term of the loss reaches it. The ids that the decoder of an
-        encoder-decoder reads come last, without the start and pad tokens that ``shift_right``
-        inserts. On CUDA this waits for the device.
+        Padding is among them if a term of the loss reaches it. The ids that a decoder reads beside
+        an encoder come last, without those that it starts with. On CUDA this waits for the device.
 
         Args:
             one_way: see :meth:`context_mask`.
         """
         ids, labels = self.input_ids, self.labels
-        context, reached = self.context_mask(one_way=one_way), self.reached
+        context = self.context_mask(one_way=one_way)
         aligned = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
-        if reached is None and labels is not None and aligned and self.kind != "seq2seq":
-            reached = self._predicting(labels != IGNORE_INDEX)
-        if reached is not None:
-            context = context | reached.to(context.device)
+        if self.reached is not None or (aligned and self.kind != "seq2seq"):
+            context |= self._predicting(context if labels is None else labels != IGNORE_INDEX)
         context_ids = ids[context].long()
         if self.kind != "seq2seq" or labels is None:
             return context_ids
@@ -164,13 +160,9 @@ class TokenBatch:
         mask, labels, ids = self.attention_mask, self.labels, self.input_ids
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         counted = real if labels is None else (labels != IGNORE_INDEX).to(real.device)
-        if self.reached is not None:
-            counted = self.reached.to(real.device)
-        elif counted.shape != real.shape or self.kind == "seq2seq":
-            some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
-            return real & some[:, None]
-        else:
-            counted = self._predicting(counted)
+        if self.reached is None and (counted.shape != real.shape or self.kind == "seq2seq"):
+            return real & (counted.flatten(1).any(1) if counted.dim() > 1 else counted)[:, None]
+        counted = self._predicting(counted)
         # The last column of each document that predicts a label; -1 where none does.
         columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
         numbers = self.documents if self.documents is not None and not self.crossing else None
@@ -183,8 +175,8 @@ class TokenBatch:
 
     def _predicting(self, counted: Tensor) -> Tensor:
         """Return (B, L) the positions that predict a label of ``counted``, or have a gradient."""
-        if self.live is not None:
-            return self.live.to(counted.device)
+        if (seen := self.live if self.reached is None else self.reached) is not None:
+            return seen.to(counted.device)
         return _preceding(counted) if self.kind == "causal" else counted
 
     def _number_documents(self) -> None:
@@ -470,10 +462,7 @@ def other_fields(batch: Any) -> tuple[str, ...]:
 
 
 def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
-    """Return the code of a ``batch_adapter`` to fill in, for the class that is to take it.
-
-    The batch's form is in a comment.
-    """
+    """Return the code of a ``batch_adapter`` to fill in, with the batch's form, for a watcher."""
     return f"""
     from lightning_fedleak.engine import WatchSettings
     from lightning_fedleak.model.batches import TokenBatch
@@ -485,7 +474,6 @@ def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
             attention_mask=...,  # (B, L), 0 where padded; or None
             kind="{kind}",
         )
-
     settings = WatchSettings(batch_adapter=batch_adapter)  # for {watcher}(..., settings=settings)
 """
 

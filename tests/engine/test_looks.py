@@ -184,7 +184,7 @@ def test_what_never_came_is_no_look_at_a_step(
     with caplog.at_level("INFO"), pytest.warns(UserWarning, match="training ended before"):
         watch = watched(tmp_path, Late(), n=4)
     assert watch.looks == 2  # the second one is unknown, behind the only step
-    assert "it waits. It is tried again in the next step" in caplog.text
+    assert "; attacks that wait are tried in between" in caplog.text
     assert "looked at 1 of 1 steps" in caplog.text
     [fit] = findings(read([watch.folder])).runs
     assert (fit.looked_at, fit.length) == (1, 1)

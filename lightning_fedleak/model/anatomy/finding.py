@@ -274,12 +274,10 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         models = outermost(inner or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
-        trained = (n for n, m in models if any(p.requires_grad for p in m.parameters()))
-        one = next(trained, models[0][0])
+        one, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
         raise AnatomyError(
-            f"{type(root).__name__} holds {len(models)} language models: {names}. Name the one "
-            f"that is trained on the private text, '{one}' say: settings=WatchSettings(anatomy="
-            f"{{'model': '{one}'}}), or find_anatomy(module, model='{one}')."
+            f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "
+            f"one: settings=WatchSettings(anatomy={{'model': '{one}'}}); find_anatomy: model='{one}'."
         )
     return models[0][1] if models else None
 

@@ -153,8 +153,7 @@ class GraphCall:
         training: the modules of the model that were in train mode.
         autocast: dtype that autocast computed in; None without.
         text_logits: the model's logits have a row for each text.
-        reached: (B, L) bool, the ids whose embedding got a gradient; of a causal model those whose
-            states behind the first block did, which a frozen embedding leaves. None: none of both.
+        reached: (B, L) bool, where the embedding, or a causal model's first block, got a gradient.
     """
 
     module: nn.Module | None
@@ -277,19 +276,20 @@ class GraphTap:
         if not self._depth:
             self._begin(None, {"input_ids": ids})
         if self._calls and self._calls[-1].ids is None:
-            call = self._calls[-1]
-            call.ids = ids
-            if isinstance(output, Tensor) and output.requires_grad and output.dim() == 3:
-                output.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
+            self._calls[-1].ids = ids
+            self._watch_reach(output)
 
     @raised_when_read
     def _first_block(self, layer: nn.Module, args: object, output: object) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        if model_runs.is_observed() or not self._depth or not isinstance(states, Tensor):
+        if self._depth and self._calls and not model_runs.is_observed():
+            self._watch_reach(output[0] if isinstance(output, tuple) else output)
+
+    def _watch_reach(self, states: object) -> None:
+        call = self._calls[-1]
+        if call.ids is None or not isinstance(states, Tensor):
             return
-        ids = self._calls[-1].ids if self._calls else None
-        if states.requires_grad and ids is not None and states.shape[:-1] == ids.shape:
-            states.register_hook(partial(self._read_reach, self._calls[-1]))  # type: ignore[no-untyped-call]
+        if states.requires_grad and states.shape[:-1] == call.ids.shape:
+            states.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
 
     @raised_when_read
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
@@ -310,8 +310,7 @@ class GraphTap:
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
-        reached = (gradient != 0).any(-1)
-        call.reached = reached if call.reached is None else call.reached | reached
+        call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
 # ---- as batches --------------------------------------------------------------------------------
@@ -381,9 +380,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
-        padding = replace(padding, reached=call.reached)
-        return ReadCall(call, *_classified(call, padding, labels))
+        return ReadCall(call, *_classified(call, _inputs_of(call, ids, "causal", read), labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
     shift = int(kind == "causal")
@@ -391,11 +388,10 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.unsure
-    batch = read_batch(_padding_of(call, ids, kind, read), kind)
+    batch = _inputs_of(call, ids, kind, read)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
-    signs, soft_labels = bool((rows.sizes < 0).any()), bool(soft.any())
-    batch = replace(batch, preferences=signs, soft_labels=soft_labels, reached=call.reached)
+    batch = replace(batch, preferences=bool((rows.sizes < 0).any()), soft_labels=bool(soft.any()))
     if kind == "seq2seq":
         if batch.soft_labels:
             raise BatchError("the targets of the decoder are no single labels, as in distillation")
@@ -484,10 +480,8 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def _padding_of(
-    call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None
-) -> dict[str, object]:
-    """Return the arguments of a call that say what is padded, and where documents begin.
+def _inputs_of(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+    """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
 
     Where the model's parts were called in place of its forward, the batch says it. Where nothing
     does, ids that no label depends on are padding; a causal text's last id is such a one too.
@@ -505,7 +499,8 @@ def _padding_of(
     ):
         arguments["attention_mask"] = None if kind == "causal" else call.reached
     labels = None if kind == "causal" else torch.full_like(ids, IGNORE_INDEX)
-    return {**arguments, "input_ids": ids, "labels": labels}
+    batch = read_batch({**arguments, "input_ids": ids, "labels": labels}, kind)
+    return replace(batch, reached=call.reached)
 
 
 def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:

@@ -300,7 +300,7 @@ class Threshold:
         """Return the watched value at the newest look; None where there is none yet."""
         new = engine.results.look_values
         values = engine.results.latest
-        if (why := why_unread(engine, self.metric)) is not None:
+        if self.strict and (why := why_unread(engine, self.metric)) is not None:
             return self._event(math.nan, why=why)
         if self.on_weights:
             return self._read_interval(new)

@@ -277,7 +277,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         one, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
         raise AnatomyError(
             f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "
-            f"one: settings=WatchSettings(anatomy={{'model': '{one}'}}); find_anatomy: model='{one}'."
+            f"one: settings=WatchSettings(anatomy={{'model': '{one}'}}); or model='{one}' itself."
         )
     return models[0][1] if models else None
 

@@ -402,6 +402,9 @@ def test_two_language_models_are_refused_by_name() -> None:
     root = Distillation()
     with pytest.raises(AnatomyError, match=r"'teacher' \(Llama.*'student' \(GPT2.*model='teacher'"):
         find_anatomy(root)
+    root.teacher.requires_grad_(False)
+    with pytest.raises(AnatomyError, match=r"WatchSettings\(anatomy=\{'model': 'student'\}\)"):
+        find_anatomy(root)
     found = find_anatomy(root, model="student")
     assert found.model is root.student
     assert found.head_name == "student.lm_head"

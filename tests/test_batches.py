@@ -467,13 +467,15 @@ class Texts:
 
 def adapted(batch: object, given: object, **code: str) -> TokenBatch:
     """What the adapter that is shown for a batch makes of one, with its fields filled in."""
-    adapter = textwrap.dedent(adapter_to_copy(batch, "causal"))
+    adapter = textwrap.dedent(adapter_to_copy(batch, "causal", "Watch"))
     for name in ("input_ids", "labels", "attention_mask"):
         adapter = adapter.replace(f"{name}=...", f"{name}={code.get(name)}")
-    assert "..." not in adapter.split("return ")[1].split("LeakageMonitor")[0]
-    shown: dict[str, object] = {"LeakageMonitor": lambda *_, **__: None}
+    code, comment = adapter.split("  # for ")
+    assert "..." not in code.split("return ")[1]
+    assert comment.strip() == "Watch(..., settings=settings)"
+    shown: dict[str, Any] = {}
     exec(adapter, shown)
-    result = shown["batch_adapter"](given)  # type: ignore[operator]
+    result = shown["settings"].batch_adapter(given)
     assert isinstance(result, TokenBatch)
     return result
 

@@ -42,11 +42,11 @@ class RiskGate(Threshold, EitherCallback):
 
     **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
     attack is unknown, what the others read at least counts as the value if it is a breach by
-    itself. A run in which no attack of the family is played is refused before it trains.
+    itself. A run in which no attack of the family can ever be played is refused before it trains.
 
     **A surface that is not shared** reads 0. That says nothing about what is shared instead. Where
-    no attack of the same family reads any of it, a strict gate refuses the run before it trains. It
-    treats the value as unknown where that happens during the run (a layer that is frozen).
+    no attack of the same family reads any of it, the value is unknown until one does: layers may be
+    frozen and unfrozen during the run.
 
     An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience``. A fit in
     which a strict gate never had a result ends as *unknown*: the gate acts then, whatever

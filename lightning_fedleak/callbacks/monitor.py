@@ -44,7 +44,8 @@ class LeakageMonitor(EitherCallback, Reported):
 
     Training is not disturbed: parameters, optimizer state, logged losses and random numbers are
     bit-identical to the run without the monitor. An attack that fails is counted in
-    ``monitor/failures`` and its metrics read NaN (*unknown*), never 0.
+    ``monitor/failures`` and its metrics read NaN (*unknown*), never 0. One whose method is not made
+    for what was shared, or for as many words, is unknown too, and no failure.
 
     Examples:
         >>> import lightning as L
@@ -157,7 +158,7 @@ class LeakageMonitor(EitherCallback, Reported):
 
     @property
     def failures(self) -> int:
-        """Results that are unknown."""
+        """Results that are unknown, but for those of methods that are not made for them."""
         return self.engine.results.failures
 
     @property

@@ -110,8 +110,8 @@ class _StepTruth:
         except Exception as error:
             self._unreadable = error
             if self._adapter is None and batch is not None:
-                kind = self._run.anatomy.kind
-                self._unreadable = BatchError(f"{error}\n{adapter_to_copy(batch, kind)}")
+                code = adapter_to_copy(batch, self._run.anatomy.kind, self._run.watcher)
+                self._unreadable = BatchError(f"{error}\n{code}")
         self._refuse_anywhere(
             needed=self._why_not is not None or batch is None or self._adapter is not None
         )

@@ -281,7 +281,8 @@ class Engine(StepEngine):
             cadence.next_step = sys.maxsize  # the kept step alone is looked at
         elif run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
-            rank_zero_info(f"{run.watcher}: {looks}")
+            kept = ", and at those that are kept as evidence" * (self.keeper is not None)
+            rank_zero_info(f"{run.watcher}: {looks}{kept}; attacks that wait are tried in between")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)

@@ -344,7 +344,7 @@ class Report:
             values: by log name.
             utility: the user's metrics, by name.
             defenses: those that account for what they release.
-            failures: results that were unknown so far.
+            failures: results so far that are unknown, where the attack is made for what was shared.
             client: whose round it was; what the defences have spent is written beside it.
         """
         if client is not None:
@@ -361,10 +361,10 @@ class Report:
         for series, outcome in outcomes.items():
             if outcome.unknown is not None:
                 then = "" if outcome.unknown.startswith("training ended") else goes_on
+                then += "; monitor/failures counts it" * outcome.applies
                 self.warn_once(
                     f"'{series.name}' gave no result {when}: {outcome.unknown}. Its leakage there "
-                    f"is unknown, not 0{then}. (Said once for each reason; monitor/failures "
-                    "counts them.)",
+                    f"is unknown, not 0{then}. (Said once for each reason.)",
                     series.name + outcome.unknown,
                 )
             elif outcome.pending is not None and series not in self._waiting:
@@ -380,7 +380,8 @@ class Report:
             self.leave_boards(error)
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
-        self._looked_at.add(look.step)
+        if look.next_look is not None:  # at a step, and not at the weights or the end of the run
+            self._looked_at.add(look.step)
         self._seconds += look.seconds
         self._seconds_of.update(seconds_of)
         if self.record is not None:

@@ -46,7 +46,8 @@ class Results:
         look_values: the values of the newest look alone, by log name.
         controls: the newest control of each series.
         looks: looks finished.
-        failures: results that are unknown.
+        failures: results that are unknown, but for those of methods that are not made for what was
+            shared, or for as much as it holds.
         last_step: optimizer step of the newest values.
         deferrals: steps in a row that were to be looked at and shared nothing.
     """
@@ -269,7 +270,7 @@ class Results:
             )
             values |= _worst(family, headline, members, shared, complete, of_look=False)
             now |= _worst(family, headline, members, shared, complete, of_look=True)
-        self.failures += sum(outcome.unknown is not None for outcome in counted.values())
+        self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
         again = [o.control.unexplained for o in outcomes.values() if o.control is not None]
         if known := [share for share in again if not math.isnan(share)]:
             values[UNEXPLAINED] = max(known)

@@ -122,7 +122,8 @@ class Cadence:
         if steps is None:
             if n is not None:
                 return "looks at every step" if n == 1 else f"looks at one step in {n}"
-            few = f"steps 1, 2, 4, 8, ... for {CURVE_SECONDS:g} s of looks"
+            n = self.next_step + 1
+            few = f"steps {n}, {2 * n}, {4 * n}, ... for {CURVE_SECONDS:g} s of looks"
             return f"looks at {few if self.is_curve else 'the first step'}, and then in {share}"
         own = f"{steps - self.next_step:,} steps"
         if n is not None:
@@ -134,11 +135,10 @@ class Cadence:
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
         looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
-        last = f"of {own}{' or more' * (looks < even)}, the last among them"
-        if not look_seconds:
-            limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s"
-            return f"looks at {looks} {last}; at fewer if they take more than {limit}"
-        return f"looks at {looks} {last}; a look takes about {look_seconds:.2g} s"
+        price = f"; a look takes about {look_seconds:.2g} s" if look_seconds else ""
+        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s{price}"
+        certain = f"{looks} of {own}, the last among them; at more as {share} pays for them"
+        return f"looks at {certain}, at fewer if they take more than {limit}"
 
 
 class Phase(Enum):

@@ -218,22 +218,27 @@ class Threshold:
             )
 
     def _check_read(self, engine: Engine) -> None:
-        """Refuse a metric that reads nothing of this run, unless hardening may cause that later."""
+        """Refuse a metric that no attack can read; warn where one can once more is trained."""
         if self.on_weights:
             self._check_private(engine)
-        why = why_unread(engine, self.metric)
-        if why is None or self.action == "harden" or not (self.strict or is_worst(self.metric)):
+        if (why := why_unread(engine, self.metric)) is None:
             return
         mend = "list an attack that reads it (attacks='auto' takes all that do)"
         channel = engine.results.channel_of(self.metric)
-        worst = "" if channel is None else f"{WORST}/{channel.family}"
+        assert channel is not None  # else there is no reason
+        root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
+        watched = {one.attack for one in engine.series if one.log_name == root}
         if self.on_weights:  # the reason names the argument
             mend = "change that"
         elif worst in engine.metric_names() and why_unread(engine, worst) is None:
             mend = f"watch '{worst}'"
-        raise ValueError(
-            f"{self._subject}: {why}. That is 'unknown', not 'safe': {mend}, or leave this gate out"
-        )
+        start = f"{self._subject}: {why}. That is 'unknown', not 'safe'"
+        later = any(a.name in (watched or {a.name}) for a in channel.attacks)
+        if later and not self.on_weights and engine.report is not None:
+            counts = "a breach" if self.strict else "no breach"
+            engine.report.warn_once(f"{start}, {counts} until what it reads is trained: {mend}")
+        elif self.strict or is_worst(self.metric):
+            raise ValueError(f"{start}: {mend}, or leave this gate out")
 
     def _check_private(self, engine: Engine) -> None:
         """Refuse to act on private texts under DP, and a metric that cannot become known."""

@@ -27,7 +27,7 @@ HIDDEN = -5e3
 """Largest score of an additive attention mask that hides: libraries write -10,000 or less."""
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 _OTHER_LABELS = ("label", "target", "targets", "y", "lm_labels", "decoder_input_ids")
-ADAPTER = " For anything else pass batch_adapter=, a function from your batch to a TokenBatch."
+ADAPTER = " Else give settings= a batch_adapter=, a function from your batch to a TokenBatch."
 """What ends the message of an unknown form, for those who take an adapter."""
 
 
@@ -64,6 +64,7 @@ class TokenBatch:
             them; None: those that predict a label.
         soft_labels: whether the loss has targets that are no single labels, as in distillation, so
             that the labels are not all that there are.
+        reached: (B, L) bool, the ids that any term of the loss depends on; None: it is not known.
 
     Raises:
         BatchError: the tensors do not have these shapes and dtypes.
@@ -79,6 +80,7 @@ class TokenBatch:
     preferences: bool = False
     live: Tensor | None = None
     soft_labels: bool = False
+    reached: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids, labels, mask = self.input_ids, self.labels, self.attention_mask
@@ -113,7 +115,7 @@ class TokenBatch:
         if self.labels is None and self.kind != "causal":
             raise BatchError(
                 f"the batch of a {self.kind} model has no labels, so that the tokens its loss is "
-                "computed on are unknown. Give 'labels' in the batch, or pass batch_adapter=."
+                "computed on are unknown. Give 'labels', or settings= a batch_adapter=."
             )
         if self.labels is None:
             return _unmasked(self.input_ids, self.attention_mask, start=1)
@@ -124,11 +126,10 @@ class TokenBatch:
         return targets[targets != IGNORE_INDEX].long()
 
     def context_ids(self, *, one_way: bool = False) -> Tensor:
-        """Return the ids that are read and that a label depends on, (n,) int64, with repeats.
+        """Return the ids that are read and that the loss depends on, (n,) int64, with repeats.
 
-        Padding is among them if the loss counts its prediction. The ids that the decoder of an
-        encoder-decoder reads come last, without the start and pad tokens that ``shift_right``
-        inserts. On CUDA this waits for the device.
+        Padding is among them if a term of the loss reaches it. The ids that a decoder reads beside
+        an encoder come last, without those that it starts with. On CUDA this waits for the device.
 
         Args:
             one_way: see :meth:`context_mask`.
@@ -136,9 +137,8 @@ class TokenBatch:
         ids, labels = self.input_ids, self.labels
         context = self.context_mask(one_way=one_way)
         aligned = labels is not None and labels.shape == ids.shape and _holds_ids(labels)
-        if labels is not None and aligned and self.kind != "seq2seq":
-            counted = labels != IGNORE_INDEX
-            context = context | self._predicting(counted)
+        if self.reached is not None or (aligned and self.kind != "seq2seq"):
+            context |= self._predicting(context if labels is None else labels != IGNORE_INDEX)
         context_ids = ids[context].long()
         if self.kind != "seq2seq" or labels is None:
             return context_ids
@@ -147,11 +147,11 @@ class TokenBatch:
         return torch.cat([context_ids, decoder_ids.to(context_ids.device)])
 
     def context_mask(self, *, one_way: bool = False) -> Tensor:
-        """Return (B, L) bool, which of the ``input_ids`` a label depends on.
+        """Return (B, L) bool, which of the ``input_ids`` the loss depends on, without padding.
 
         A causal text's last token predicts nothing, so that no layer's gradient depends on it and
         it leaks as a label only. The same holds for the last token whose label counts and all that
-        follow it, and for a text without a label.
+        follow it, and for a text without a label, as far as no other term of the loss reaches them.
 
         Args:
             one_way: whether a classifier's tokens attend to no later ones. If each token has a
@@ -160,9 +160,8 @@ class TokenBatch:
         mask, labels, ids = self.attention_mask, self.labels, self.input_ids
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         counted = real if labels is None else (labels != IGNORE_INDEX).to(real.device)
-        if counted.shape != real.shape or self.kind == "seq2seq":
-            some = counted.flatten(1).any(1) if counted.dim() > 1 else counted
-            return real & some[:, None]
+        if self.reached is None and (counted.shape != real.shape or self.kind == "seq2seq"):
+            return real & (counted.flatten(1).any(1) if counted.dim() > 1 else counted)[:, None]
         counted = self._predicting(counted)
         # The last column of each document that predicts a label; -1 where none does.
         columns = torch.arange(ids.shape[1], device=real.device).expand_as(real)
@@ -176,8 +175,8 @@ class TokenBatch:
 
     def _predicting(self, counted: Tensor) -> Tensor:
         """Return (B, L) the positions that predict a label of ``counted``, or have a gradient."""
-        if self.live is not None:
-            return self.live.to(counted.device)
+        if (seen := self.live if self.reached is None else self.reached) is not None:
+            return seen.to(counted.device)
         return _preceding(counted) if self.kind == "causal" else counted
 
     def _number_documents(self) -> None:
@@ -259,6 +258,7 @@ class TokenBatch:
             preferences=self.preferences,
             live=None if self.live is None else self.per_document(self.live),
             soft_labels=self.soft_labels,
+            reached=None if self.reached is None else self.per_document(self.reached),
         )
 
     def per_document(self, values: Tensor, fill: int = 0) -> Tensor:
@@ -461,9 +461,10 @@ def other_fields(batch: Any) -> tuple[str, ...]:
     return tuple(sorted(_key(name) for name, v in items if v is not None and name not in standard))
 
 
-def adapter_to_copy(batch: object, kind: Kind) -> str:
-    """Return the code of a ``batch_adapter`` to fill in, with the batch's form in a comment."""
+def adapter_to_copy(batch: object, kind: Kind, watcher: str) -> str:
+    """Return the code of a ``batch_adapter`` to fill in, with the batch's form, for a watcher."""
     return f"""
+    from lightning_fedleak.engine import WatchSettings
     from lightning_fedleak.model.batches import TokenBatch
 
     def batch_adapter(batch):  # {_describe(batch)}
@@ -473,8 +474,7 @@ def adapter_to_copy(batch: object, kind: Kind) -> str:
             attention_mask=...,  # (B, L), 0 where padded; or None
             kind="{kind}",
         )
-
-    LeakageMonitor(..., batch_adapter=batch_adapter)
+    settings = WatchSettings(batch_adapter=batch_adapter)  # for {watcher}(..., settings=settings)
 """
 
 

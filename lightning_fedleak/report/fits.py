@@ -200,7 +200,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         end=_end_in_words(log),
         steps=log.last_step,
         length=None if log.end is None else log.end.step - from_one,
-        looked_at=len(log.looks_at),
+        looked_at=sum(log.end is None or from_one or s < log.end.step for s in log.looks_at),
         costs=_costs(log.looks),
         begin=begin,
         settings_hash=begin.settings_hash or NOT_RECORDED,

@@ -103,7 +103,9 @@ def test_a_batch_of_a_users_own_type_is_read_off_the_graph_or_refused(tmp_path: 
     assert monitor.latest["leakage/probe/recall"] > 0
     compiled = module(Typed)
     compiled.model.compile(backend="eager")
-    with pytest.raises(BatchError, match=r"got Texts(?s:.*)def batch_adapter"):
+    with pytest.raises(
+        BatchError, match=r"got Texts(?s:.*)def batch_adapter(?s:.*)LeakageMonitor\("
+    ):
         fit([LeakageMonitor(Probe())], tmp_path, module=compiled, loader=loader)
 
 

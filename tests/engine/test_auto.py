@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
 from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
+from lightning_fedleak.engine import log
 from lightning_fedleak.threats import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
@@ -103,7 +106,7 @@ def test_under_lora_the_first_block_is_attacked_and_not_the_head(tmp_path: Path)
     assert "leakage/worst/words = 1.000, of leakage/subspace_words/f1" in str(gate.fired)
 
 
-def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
+def test_where_nothing_is_read_yet_a_strict_gate_decides_and_a_lax_one_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def biases() -> nn.Module:
@@ -113,12 +116,20 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
         return model
 
     for metric, strict, words in (
-        (WORST, False, r"no attack on words .* parameters are\. That is 'un"),
+        (WORST, False, r"no attack on words .* parameters are"),
+        (WORST, True, r"no attack on words .* parameters are"),
         ("leakage/subspace_words/f1", True, "'subspace_words' is not played in this run"),
     ):
         gate = Threshold(metric, at_most=0.5, strict=strict)
-        with pytest.raises(ValueError, match=words):
-            auto(tmp_path / "gate", biases(), gates=[gate], assume=HONEST_BUT_CURIOUS)
+        training = auto(tmp_path / "gate", biases(), gates=[gate], assume=HONEST_BUT_CURIOUS)
+        assert training.steps == (1 if strict else 4)
+        assert (gate.fired is not None) is strict
+        if gate.fired is not None:
+            assert math.isnan(gate.fired.value)
+            assert re.search(words, str(gate.fired))
+    gates = [Threshold("leakage/bias_sign/f1", at_most=0.5)]
+    with pytest.raises(ValueError, match=r"bias_sign.*That is 'unknown', not 'safe'"):
+        auto(tmp_path / "never", model_of(gpt2), gates=gates)  # whose head has no bias
     with caplog.at_level(logging.INFO):
         training = auto(tmp_path / "free", biases(), assume=HONEST_BUT_CURIOUS)
     assert training.steps == 4
@@ -130,14 +141,21 @@ def test_where_nothing_can_be_read_a_gate_is_refused_and_a_run_goes_on(
 def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
     head = AlignedFlatChat(TEXT, calibration_tokens=200)
     gate = Threshold("leakage/aligned_flatchat/f1", at_most=0.5)
-    with pytest.raises(ValueError, match=r"list an attack that reads it"):
-        auto(tmp_path, model_of(lora=True), head, gates=[gate])
+    training = auto(tmp_path, model_of(lora=True), head, gates=[gate])
+    assert training.steps == 1
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
     both = [head, SubspaceWords(capacity_seconds=0)]
     training = auto(tmp_path, model_of(lora=True), both, gates=[gate])
     assert training.steps == 4, "another attack reads what is shared, and is gated or not"
 
 
-def test_what_a_gate_is_told_to_watch_is_not_refused_next(tmp_path: Path) -> None:
+def test_what_a_gate_is_told_to_watch_is_not_refused_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(log, "rank_zero_warn", warned.append)
+
     def gated(metric: str) -> Any:
         gates, few = [Threshold(metric, 1.0)], random_token_loader(**FEW)
         return auto(tmp_path, model_of(lora=True), gates=gates, batches=few)
@@ -146,9 +164,12 @@ def test_what_a_gate_is_told_to_watch_is_not_refused_next(tmp_path: Path) -> Non
         gated("leakage/flatchat/f1")
     assert "Did you mean" not in str(refusal.value)
     assert f"the highest: {WORST}" in str(refusal.value)
-    with pytest.raises(ValueError, match=f"not trained, and so not shared.*: watch '{WORST}'"):
-        gated("leakage/aligned_flatchat/f1")
+    assert gated("leakage/aligned_flatchat/f1").steps == 1
+    [said] = [text for text in warned if "not 'safe'" in text]
+    assert re.search(f"not trained, and so not shared.*: watch '{WORST}'", said)
+    warned.clear()
     assert gated(WORST).steps == 2
+    assert not any("not 'safe'" in text for text in warned)
 
 
 def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) -> None:
@@ -162,7 +183,10 @@ def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for part in (model.lm_head, model.model.embed_tokens):
         part.weight.requires_grad_(False)
-    watch = auto(tmp_path, model, optimizers=[optimizer], batches=batches()).watch
+    gate = Threshold("leakage/aligned_flatchat/f1", at_most=0.5, action="warn", strict=False)
+    watch = auto(tmp_path, model, optimizers=[optimizer], batches=batches(), gates=[gate]).watch
+    assert gate.fired is not None
+    assert gate.fired.step == 2, "it waited for what it watches"
     steps_of = [line["step"] for line in watch.lines("aligned_flatchat")]
     assert steps_of == [0, 2, 3], "not played, said once; then looked at"
 

@@ -26,6 +26,7 @@ from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.federation import RoundObserver, RoundSettings
 from lightning_fedleak.model.anatomy import HEAD_BIAS, HEAD_WEIGHT
 from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.trainers import Watch
@@ -155,6 +156,37 @@ def test_a_failing_attack_is_unknown_is_counted_and_harms_no_other(
     assert not [text for text in texts if SECRET in text or "424243" in text]
 
 
+def test_a_method_that_is_not_made_for_a_batch_is_unknown_and_no_failure(tmp_path: Path) -> None:
+    class Full(Probe):
+        default_name = "full"
+
+        def run(self, view: Any, query: Any = None) -> Any:
+            raise Inapplicable("too many types")
+
+    with pytest.warns(UserWarning, match="too many types") as caught:
+        watch = watched(tmp_path, [Full(), Probe()], n=8)
+    assert (watch.looks, watch.failures) == (2, 0)
+    assert math.isnan(watch.latest["leakage/full/f1"])
+    assert watch.latest["monitor/failures"] == 0
+    assert not [one for one in caught if "monitor/failures" in str(one.message)]
+
+
+def test_what_never_came_is_no_look_at_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(Probe):
+        def run(self, view: Any, query: Any = None) -> Any:
+            raise NotYet("it waits")
+
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="training ended before"):
+        watch = watched(tmp_path, Late(), n=4)
+    assert watch.looks == 2  # the second one is unknown, behind the only step
+    assert "; attacks that wait are tried in between" in caplog.text
+    assert "looked at 1 of 1 steps" in caplog.text
+    [fit] = findings(read([watch.folder])).runs
+    assert (fit.looked_at, fit.length) == (1, 1)
+
+
 def test_non_finite_gradients_are_unknown(tmp_path: Path) -> None:
     batches = list(random_token_loader(8))
 
@@ -228,7 +260,7 @@ def test_a_later_batch_that_cannot_be_read_is_unknown_and_the_first_is_refused(
     def odd_loss(model: Any, batch: Any) -> torch.Tensor:
         return loss_by_blocks(model, {"input_ids": batch["tokens"], "labels": batch["tokens"]})
 
-    with pytest.raises(BatchError, match=r"batch_adapter=batch_adapter"):
+    with pytest.raises(BatchError, match=r"batch_adapter=batch_adapter\)  # for Watch\("):
         watched(tmp_path / "first", Probe(), batches=batches, loss=odd_loss)
 
 
@@ -452,6 +484,16 @@ def test_without_a_plan_or_with_a_share_the_line_says_which_looks_are_certain() 
     share.begin(0, 1200)
     assert share.describe(0.0).startswith("looks at 1 of 1,200 steps, and at more as 25.0% of ")
     assert Cadence(50).describe(0.0) == "looks at one step in 50"
+    cheap = Cadence(share=0.005, is_curve=True)
+    cheap.begin(3, None)
+    assert cheap.describe(0.0).startswith("looks at steps 4, 8, 16, ... for 30 s of looks, and")
+    cheap.begin(0, 1000)
+    assert cheap.describe(0.1) == (
+        "looks at 10 of 1,000 steps, the last among them; at more as 0.5% of the training time "
+        "pays for them, at fewer if they take more than 5% of the training or 30 s; a look takes "
+        "about 0.1 s"
+    )
+    assert len(looks_of(cheap, 1000, 0.1, 1.0)) > 50
 
 
 def test_listed_attacks_are_looked_at_as_a_curve_unless_the_user_rules() -> None:

@@ -21,6 +21,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -201,6 +203,44 @@ def test_hard_labels_are_exact(family: str) -> None:
         with_last = sorted(IDS.flatten().tolist())  # a z-loss is of the last token's logits too
         truth_read = sorted(expected.context_ids().tolist())
         assert read == (with_last if name == "z-loss" else truth_read), name
+
+
+def mixtral(coefficient: float = 0.01) -> nn.Module:
+    torch.manual_seed(0)
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": coefficient}
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **more))
+
+
+def mixtral_lora(coefficient: float = 0.01) -> nn.Module:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(mixtral(coefficient), config)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("coefficient", [0.01, 0.0])
+@pytest.mark.parametrize("family", [mixtral, mixtral_lora])
+def test_words_that_a_routers_loss_reaches_are_read(
+    family: Callable[[float], nn.Module], coefficient: float, padded: bool
+) -> None:
+    """Behind the last label too, and padding where the router's loss does not leave it out."""
+    labels = IDS.masked_fill(torch.arange(LENGTH) > 3, -100)
+    ids, mask = (PADDED, MASK) if padded else (IDS, None)
+
+    def loss(model: nn.Module, **inputs: Tensor) -> Tensor:
+        found = model(**inputs, attention_mask=mask, labels=labels, output_router_logits=True)
+        routers = sum(logits.square().mean() for logits in found.router_logits)
+        return found.loss + coefficient * routers if padded else found.loss
+
+    model = family(coefficient)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss(model, inputs_embeds=embedded).backward()
+    reached = embedded.grad.any(-1)
+    assert bool(reached[:, 3:].any()) == bool(coefficient)
+    model.zero_grad()
+    [batch] = read_step(model, lambda model: loss(model, input_ids=ids))
+    assert sorted(batch.context_ids().tolist()) == sorted(ids[reached].tolist())
+    assert torch.equal(batch.context_mask(), reached if mask is None else reached & (mask != 0))
+    assert ids_of([batch]) == sorted(labels[:, 1:4].flatten().tolist())
 
 
 def reentrant() -> nn.Module:

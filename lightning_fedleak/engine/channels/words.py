@@ -44,7 +44,7 @@ class WordTruth:
 
     Attributes:
         output_types: sorted distinct ids that the loss was computed on.
-        input_types: sorted distinct ids that the model read and that a label depends on.
+        input_types: sorted distinct ids that the model read and that the loss depends on.
         n_targets: number of tokens that the loss was computed on; of texts for a classifier.
         is_soft: some targets of the loss are no single labels, so that ``output_types`` is not all.
         entities: by kind, sorted distinct ids that hold a letter and lie in a value of that kind.

@@ -25,7 +25,7 @@ from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 NOT_TESTED = (
     "several documents are packed into a row, and it could not be tested whether they attend to "
-    "each other ({}): set crossing=False or True, with batch_adapter= and TokenBatch(...)"
+    "each other ({}): set crossing=False or True in a TokenBatch, by a batch_adapter= in settings="
 )
 
 

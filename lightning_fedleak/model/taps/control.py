@@ -169,7 +169,7 @@ def _draw_call(
         by_word = shapes[:, (moved_rows - 1).clamp(min=0)] * (moved_rows > 0)
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
     words = words.masked_fill(~counted, IGNORE_INDEX)
-    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False)
+    batch = replace(batch, input_ids=moved, labels=words, soft_labels=False, reached=None)
     return replace(read, batch=batch), shapes
 
 

@@ -204,7 +204,7 @@ class GraphCall:
         training: the modules of the model that were in train mode.
         autocast: dtype that autocast computed in; None without.
         text_logits: the model's logits have a row for each text.
-        reached: (B, L) bool, the ids whose embedding got a gradient; None where it needs none.
+        reached: (B, L) bool, where the embedding, or a causal model's first block, got a gradient.
         states: (B, L, d) last hidden states; None where the head is called, or none have a graph.
         gradient: (B, L, d) of these; None before the backward.
         random: the states of torch's generators at its begin, on the CPU and the model's device.
@@ -273,6 +273,8 @@ class GraphTap:
             self._handles += [before, after, ends]
         self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
         self._handles.append(anatomy.head.register_forward_hook(self._head))
+        for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
+            self._handles.append(block.register_forward_hook(self._first_block))
 
     def close(self) -> None:
         """Remove the hooks, and forget the calls."""
@@ -307,7 +309,7 @@ class GraphTap:
     def _model_begins(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if model_runs.is_observed() or not torch.is_grad_enabled():
+        if model_runs.is_observed() or not (self._depth or torch.is_grad_enabled()):
             return
         self._depth += 1
         if self._depth == 1:
@@ -369,10 +371,20 @@ class GraphTap:
         if not self._depth:
             self._begin(None, {"input_ids": ids})
         if self._calls and self._calls[-1].ids is None:
-            call = self._calls[-1]
-            call.ids = ids
-            if isinstance(output, Tensor) and output.requires_grad and output.dim() == 3:
-                output.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
+            self._calls[-1].ids = ids
+            self._watch_reach(output)
+
+    @raised_when_read
+    def _first_block(self, layer: nn.Module, args: object, output: object) -> None:
+        if self._depth and self._calls and not model_runs.is_observed():
+            self._watch_reach(output[0] if isinstance(output, tuple) else output)
+
+    def _watch_reach(self, states: object) -> None:
+        call = self._calls[-1]
+        if call.ids is None or not isinstance(states, Tensor):
+            return
+        if states.requires_grad and states.shape[:-1] == call.ids.shape:
+            states.register_hook(partial(self._read_reach, call))  # type: ignore[no-untyped-call]
 
     @raised_when_read
     def _head(self, layer: nn.Module, args: object, output: object) -> None:
@@ -433,7 +445,7 @@ class GraphTap:
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
-        call.reached = (gradient != 0).any(-1)
+        call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
 def _claims(labels: Tensor, width: int, shift: int) -> Tensor:
@@ -516,8 +528,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
-        return ReadCall(call, *_classified(call, padding, labels))
+        return ReadCall(call, *_classified(call, _inputs_of(call, ids, "causal", read), labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
     shift = int(kind == "causal")
@@ -525,7 +536,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.unsure
-    batch = read_batch(_padding_of(call, ids, kind, read), kind)
+    batch = _inputs_of(call, ids, kind, read)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
     batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
@@ -617,10 +628,8 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def _padding_of(
-    call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None
-) -> dict[str, object]:
-    """Return the arguments of a call that say what is padded, and where documents begin.
+def _inputs_of(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+    """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
 
     Where the model's parts were called in place of its forward, the batch says it. Where nothing
     does, ids that no label depends on are padding; a causal text's last id is such a one too.
@@ -638,7 +647,8 @@ def _padding_of(
     ):
         arguments["attention_mask"] = None if kind == "causal" else call.reached
     labels = None if kind == "causal" else torch.full_like(ids, IGNORE_INDEX)
-    return {**arguments, "input_ids": ids, "labels": labels}
+    batch = read_batch({**arguments, "input_ids": ids, "labels": labels}, kind)
+    return replace(batch, reached=call.reached)
 
 
 def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
@@ -657,6 +667,7 @@ def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
         attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
         position_ids=positions,
         documents=None if documents is None else torch.cat([documents, documents[:, -1:]], 1),
+        reached=None if batch.reached is None else functional.pad(batch.reached, (0, 1)),
     )
 
 

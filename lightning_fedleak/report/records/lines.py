@@ -191,7 +191,7 @@ class LookLine(RunLine):
         privacy: what each defence has spent until then.
         seconds: what the look took.
         seconds_of: what each attack took of it, by name.
-        failures: results so far that are unknown.
+        failures: results so far that are unknown, where the attack is made for what was shared.
         next_look: step of the next look at a step, as planned now; None for one at the weights.
     """
 

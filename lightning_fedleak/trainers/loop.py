@@ -159,6 +159,11 @@ class LoopRun(Run):
         return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
     @property
+    def temperature(self) -> float:
+        """Return what the loop's loss divides logits by."""
+        return self.loop.temperature
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the loop, unwrapped."""
         return self.loop.inner_optimizers

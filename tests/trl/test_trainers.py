@@ -27,7 +27,7 @@ from lightning_fedleak import BagOfWords, FlatChat
 from lightning_fedleak.attacks import GradientMembership, SubspaceWords
 from lightning_fedleak.engine.channels.control import Controls
 from tests.helpers.folders import TEXTS
-from tests.trl.test_trl import ANSWERS, COMMON, VOCABULARY, model_of, tokenizer, watched
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer, watched
 
 PROMPTS = [text[:18] for text in TEXTS * 4]
 ROWS: dict[str, Callable[[], dict[str, list[Any]]]] = {
@@ -56,6 +56,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "Reward": (trl.RewardTrainer, trl.RewardConfig),
 }
 
+PADDING = {0}
+
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len({*text})) for text in completions]
@@ -81,8 +83,9 @@ def trainer_of(name: str, folder: Path, **more: Any) -> Any:
         model = LlamaForSequenceClassification(
             LlamaConfig(**{**model.config.to_dict(), "num_labels": 1, "pad_token_id": 0})
         )
+    model.save_pretrained(folder / "model")  # some load it again, as what they compare with
     return kind(
-        model,
+        str(folder / "model"),
         args=config(str(folder), **settings),
         train_dataset=Dataset.from_dict(ROWS.get(name, lambda: PAIRS)()),
         processing_class=tokenizer(),
@@ -146,8 +149,8 @@ def test_words_signs_and_controls(
     trainer.train()
     assert trainer.state.global_step == 2
     values = callback.watch.engine.results.look_values
-    assert values["leakage/bag_of_words/f1"] == 1.0
-    assert values["leakage/worst/words"] == 1.0
+    # ORPO and CPO begin a text with the token that pads, whose embedding has no gradient.
+    assert values["leakage/worst/words"] >= values["leakage/bag_of_words/f1"] > 0.99
     if name == "Reward":
         return
     assert values["leakage/step/unexplained"] < 1e-5
@@ -155,8 +158,7 @@ def test_words_signs_and_controls(
     for step, reads in enumerate(truth.reads):
         [read] = reads
         batch, rows = read.batch, read.placed.rows
-        named = {*batch.context_ids().tolist()}
-        assert named == truth.words[step]
+        assert {*batch.context_ids().tolist()} - PADDING == truth.words[step]
         assert not batch.soft_labels
         expected = truth.pushed(name, step)
         assert expected is not None
@@ -181,4 +183,5 @@ def test_words_of_a_lora_with_a_temperature(
     assert trainer.state.global_step == 2
     values = callback.watch.engine.results.look_values
     assert values["leakage/step/unexplained"] < 1e-5
-    assert VOCABULARY > 100
+    assert values["leakage/subspace_words/control"] > 0.9
+    assert values["leakage/worst/words"] > 0.9

@@ -6,7 +6,9 @@ backend is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -128,6 +130,40 @@ def without_peft(model: nn.Module) -> nn.Module:
     if "base_model" in model._modules and hasattr(model, "peft_config"):
         return unwrap(model.get_base_model())  # type: ignore[operator]
     return model
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Return whether the model's ``forward`` can be called with an argument of that name."""
+    forward = without_peft(model).forward
+    parameters = signature(forward).parameters
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+        return False
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def ids_argument(model: nn.Module) -> str | None:
+    """Return the name of the forward's argument that gets the ids; None where there is none.
+
+    It is ``input_ids``, or else the only one that has no default, as ``idx`` of litgpt.
+    """
+    if accepts(model, "input_ids"):
+        return "input_ids"
+    parameters = signature(without_peft(model).forward).parameters.values()
+    starred = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
+    return names[0] if len(names) == 1 else None
+
+
+def taking_ids(model: nn.Module) -> Callable[..., Any]:
+    """Return the model's forward, with ``input_ids`` as another name of its ids' argument."""
+    forward, own_name = model.forward, ids_argument(model) or "input_ids"
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = {own_name if name == "input_ids" else name: v for name, v in kwargs.items()}
+        return forward(*args, **named)
+
+    return run
 
 
 _MARKS = ("bos", "eos", "cls", "sep", "pad")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
+    ids_argument,
     matrix_shape,
     place_of,
     text_blocks,
@@ -52,7 +53,10 @@ class ModelCalls:
 
     @raised_when_read
     def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self._calls.append(arguments_of(model, args, kwargs))
+        arguments = arguments_of(model, args, kwargs)
+        if (name := ids_argument(model)) in arguments:
+            arguments["input_ids"] = arguments.pop(name)
+        self._calls.append(arguments)
 
     @property
     def calls(self) -> list[dict[str, object]]:

@@ -45,6 +45,7 @@ from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
     EmbeddingNoise,
+    EncoderTap,
     GradientTap,
     GraphCall,
     GraphTap,
@@ -53,6 +54,7 @@ from lightning_fedleak.model.taps import (
     is_uneven,
     plain_call,
     read_call,
+    read_encoder_call,
 )
 
 _NO_GRADIENT = (
@@ -76,7 +78,9 @@ class _StepTruth:
     def __init__(self, run: Run, adapter: BatchAdapter | None) -> None:
         self._run = run
         self._adapter = adapter
-        self._graph = GraphTap(run.anatomy)
+        embeds = run.anatomy.head is None and run.anatomy.kind == "classifier"
+        self._graph = EncoderTap(run.anatomy) if embeds else GraphTap(run.anatomy)
+        self._read_call = read_encoder_call if embeds else read_call
         replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
         self._why_not = self._graph.why_not
         if replacing is not None:
@@ -181,7 +185,7 @@ class _StepTruth:
         """Return the calls with the truth that their graph shows, or else the batch as read."""
         kind, read = self._run.anatomy.kind, look.batch
         try:
-            reads = [read_call(call, kind, read) for call in calls]
+            reads = [self._read_call(call, kind, read) for call in calls]
         except BatchError as error:
             if read is None:
                 raise

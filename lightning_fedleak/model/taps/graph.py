@@ -200,13 +200,13 @@ class GraphTap:
         if self.why_not is not None:
             return
         anatomy = self._anatomy
-        assert anatomy.head is not None
         for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
             before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
             after = module.register_forward_hook(self._model_ends, always_call=True)
             self._handles += [before, after]
         self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
-        self._handles.append(anatomy.head.register_forward_hook(self._head))
+        if anatomy.head is not None:
+            self._handles.append(anatomy.head.register_forward_hook(self._head))
 
     def close(self) -> None:
         """Remove the hooks, and forget the calls."""
@@ -368,7 +368,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        padding = read_batch(_padding_of(call, ids, "causal", read), "causal")
+        padding = read_batch(padding_of(call, ids, "causal", read), "causal")
         return ReadCall(call, *_classified(call, padding, labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
@@ -377,7 +377,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.unsure
-    batch = read_batch(_padding_of(call, ids, kind, read), kind)
+    batch = read_batch(padding_of(call, ids, kind, read), kind)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
     batch = replace(batch, preferences=bool((rows.sizes < 0).any()), soft_labels=bool(soft.any()))
@@ -469,7 +469,7 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def _padding_of(
+def padding_of(
     call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None
 ) -> dict[str, object]:
     """Return the arguments of a call that say what is padded, and where documents begin.

@@ -52,9 +52,11 @@ from lightning_fedleak.model.taps import (
     PackedRows,
     ReadCall,
     is_uneven,
+    media_in,
     plain_call,
     read_call,
     read_encoder_call,
+    without_placeholders,
 )
 
 _NO_GRADIENT = (
@@ -197,6 +199,9 @@ class _StepTruth:
                 batch = self._rows.with_crossing(one.batch, [one.call.arguments])
                 reads[i] = replace(one, batch=batch)
         self._say("the labels and inputs of a step are read off its own graph")
+        if media := media_in(call.arguments for call in calls):
+            beside = f"the images or sounds that the model reads: {', '.join(media)}"
+            self._say(f"the text of a step is looked for, and nobody asks about {beside}")
         [*others, last] = reads
         ids = last.call.ids
         if not others and ids is not None and last.batch.input_ids.shape == ids.shape:
@@ -245,7 +250,7 @@ class _StepTruth:
         try:
             with look.clock(self._run.device):
                 batch.check_values(None if rows is None else rows[0], self._run.anatomy.vocab_size)
-            look.batches.append(batch)
+            look.batches.append(without_placeholders(self._run.anatomy, batch))
         except Exception as error:
             look.truth_error = reason(error)
 

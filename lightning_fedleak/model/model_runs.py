@@ -99,7 +99,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
                 module.training = False
             for module in packing:
                 module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-            if not accepts(anatomy.model, "input_ids"):  # an attribute, which is restored
+            if ids_argument(anatomy.model) != "input_ids":  # an attribute, which is restored
                 anatomy.model.forward = taking_ids(anatomy.model)
             yield anatomy.model
         finally:
@@ -360,7 +360,9 @@ def context_length(anatomy: Anatomy) -> int | None:
     RoBERTa uses the first positions for padding, and prompt tuning for its virtual tokens.
     """
     core = without_peft(anatomy.model)
-    most = getattr(getattr(core, "config", None), "max_position_embeddings", None)
+    config = getattr(core, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    most = most or getattr(config, "max_target_positions", None)  # of Whisper
     most = most or getattr(core, "max_seq_length", None)  # of litgpt
     if not isinstance(most, int) or most < 1:
         return None

@@ -33,7 +33,7 @@ from lightning_fedleak.engine.run import (
 )
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.model.anatomy import matrix_shape
+from lightning_fedleak.model.anatomy import matrix_shape, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import (
     BatchAdapter,
     BatchError,
@@ -44,6 +44,7 @@ from lightning_fedleak.model.batches import (
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
+    MEDIA,
     EmbeddingNoise,
     EncoderTap,
     GradientTap,
@@ -52,7 +53,6 @@ from lightning_fedleak.model.taps import (
     PackedRows,
     ReadCall,
     is_uneven,
-    media_in,
     plain_call,
     read_call,
     read_encoder_call,
@@ -82,6 +82,8 @@ class _StepTruth:
         self._adapter = adapter
         embeds = run.anatomy.head is None and run.anatomy.kind == "classifier"
         self._graph = EncoderTap(run.anatomy) if embeds else GraphTap(run.anatomy)
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._placeholders = placeholder_ids(config)
         self._read_call = read_encoder_call if embeds else read_call
         replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
         self._why_not = self._graph.why_not
@@ -199,8 +201,8 @@ class _StepTruth:
                 batch = self._rows.with_crossing(one.batch, [one.call.arguments])
                 reads[i] = replace(one, batch=batch)
         self._say("the labels and inputs of a step are read off its own graph")
-        if media := media_in(call.arguments for call in calls):
-            beside = f"the images or sounds that the model reads: {', '.join(media)}"
+        for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
+            beside = f"the images or sounds that the model reads: {name}"
             self._say(f"the text of a step is looked for, and nobody asks about {beside}")
         [*others, last] = reads
         ids = last.call.ids
@@ -250,7 +252,8 @@ class _StepTruth:
         try:
             with look.clock(self._run.device):
                 batch.check_values(None if rows is None else rows[0], self._run.anatomy.vocab_size)
-            look.batches.append(without_placeholders(self._run.anatomy, batch))
+            held = self._placeholders
+            look.batches.append(without_placeholders(batch, held) if held else batch)
         except Exception as error:
             look.truth_error = reason(error)
 

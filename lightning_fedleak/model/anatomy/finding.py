@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from itertools import takewhile
 from typing import get_args
@@ -310,12 +310,7 @@ def _plain_parts(
         return pairs[0][0][1], pairs[0][1][1]
     if embedding is not None and not pairs:
         return embedding, None
-    media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in scope.modules())
-    if not pairs and embedding is None and (any(media) or not find_layers(scope, (nn.Embedding,))):
-        raise AnatomyError(
-            f"{type(root).__name__} has no token embeddings, and without words there is nothing "
-            "that attacks could read in what it shares"
-        )
+    _refuse_wordless(scope, pairs)
     raise missing_part_error(
         root,
         "single language model" if pairs else "language model",
@@ -324,6 +319,16 @@ def _plain_parts(
         "embedding",
         "head",
     )
+
+
+def _refuse_wordless(model: nn.Module, pairs: Sequence[object]) -> None:
+    """Refuse a model that reads no ids, for which no argument could help."""
+    media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
+    if not pairs and (any(media) or not find_layers(model, (nn.Embedding,))):
+        raise AnatomyError(
+            f"{type(model).__name__} has no token embeddings, and without words there is nothing "
+            "that attacks could read in what it shares"
+        )
 
 
 def _plain_kind(model: nn.Module) -> Kind:

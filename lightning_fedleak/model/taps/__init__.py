@@ -3,10 +3,10 @@
 from lightning_fedleak.model.taps.activations import ActivationTap as ActivationTap
 from lightning_fedleak.model.taps.activations import ChangedInPlace as ChangedInPlace
 from lightning_fedleak.model.taps.activations import join_gradients as join_gradients
+from lightning_fedleak.model.taps.calls import MEDIA as MEDIA
 from lightning_fedleak.model.taps.calls import NOT_TESTED as NOT_TESTED
 from lightning_fedleak.model.taps.calls import ModelCalls as ModelCalls
 from lightning_fedleak.model.taps.calls import PackedRows as PackedRows
-from lightning_fedleak.model.taps.calls import media_in as media_in
 from lightning_fedleak.model.taps.calls import with_ids as with_ids
 from lightning_fedleak.model.taps.calls import without_placeholders as without_placeholders
 from lightning_fedleak.model.taps.control import Draw as Draw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from lightning_fedleak.model.anatomy import (
     ids_argument,
     matrix_shape,
     place_of,
-    placeholder_ids,
     text_blocks,
     without_peft,
 )
@@ -35,17 +34,8 @@ MEDIA = ("pixel_values", "input_features", "input_values")
 """Begins of the names of arguments that hold images or sounds, as transformers has them."""
 
 
-def media_in(calls: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return the names of the arguments of some calls that hold images or sounds."""
-    names = (n for call in calls for n, value in call.items() if isinstance(value, Tensor))
-    return [*dict.fromkeys(name for name in names if name.startswith(MEDIA))]
-
-
-def without_placeholders(anatomy: Anatomy, batch: TokenBatch) -> TokenBatch:
+def without_placeholders(batch: TokenBatch, held: Collection[int]) -> TokenBatch:
     """Return a batch in which what keeps a place for an image or a sound is no word."""
-    held = placeholder_ids(getattr(without_peft(anatomy.model), "config", None))
-    if not held:
-        return batch
     ids, mask, live = batch.input_ids, batch.attention_mask, batch.live
     places = torch.isin(ids, ids.new_tensor(sorted(held)))
     mask = (torch.ones_like(ids) if mask is None else mask).masked_fill(places, 0)

@@ -12,12 +12,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.model import model_state
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.model.model_state import LARGE, preserve_model
@@ -363,6 +366,59 @@ def test_a_write_that_nobody_watched_is_an_error() -> None:
         torch.no_grad(),
     ):
         model.weight.add_(1)
+
+
+def test_weights_that_rwkv_rescales_in_eval_mode_are_put_back() -> None:
+    sizes = {"hidden_size": DIM, "attention_hidden_size": DIM, "num_hidden_layers": 4}
+    config = RwkvConfig(vocab_size=VOCAB, rescale_every=2, **sizes)
+    with own_rng(3):
+        model = RwkvForCausalLM(config)
+    assert model.training
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    with undisturbed(find_anatomy(model)) as run, torch.no_grad():
+        inside = run(input_ids=ids, labels=ids).loss
+        weight = model.rwkv.blocks[2].attention.output.weight
+        assert torch.equal(weight * 2, before["rwkv.blocks.2.attention.output.weight"])
+    torch.testing.assert_close(inside, loss)  # eval mode computes the same, by other weights
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    loss.backward()  # nor has a version changed that the graph of before needs
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, loss)
+
+
+def test_a_parametrization_that_comes_and_goes_is_no_write() -> None:
+    with own_rng(3):
+        config = LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+        model = get_peft_model(Qwen3MoeForCausalLM(tiny_moe()), config)
+    experts = model.base_model.model.model.layers[0].mlp.experts.base_layer
+    weight, ids = experts.gate_up_proj, torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    copies: list[str] = []
+
+    def copy_values(tensor: Any) -> None:
+        copies.append(tensor.name)
+        original(tensor)
+
+    original = model_state._Tensor.copy_values
+    with patch.object(model_state._Tensor, "copy_values", copy_values):
+        with undisturbed(find_anatomy(model)) as run:
+            run(input_ids=ids)
+        assert not [name for name in copies if "gate_up_proj" in name]
+        with undisturbed(find_anatomy(model)) as run, torch.no_grad():
+            run(input_ids=ids)
+            old = weight.clone()
+            weight.add_(1)  # which is one, and is put back
+    assert experts.gate_up_proj is weight
+    assert torch.equal(weight, old)
+    loss.backward()
+
+
+def tiny_moe() -> Qwen3MoeConfig:
+    sizes = {"hidden_size": DIM, "intermediate_size": DIM, "moe_intermediate_size": DIM}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    return Qwen3MoeConfig(vocab_size=VOCAB, **sizes, **heads, **experts)
 
 
 def test_large_tensors_are_copied_only_when_written() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.shared_work import stored_work
 from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import logits_in, undisturbed
+from lightning_fedleak.model.model_runs import context_length, logits_in, undisturbed
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 from lightning_fedleak.validate import check_choice, check_integer
@@ -341,7 +341,7 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
         )
     generator = torch.Generator().manual_seed(seed)
     config = getattr(anatomy.model, "config", None)
-    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    length = min(length, context_length(anatomy) or length)
     start, rows = getattr(config, "bos_token_id", None), matrix_shape(anatomy.embedding)
     end_token = getattr(config, "eos_token_id", None)
     end_ids = torch.tensor([] if end_token is None else end_token, dtype=torch.int64).reshape(-1)

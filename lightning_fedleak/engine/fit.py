@@ -34,7 +34,7 @@ from lightning_fedleak.engine.run import (
 )
 from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.model.anatomy import matrix_shape
+from lightning_fedleak.model.anatomy import matrix_shape, placeholder_ids, without_peft
 from lightning_fedleak.model.batches import (
     BatchAdapter,
     BatchError,
@@ -46,7 +46,9 @@ from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.model_state import random_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
+    MEDIA,
     EmbeddingNoise,
+    EncoderTap,
     GradientTap,
     GraphCall,
     GraphTap,
@@ -55,6 +57,8 @@ from lightning_fedleak.model.taps import (
     is_uneven,
     plain_call,
     read_call,
+    read_encoder_call,
+    without_placeholders,
 )
 
 _NO_GRADIENT = (
@@ -78,7 +82,11 @@ class _StepTruth:
     def __init__(self, run: Run, adapter: BatchAdapter | None) -> None:
         self._run = run
         self._adapter = adapter
-        self._graph = GraphTap(run.anatomy, run.temperature)
+        embeds = run.anatomy.head is None and run.anatomy.kind == "classifier"
+        self._graph = EncoderTap(run.anatomy) if embeds else GraphTap(run.anatomy, run.temperature)
+        config = getattr(without_peft(run.anatomy.model), "config", None)
+        self._placeholders = placeholder_ids(config)
+        self._read_call = read_encoder_call if embeds else read_call
         replacing = next((d.name for d in run.defenses if d.acts_on_batches), None)
         self._why_not = self._graph.why_not
         if replacing is not None:
@@ -185,7 +193,7 @@ class _StepTruth:
         """Return the calls with the truth that their graph shows, or else the batch as read."""
         kind, read = self._run.anatomy.kind, look.batch
         try:
-            reads = [read_call(call, kind, read) for call in calls]
+            reads = [self._read_call(call, kind, read) for call in calls]
         except BatchError as error:
             if read is None:
                 raise
@@ -197,6 +205,9 @@ class _StepTruth:
                 batch = self._rows.with_crossing(one.batch, [one.call.arguments])
                 reads[i] = replace(one, batch=batch)
         self._say("the labels and inputs of a step are read off its own graph")
+        for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
+            beside = f"the images or sounds that the model reads: {name}"
+            self._say(f"the text of a step is looked for, and nobody asks about {beside}")
         [*others, last] = reads
         ids = last.call.ids
         if not others and ids is not None and last.batch.input_ids.shape == ids.shape:
@@ -246,7 +257,8 @@ class _StepTruth:
         try:
             with look.clock(self._run.device):
                 batch.check_values(None if rows is None else rows[0], self._run.anatomy.vocab_size)
-            look.batches.append(batch)
+            held = self._placeholders
+            look.batches.append(without_placeholders(batch, held) if held else batch)
         except Exception as error:
             look.truth_error = reason(error)
 

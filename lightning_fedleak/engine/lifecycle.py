@@ -147,7 +147,7 @@ class Engine(StepEngine):
         for channel in (channel for channel in self.channels if channel.attacks):
             try:
                 channel.open(run)
-            except ValueError as error:
+            except Exception as error:
                 if not self.selection.auto:
                     raise
                 self._refused |= {attack.name: str(error) for attack in channel.attacks}

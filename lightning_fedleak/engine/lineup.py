@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +30,8 @@ from lightning_fedleak.engine.options import Options, Selection
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.model.anatomy import Anatomy, matrix_shape
+from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
+from lightning_fedleak.model.model_state import WeightsWritten
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
@@ -99,25 +102,23 @@ class Lineup:
 
     @contextmanager
     def _left_out(self, attack: Attack) -> Iterator[None]:
-        """Where attacks are chosen, a refusal leaves one out."""
+        """Where attacks are chosen, one that fails is left out, whatever it raises."""
         try:
             yield
-        except ValueError as error:
+        except WeightsWritten:  # the weights that train are not what they were
+            raise
+        except Exception as error:
             if not self._choosing:
+                if not isinstance(error, ValueError):
+                    check_forward(attack, self._run.anatomy)
                 raise
             if isinstance(error, MissingText):
                 self._without_text.add(attack.name)
-            self._refused.setdefault(attack.name, in_short(attack.name, str(error)))
-        except Exception as error:
-            if not self._choosing:
-                check_forward(attack, self._run.anatomy)
-                raise
-            watcher, model = self._run.watcher, type(self._run.anatomy.model).__name__
-            raise ValueError(
-                f"{watcher}: attack '{attack.name}' fails on {model} ({reason(error)}), whose "
-                "forward takes input_ids (B, L) and returns logits (B, L, vocabulary). Or list "
-                f"attacks that read this model: {watcher}([BagOfWords()]), say"
-            ) from error
+            why = str(error)
+            if not isinstance(error, ValueError):
+                model = type(without_peft(self._run.anatomy.model)).__name__
+                why = f"fails on {model} ({_root(error)})"
+            self._refused.setdefault(attack.name, in_short(attack.name, why))
 
     @property
     def untested(self) -> dict[str, str]:
@@ -214,7 +215,8 @@ class Lineup:
         """Let every attack know about the run."""
         for plan in self.plans:
             facts = plan.facts(self._run, self._local_steps, self._begins_at)
-            plan.attack.meet(facts)
+            with self._left_out(plan.attack):
+                plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
         """Prepares every attack that has something to read, and tries what can be tried.
@@ -374,6 +376,15 @@ class Lineup:
         if not reads:
             return nullcontext()
         return whole_model(self._run.anatomy.root, as_read=all(reads))
+
+
+def _root(error: BaseException) -> str:
+    """Return what an error comes from: at set-up no private text is there to be repeated."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {message}"
 
 
 def check_texts(

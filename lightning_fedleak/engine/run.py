@@ -24,6 +24,7 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
 from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.model_state import WeightsWritten
 from lightning_fedleak.model.snapshots import (
     ON_THE_WAY,
     GradientSnapshot,
@@ -479,6 +480,7 @@ _OWN_ERRORS = (
     ChangedInPlace,
     NoTargets,
     UpdateError,
+    WeightsWritten,
     torch.OutOfMemoryError,
 )
 _PACKAGE = Path(__file__).parents[1]

@@ -23,12 +23,15 @@ from lightning_fedleak.model import model_state
 from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
+    ids_argument,
     matrix_shape,
     place_of,
+    taking_ids,
     unwrap,
     walk,
     without_peft,
 )
+from lightning_fedleak.model.anatomy import accepts as accepts
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import is_absent
 
@@ -62,7 +65,8 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     (:func:`~lightning_fedleak.model.model_state.preserve_process`: random generators, autocast),
     and each module's ``training`` flag, without a call of a user's ``train()``. What FSDP2 had
     sharded is sharded again. Compiled modules run eagerly, and autocast stores no cast weights.
-    Gradients stay enabled or disabled; a backward belongs inside.
+    Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
+    name that the model's forward has for them.
 
     It may be nested: the outermost one of a root restores its modules, each one modes and random
     generators. :func:`is_observed` is True meanwhile.
@@ -95,6 +99,8 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
                 module.training = False
             for module in packing:
                 module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            if ids_argument(anatomy.model) != "input_ids":  # an attribute, which is restored
+                anatomy.model.forward = taking_ids(anatomy.model)
             yield anatomy.model
         finally:
             for module, flag in zip(modules, flags, strict=True):
@@ -354,7 +360,10 @@ def context_length(anatomy: Anatomy) -> int | None:
     RoBERTa uses the first positions for padding, and prompt tuning for its virtual tokens.
     """
     core = without_peft(anatomy.model)
-    most = getattr(getattr(core, "config", None), "max_position_embeddings", None)
+    config = getattr(core, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    most = most or getattr(config, "max_target_positions", None)  # of Whisper
+    most = most or getattr(core, "max_seq_length", None)  # of litgpt
     if not isinstance(most, int) or most < 1:
         return None
     for name, module in walk(core):
@@ -378,26 +387,28 @@ def takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(without_peft(model).forward).parameters
 
 
-def accepts(model: nn.Module, argument: str) -> bool:
-    """Return whether the model's ``forward`` can be called with an argument of that name."""
-    forward = without_peft(model).forward
-    parameters = inspect.signature(forward).parameters
-    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
-        return False
-    return argument in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
+def _reads_ids(anatomy: Anatomy) -> bool:
+    """Return whether a run on ids reaches the input embeddings with them."""
+    if (name := ids_argument(anatomy.model)) in (None, "input_ids"):
+        return name is not None
+    ids = torch.zeros(1, 2, dtype=torch.long, device=anatomy.device)
+    run = stop_at(anatomy.model, Place("", anatomy.embedding, "input"))
+    with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
+        try:
+            return torch.equal(run(input_ids=ids), ids)
+        except Exception:  # the user's own forward, of something else
+            return False
 
 
 def why_not_run(anatomy: Anatomy) -> str | None:
     """Return why no text can be run through the model, and what to change; None if it can.
 
-    Models of Hugging Face take ``input_ids``, and so must a module of your own. A model that takes
-    no mask runs without one, as in its training step.
+    Models of Hugging Face take ``input_ids``; a module of your own may have another name for its
+    only argument. A model that takes no mask runs without one, as in its training step.
     """
     model = anatomy.model
     model_name, root_name = (type(without_peft(m)).__name__ for m in (model, anatomy.root))
-    if not accepts(model, "input_ids"):
+    if not _reads_ids(anatomy):
         return (
             f"{model_name}.forward takes no input_ids: give {root_name} a method "
             "forward(self, input_ids) that returns the logits (B, L, vocabulary) of ids (B, L)"

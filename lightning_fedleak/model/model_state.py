@@ -28,6 +28,9 @@ MOST = 1 << 14
 """Entries of a container above which they are not visited; not tuned."""
 
 _TRUSTED = ("torch", "transformers", "peft", "accelerate", "lightning_fedleak")
+_WRITERS = ("ParamWrapper", "RwkvModel")
+"""Classes of these packages whose forward writes: PEFT's parametrizes weights (target_parameters),
+RWKV's rescales them in eval mode. A class that is missing here ends a run by WeightsWritten."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _ATOMS = frozenset(
     {
@@ -50,6 +53,10 @@ _ATOMS = frozenset(
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class WeightsWritten(RuntimeError):
+    """A run of the model changed tensors that cannot be restored."""
 
 
 @contextmanager
@@ -107,14 +114,15 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
 
     A tensor above :data:`LARGE` bytes, a parameter or a gradient is copied when it is written to.
     Operators are watched for that (some microseconds each) if the model has modules or hooks that
-    are not from torch, transformers, PEFT or accelerate.
+    are not from torch, transformers, PEFT or accelerate, or are known to write. A parametrization
+    that is registered and removed again sets a tensor to itself, which is no write.
 
     Args:
         root: the module whose state is restored, with all modules inside it.
         runs: the part of it that will run; all of it by default.
 
     Raises:
-        RuntimeError: at the end, if a tensor was written to that was neither copied nor watched.
+        WeightsWritten: at the end, if a tensor was written to that was neither copied nor watched.
     """
     state = _State(root, root if runs is None else runs)
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
@@ -136,6 +144,7 @@ class _Tensor:
         self._counter = None if self.inference else _unsafe_preserve_version_counter(tensor)
         self.alias = tensor.detach()  # of the same storage, also if tensor.data is replaced
         self.copy: Tensor | None = None
+        self.was_set_to_itself = False  # which counts as a version, and is no write
 
     def copy_values(self) -> None:
         if self.copy is None:
@@ -155,7 +164,7 @@ class _Tensor:
                 _without_repeats(alias, alias).copy_(_without_repeats(self.copy, alias))
         if self._counter is not None and tensor._version != self.version:
             self._counter.__exit__(None, None, None)
-        return self.copy is not None or not written
+        return self.copy is not None or self.was_set_to_itself or not written
 
 
 def _without_repeats(tensor: Tensor, like: Tensor) -> Tensor:
@@ -196,9 +205,9 @@ class _State:
         hooks = [getattr(torch_module, f"_global{name}") for name in HOOKS]
         for module in running:
             hooks += [h for name in HOOKS if (h := module.__dict__.get(name))]
-        self.has_user_code = any(not _is_trusted(type(m).__module__) for m in running) or any(
-            not _is_trusted(hook_home(hook)) for store in hooks for hook in store.values()
-        )
+        self.has_user_code = any(
+            not _is_trusted(type(m).__module__) or type(m).__name__ in _WRITERS for m in running
+        ) or any(not _is_trusted(hook_home(hook)) for store in hooks for hook in store.values())
         for module in modules:
             attributes = module.__dict__
             self._containers.append((attributes, attributes.copy()))
@@ -288,7 +297,7 @@ class _State:
         for restore in self._others:
             restore()
         if written:
-            raise RuntimeError(
+            raise WeightsWritten(
                 f"running the model wrote to {', '.join(written)}, which cannot be undone: change "
                 "its forward so that it does not write to its parameters in eval mode"
             )
@@ -371,9 +380,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, name in _output_arguments(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor):
-                    for saved in self._by_storage.pop(_storage(tensor) or 0, ()):
-                        saved.copy_values()
+                if not isinstance(tensor, Tensor):
+                    continue
+                if func is torch.ops.aten.set_.source_Tensor and _same_place(tensor, args[1]):
+                    for saved in self._by_storage.get(_storage(tensor) or 0, ()):
+                        saved.was_set_to_itself = True
+                    continue
+                for saved in self._by_storage.pop(_storage(tensor) or 0, ()):
+                    saved.copy_values()
         return func(*args, **kwargs)
 
 

@@ -82,9 +82,10 @@ class Loop:
 
     @property
     def inner_model(self) -> nn.Module:
-        """Return the model, unwrapped from DDP and from DeepSpeed's engine."""
-        wraps = isinstance(self.model, DistributedDataParallel) or self.zero is not None
-        return self.model.module if wraps else self.model  # type: ignore[return-value]
+        """Return the model, unwrapped from Fabric, DDP and DeepSpeed's engine."""
+        model: Any = self.model._modules.get("_forward_module", self.model)  # of Fabric
+        wraps = isinstance(model, DistributedDataParallel) or self.zero is not None
+        return model.module if wraps else model  # type: ignore[no-any-return]
 
     @property
     def sharded_by(self) -> str:

@@ -264,20 +264,32 @@ def next_token_loss(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
 
 
+class Taught(Decoder):
+    """Takes more than ids."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch["input_ids"])
+
+
+def taught_loss(model: Any, batch: Any) -> torch.Tensor:
+    return next_token_loss(lambda _: model(batch), batch)
+
+
 def test_a_model_of_a_users_own_is_attacked_by_what_needs_no_text_of_it(tmp_path: Path) -> None:
-    watch = auto(tmp_path, Decoder(), loss=next_token_loss).watch
+    watch = auto(tmp_path, Taught(), loss=taught_loss).watch
     assert attacks_in(watch.latest) == {"bias_sign", "bag_of_words", "worst"}
     assert watch.latest[WORST] == 1
-    assert "Decoder.forward takes no input_ids" in str(watch.lines("aligned_flatchat"))
-    with pytest.raises(ValueError, match=r"'aligned_flatchat' runs the model.*Decoder\.forw"):
-        auto(tmp_path, Decoder(), AlignedFlatChat(TEXT), loss=next_token_loss)
+    assert "Taught.forward takes no input_ids" in str(watch.lines("aligned_flatchat"))
+    with pytest.raises(ValueError, match=r"'aligned_flatchat' runs the model.*Taught\.forw"):
+        auto(tmp_path, Taught(), AlignedFlatChat(TEXT), loss=taught_loss)
 
 
-def test_with_a_forward_of_input_ids_a_model_of_a_users_own_is_attacked_by_all(
-    tmp_path: Path,
+@pytest.mark.parametrize("wrap", [Adapted, lambda net: net], ids=["input_ids", "idx"])
+def test_with_a_forward_of_ids_a_model_of_a_users_own_is_attacked_by_all(
+    wrap: Any, tmp_path: Path
 ) -> None:
     batches = random_token_loader(**FEW)
-    training = auto(tmp_path, Adapted(Decoder()), loss=next_token_loss, batches=batches)
+    training = auto(tmp_path, wrap(Decoder()), loss=next_token_loss, batches=batches)
     assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(training.watch.latest)
     assert training.watch.latest["leakage/gradient_membership/auc"] == 1
     assert training.watch.failures == 0

@@ -202,3 +202,27 @@ def test_an_attack_whose_trial_fails_does_not_choose_itself(
     assert refused["unknown"].startswith("not played: its looks fail on this model (RuntimeError")
     assert values(watch.lines("subspace_words"), "f1", start=3) == {3: 1.0, 4: 1.0}
     assert values(watch.lines("gradient_membership"), "auc", start=3).keys() == {3, 4}
+
+
+@pytest.mark.parametrize("method", ["needs", "meet", "estimate", "prepare"])
+def test_an_attack_that_fails_at_set_up_leaves_the_others_playing(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        try:
+            raise KeyError("a layer of another kind")
+        except KeyError as error:
+            raise RuntimeError("wrapped") from error
+
+    monkeypatch.setattr(GradientMembership, method, fail)
+    model = get_peft_model(seeded(), config())
+    watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
+    [refused] = watch.lines("gradient_membership")
+    assert refused["unknown"].startswith("not played: fails on LlamaForCausalLM (KeyError at ")
+    assert "a layer of another kind" in refused["unknown"]
+    assert values(watch.lines("subspace_words"), "f1", start=3) == {3: 1.0, 4: 1.0}
+    if method == "estimate":  # which is for those that choose themselves
+        return
+    listed = [GradientMembership()]
+    with pytest.raises(RuntimeError, match="wrapped"):
+        watched(tmp_path / "listed", listed, model, **settings(model, steps=1))

@@ -356,7 +356,8 @@ class GradientMembership(PassiveMembership):
 
 def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     """Return the linear maps, without those of PEFT's prompt encoder, which reads no text."""
-    linears = (m for m in find_linear_maps(anatomy) if not m.regularised)
+    linears = find_linear_maps(anatomy)
+    linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]  # by itself
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
 
 

@@ -121,7 +121,15 @@ def _weight_map(
 
 
 def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
-    """Yield the factors of a PEFT layer's active adapters, which ``walk`` does not enter."""
+    """Yield the factors of a layer's active adapters, which ``walk`` does not enter.
+
+    They are PEFT's, or the only one of a layer of litgpt, also of its fused queries and values,
+    which multiplies by its factors itself as AdaLoRA does.
+    """
+    own, drop = module._parameters.get("lora_A"), module._modules.get("lora_dropout")
+    if own is not None and own.dim() == 2 and id(own) in names:
+        before = () if drop is None else (drop,)
+        yield LinearMap(names[id(own)], module, module, 1, len(own), "A", dropouts=before)
     for kind in _LOW_RANK:
         factors = module._modules.get(kind)
         if not isinstance(factors, nn.ModuleDict | nn.ParameterDict):
@@ -488,7 +496,7 @@ def input_states(
         (B, L, d) float32 for each input.
     """
     text = text_for(anatomy, ids)
-    if mask is not None:
+    if mask is not None and model_runs.accepts(anatomy.model, "attention_mask"):
         text["attention_mask"] = mask.to(anatomy.device)
     places = [Place("", shared.reader, "input") for shared in inputs]
     with _untraced(anatomy):

@@ -121,7 +121,8 @@ class Controls:
         stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
         scored = [plan for plan in stepped if self._is_scored(plan)]
         reads = (*look.calls, *look.current)
-        believed = not self._replaced and any(not read.call.heads for read in reads)
+        from_batch = any(read.placed is not None and not read.call.heads for read in reads)
+        believed = from_batch and not self._replaced
         due = [
             plan
             for plan in scored

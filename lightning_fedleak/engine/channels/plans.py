@@ -170,7 +170,7 @@ def _check_head(attack: Attack, anatomy: Anatomy) -> None:
         return
     model = type(without_peft(anatomy.model)).__name__
     n = anatomy.vocab_size
-    head = f"the labels of {model} are classes"
+    head = f"{model} has none"
     if anatomy.head is not None:
         outputs = "one output" if n == 1 else f"{n} outputs"
         head = f"the rows of '{anatomy.head_name}' of {model} are its {outputs}"

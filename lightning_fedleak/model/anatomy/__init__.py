@@ -18,11 +18,16 @@ from lightning_fedleak.model.anatomy.parts import Kind as Kind
 from lightning_fedleak.model.anatomy.parts import head_adapter as head_adapter
 from lightning_fedleak.model.anatomy.parts import head_surface as head_surface
 from lightning_fedleak.model.anatomy.parts import where_whole as where_whole
+from lightning_fedleak.model.anatomy.wrappers import accepts as accepts
 from lightning_fedleak.model.anatomy.wrappers import find_path as find_path
+from lightning_fedleak.model.anatomy.wrappers import hears as hears
+from lightning_fedleak.model.anatomy.wrappers import ids_argument as ids_argument
 from lightning_fedleak.model.anatomy.wrappers import leaf as leaf
 from lightning_fedleak.model.anatomy.wrappers import matrix_shape as matrix_shape
 from lightning_fedleak.model.anatomy.wrappers import mixed_precision as mixed_precision
+from lightning_fedleak.model.anatomy.wrappers import placeholder_ids as placeholder_ids
 from lightning_fedleak.model.anatomy.wrappers import special_ids as special_ids
+from lightning_fedleak.model.anatomy.wrappers import taking_ids as taking_ids
 from lightning_fedleak.model.anatomy.wrappers import unwrap as unwrap
 from lightning_fedleak.model.anatomy.wrappers import walk as walk
 from lightning_fedleak.model.anatomy.wrappers import without_peft as without_peft

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from itertools import takewhile
 from typing import get_args
@@ -86,14 +86,15 @@ def infer_kind_from_head(
 ) -> Kind:
     """Return the kind that the head shows, for a model whose class name shows none.
 
+    A model without a head, as one of sentence embeddings, predicts no tokens.
+
     Raises:
         AnatomyError: the head does not show it either.
     """
-    if head is not None:
-        if count_rows(head) != count_rows(embedding):
-            return "classifier"
-        if not hasattr(model, "config"):
-            return "causal"
+    if head is None or count_rows(head) != count_rows(embedding):
+        return "classifier"
+    if not hasattr(model, "config"):
+        return "causal"
     raise AnatomyError(
         f"the class of {type(model).__name__} in {type(root).__name__} does not show what its "
         "labels mean. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
@@ -310,6 +311,7 @@ def _plain_parts(
         return pairs[0][0][1], pairs[0][1][1]
     if embedding is not None and not pairs:
         return embedding, None
+    _refuse_wordless(scope, pairs)
     raise missing_part_error(
         root,
         "single language model" if pairs else "language model",
@@ -318,6 +320,16 @@ def _plain_parts(
         "embedding",
         "head",
     )
+
+
+def _refuse_wordless(model: nn.Module, pairs: Sequence[object]) -> None:
+    """Refuse a model that reads no ids, for which no argument could help."""
+    media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
+    if not pairs and (any(media) or not find_layers(model, (nn.Embedding,))):
+        raise AnatomyError(
+            f"{type(model).__name__} has no token embeddings, and without words there is nothing "
+            "that attacks could read in what it shares"
+        )
 
 
 def _plain_kind(model: nn.Module) -> Kind:

@@ -41,7 +41,7 @@ class Anatomy:
             torch.compile and DDP.
         kind: meaning of the labels: next tokens, masked tokens, a decoder's tokens, or classes. The
             rows of a ``"classifier"``'s head are classes, so that its head's gradient shows no
-            words.
+            words. So is called a model without a head too, which has no labels that are words.
         embedding: input embeddings (of an encoder-decoder the encoder's), with their PEFT layer;
             ``embedding_name`` is the path in ``root``.
         head: the last linear layer, from hidden states to logits, with its PEFT layer; None for a

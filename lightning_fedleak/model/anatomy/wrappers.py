@@ -6,7 +6,9 @@ backend is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -130,7 +132,67 @@ def without_peft(model: nn.Module) -> nn.Module:
     return model
 
 
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Return whether the model's ``forward`` can be called with an argument of that name."""
+    forward = without_peft(model).forward
+    parameters = signature(forward).parameters
+    if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
+        return False
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def hears(model: nn.Module) -> bool:
+    """Return whether the encoder of an encoder-decoder reads something else than ids."""
+    core = without_peft(model)
+    other = getattr(core, "main_input_name", "input_ids") != "input_ids"
+    return other and "encoder_outputs" in signature(core.forward).parameters
+
+
+def ids_argument(model: nn.Module) -> str | None:
+    """Return the name of the forward's argument that gets the ids; None where there is none.
+
+    It is ``input_ids``, or else the only one that has no default, as ``idx`` of litgpt. Where an
+    encoder reads sound or images, as Whisper's, it is the decoder's.
+    """
+    if hears(model):
+        return "decoder_input_ids"
+    if accepts(model, "input_ids"):
+        return "input_ids"
+    parameters = signature(without_peft(model).forward).parameters.values()
+    starred = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in starred]
+    return names[0] if len(names) == 1 else None
+
+
+def taking_ids(model: nn.Module) -> Callable[..., Any]:
+    """Return the model's forward, with ``input_ids`` as another name of its ids' argument.
+
+    A decoder whose encoder reads no ids is given a zero in the place of the encoder's states.
+    """
+    forward, own_name = model.forward, ids_argument(model) or "input_ids"
+    width, silent = getattr(getattr(model, "config", None), "hidden_size", 1), hears(model)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.pop("input_ids", None)
+        if ids is None:
+            return forward(*args, **kwargs)
+        if silent:
+            states = next(model.parameters()).new_zeros(len(ids), 1, width)
+            kwargs = {"encoder_outputs": (states,), **kwargs}
+        return forward(*args, **{**kwargs, own_name: ids})
+
+    return run
+
+
 _MARKS = ("bos", "eos", "cls", "sep", "pad")
+_MEDIA = ("image", "video", "audio")
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """Return ids that keep places for an image, a video or a sound, by a model's config."""
+    names = (f"{medium}_token_{end}" for medium in _MEDIA for end in ("id", "index"))
+    return frozenset().union(*(_ids(getattr(config, name, None)) for name in names))
 
 
 def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
@@ -142,7 +204,7 @@ def special_ids(config: Any, tokenizers: Iterable[Any]) -> frozenset[int]:
             those that replace words: the unknown token, and the mask, because the last layers of
             a masked language model have a gradient at masks alone.
     """
-    ids: set[int] = set()
+    ids = {*placeholder_ids(config)}
     for source in (config, *tokenizers):
         for mark in _MARKS:
             ids |= _ids(getattr(source, f"{mark}_token_id", None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
+    ids_argument,
     matrix_shape,
     place_of,
     text_blocks,
@@ -27,6 +28,20 @@ NOT_TESTED = (
     "several documents are packed into a row, and it could not be tested whether they attend to "
     "each other ({}): set crossing=False or True in a TokenBatch, by a batch_adapter= in settings="
 )
+
+
+MEDIA = ("pixel_values", "input_features", "input_values")
+"""Begins of the names of arguments that hold images or sounds, as transformers has them."""
+
+
+def without_placeholders(batch: TokenBatch, held: Collection[int]) -> TokenBatch:
+    """Return a batch in which what keeps a place for an image or a sound is no word."""
+    ids, mask, live = batch.input_ids, batch.attention_mask, batch.live
+    places = torch.isin(ids, ids.new_tensor(sorted(held)))
+    mask = (torch.ones_like(ids) if mask is None else mask).masked_fill(places, 0)
+    live = None if live is None else live & ~places.to(live.device)
+    reached = None if batch.reached is None else batch.reached & ~places.to(batch.reached.device)
+    return replace(batch, attention_mask=mask, live=live, reached=reached)
 
 
 class ModelCalls:
@@ -52,7 +67,10 @@ class ModelCalls:
 
     @raised_when_read
     def _note(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self._calls.append(arguments_of(model, args, kwargs))
+        arguments = arguments_of(model, args, kwargs)
+        if (name := ids_argument(model)) in arguments:
+            arguments["input_ids"] = arguments.pop(name)
+        self._calls.append(arguments)
 
     @property
     def calls(self) -> list[dict[str, object]]:

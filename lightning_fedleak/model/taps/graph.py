@@ -261,7 +261,6 @@ class GraphTap:
         if self.why_not is not None:
             return
         anatomy = self._anatomy
-        assert anatomy.head is not None
         for module in {id(m): m for m in (anatomy.model, without_peft(anatomy.model))}.values():
             before = module.register_forward_pre_hook(self._model_begins, with_kwargs=True)
             after = module.register_forward_hook(self._model_ends, always_call=True)
@@ -272,7 +271,8 @@ class GraphTap:
             ends = backbone.register_forward_hook(self._model_ends, always_call=True)
             self._handles += [before, after, ends]
         self._handles.append(anatomy.embedding.register_forward_hook(self._embed))
-        self._handles.append(anatomy.head.register_forward_hook(self._head))
+        if anatomy.head is not None:
+            self._handles.append(anatomy.head.register_forward_hook(self._head))
         for block in anatomy.blocks[:1] if anatomy.kind == "causal" else ():
             self._handles.append(block.register_forward_hook(self._first_block))
 
@@ -528,7 +528,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        return ReadCall(call, *_classified(call, _inputs_of(call, ids, "causal", read), labels))
+        return ReadCall(call, *_classified(call, inputs_of(call, ids, "causal", read), labels))
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
     shift = int(kind == "causal")
@@ -536,7 +536,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.unsure
-    batch = _inputs_of(call, ids, kind, read)
+    batch = inputs_of(call, ids, kind, read)
     if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
         soft &= placed.place < placed.width - 1
     batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
@@ -628,7 +628,7 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def _inputs_of(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+def inputs_of(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
     """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
 
     Where the model's parts were called in place of its forward, the batch says it. Where nothing

@@ -29,7 +29,9 @@ from transformers import (
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.taps.graph import GraphTap, read_call, read_rows
+from lightning_fedleak.model.taps.graph import GraphTap
+from lightning_fedleak.model.taps.read_calls import read_call
+from lightning_fedleak.model.taps.row_labels import read_rows
 
 VOCABULARY, TEXTS, LENGTH = 128, 4, 12
 IDS = torch.randint(3, VOCABULARY, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -474,7 +476,7 @@ def test_blocks_of_rows_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     logits = torch.randn(9, 20, generator=generator)
     gradient = logits.softmax(1) - functional.one_hot(torch.arange(9), 20)
     whole = read_rows(gradient, logits)
-    monkeypatch.setattr("lightning_fedleak.model.taps.graph.ENTRIES_AT_ONCE", 45)
+    monkeypatch.setattr("lightning_fedleak.model.taps.row_labels.ENTRIES_AT_ONCE", 45)
     parts = read_rows(gradient, logits)
     assert torch.equal(whole.labels, parts.labels)
     assert torch.equal(whole.labels, torch.arange(9))

@@ -15,13 +15,14 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.taps.graph import GraphTap, ReadCall, read_call
+from lightning_fedleak.model.taps.graph import GraphTap
 from lightning_fedleak.model.taps.last_states import (
     HeadMap,
     backbone_of,
     fit_temperature,
     read_states,
 )
+from lightning_fedleak.model.taps.read_calls import ReadCall, read_call
 from tests.taps.test_control import check_gradient
 from tests.taps.test_graph import CAUSAL, HARD, IDS, TEXTS, VOCABULARY, ids_of, llama
 

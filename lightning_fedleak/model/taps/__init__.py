@@ -27,9 +27,9 @@ from lightning_fedleak.model.taps.gradients import loss_terms as loss_terms
 from lightning_fedleak.model.taps.gradients import real_optimizer as real_optimizer
 from lightning_fedleak.model.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.model.taps.graph import GraphTap as GraphTap
-from lightning_fedleak.model.taps.graph import ReadCall as ReadCall
-from lightning_fedleak.model.taps.graph import plain_call as plain_call
-from lightning_fedleak.model.taps.graph import read_call as read_call
+from lightning_fedleak.model.taps.read_calls import ReadCall as ReadCall
+from lightning_fedleak.model.taps.read_calls import plain_call as plain_call
+from lightning_fedleak.model.taps.read_calls import read_call as read_call
 from lightning_fedleak.model.taps.rounds import LocalRound as LocalRound
 from lightning_fedleak.model.taps.rounds import control_update as control_update
 from lightning_fedleak.model.taps.split import Crossed as Crossed

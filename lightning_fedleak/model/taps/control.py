@@ -28,8 +28,9 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.model.taps.activations import ActivationTap
-from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
+from lightning_fedleak.model.taps.graph import GraphCall
 from lightning_fedleak.model.taps.last_states import HeadMap, backbone_of, last_states_in
+from lightning_fedleak.model.taps.read_calls import PlacedRows, ReadCall
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
@@ -55,7 +56,7 @@ class Draw:
     Attributes:
         reads: the calls of the step, with these words in their batches.
         shapes: for each, (3, N) the shapes of the rows of its logits' gradient, see
-            ``_RowLabels.shapes``; 0 where there is no label.
+            ``RowLabels.shapes``; 0 where there is no label.
         is_part: whether they are a part of a step's.
     """
 
@@ -493,7 +494,7 @@ def _label_rows(
     Args:
         logits: of the call.
         targets: (N,) labels.
-        shapes: (3, N), see ``_RowLabels.shapes``.
+        shapes: (3, N), see ``RowLabels.shapes``.
         temperature: that the loss divides the logits by; None: the rows are those of a plain
             cross-entropy, of the weights that the first of the shapes has.
     """

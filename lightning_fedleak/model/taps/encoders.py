@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.taps.graph import GraphCall, GraphTap, ReadCall, inputs_of
+from lightning_fedleak.model.taps.graph import GraphCall, GraphTap
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+from lightning_fedleak.model.taps.read_calls import ReadCall, inputs_of
 
 
 class EncoderTap(GraphTap):

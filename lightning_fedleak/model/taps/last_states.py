@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from lightning_fedleak.model.anatomy import Anatomy, head_adapter, leaf
 from lightning_fedleak.model.batches import IGNORE_INDEX
+from lightning_fedleak.model.taps.row_labels import RowLabels
 
 ENTRIES_AT_ONCE = 1 << 24
 """Logits that are computed at once: 64 MiB in float32, of which three blocks are there."""
@@ -47,28 +48,6 @@ FITTED_ROWS, TEMPERATURES, GRID, ACCURACY = 8, (0.1, 10.0), 24, 1e-3
 
 The grid is log-spaced in steps of 22%; a temperature 20% off leaves .05 of g, one by .1% .0003.
 """
-
-
-class StateRows(NamedTuple):
-    """What rows of dL/dh show, each field (n,) on the device of the hidden states.
-
-    Attributes:
-        labels: label of each row, -100 where it has none or none explains its gradient.
-        sizes: minus dL/dlogits at the label; 0 without one.
-        others: sum of the other entries but for their shift, a (1 - p_y).
-        shifts: what is subtracted from each of the other entries, c.
-        live: whether the row has a gradient.
-        soft: whether it has a gradient that no label explains.
-        pushed: whether the text is pushed away, b < 0.
-    """
-
-    labels: Tensor
-    sizes: Tensor
-    others: Tensor
-    shifts: Tensor
-    live: Tensor
-    soft: Tensor
-    pushed: Tensor
 
 
 @dataclass(frozen=True)
@@ -187,7 +166,7 @@ def _fit(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def read_states(
     states: Tensor, gradient: Tensor, head: HeadMap, given: Sequence[Tensor] = ()
-) -> StateRows:
+) -> RowLabels:
     """Return which label each row of dL/dh belongs to.
 
     A given label is verified: it must explain g as well as the best row does. Rows that no given
@@ -226,8 +205,10 @@ def read_states(
         labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)
         numbers[:, block] = torch.where(is_label, shape, 0.0)
         pushed[block] = is_label & (below < 0)
-    soft = live & (labels == IGNORE_INDEX)
-    return StateRows(labels, numbers[0], numbers[1], numbers[2], live, soft, pushed)
+    soft, never = live & (labels == IGNORE_INDEX), torch.zeros_like(live)
+    none, values = torch.zeros_like(labels), numbers.new_zeros(n, 2)
+    known = labels, numbers[0], numbers[1], numbers[2], pushed, live, soft
+    return RowLabels(*known, never, none, none, never, values)
 
 
 def _labels(rows: _Rows, weight: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ FILE = "fedleak.safetensors"
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that step while backward runs, and keep no gradient."""
-_COMPARES = {"CustomDPOTrainer", "CustomKTOTrainer"}  # LlamaFactory's: rejected rows have no mark
+_PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
+"""TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 
 
 class LeakageCallback(TrainerCallback, Reported):
@@ -96,8 +97,9 @@ class LeakageCallback(TrainerCallback, Reported):
 
     Raises:
         TypeError: no Trainer was passed; shows the line that passes one.
-        ValueError: contradictory arguments; when training begins also a Trainer, a gate or an
-            attack that does not fit.
+        ValueError: contradictory arguments, or attacks on the trained weights under a trainer of
+            preferences or of reinforcement learning; when training begins also a Trainer, a gate or
+            an attack that does not fit.
     """
 
     engine: Engine
@@ -123,6 +125,14 @@ class LeakageCallback(TrainerCallback, Reported):
             trainer, attacks, gates, None, place, *looks, games, settings
         )
         self.engine = self.watch.engine
+        kinds = _PREFERS.intersection(kind.__name__ for kind in type(trainer).__mro__)
+        asked = [a.name for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        if kinds and asked and attacks != "auto":
+            raise ValueError(
+                f"{kinds.pop()} makes rejected texts less likely, or writes the texts itself, so "
+                "that likelihoods do not show what the weights were trained on: leave "
+                f"{', '.join(asked)} out of attacks="
+            )
         train = trainer.train
 
         def train_to_an_end(*arguments: Any, **more: Any) -> Any:
@@ -279,9 +289,7 @@ class _TransformersWatch(Watch):
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
         problem = None
-        if names := _COMPARES.intersection(kind.__name__ for kind in type(trainer).__mro__):
-            problem = f"{names.pop()} compares texts, and no batch says which are rejected"
-        elif any(name in optim.lower() for name in _IN_BACKWARD):
+        if any(name in optim.lower() for name in _IN_BACKWARD):
             problem = (
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
                 "runs: use another"

@@ -21,7 +21,7 @@ from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceMe
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.trainers import LeakageCallback, Threshold
+from lightning_fedleak.trainers import LeakageCallback, Threshold, WatchSettings
 from tests.callbacks.runs import Probe
 from tests.helpers.folders import TEXTS, tiny_tokenizer
 from tests.helpers.models import tiny_llama
@@ -284,6 +284,6 @@ def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
 def test_weights_are_not_asked_about_pairs(tmp_path: Path) -> None:
     trainer = dpo(tmp_path, copies=25)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)
-    watched(trainer, [LossRatio()], memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    with pytest.raises(ValueError, match="rejected"):
-        trainer.train()
+    settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
+    with pytest.raises(ValueError, match=r"DPOTrainer .* leave loss_ratio out of attacks="):
+        LeakageCallback(trainer, [LossRatio()], settings=settings)

@@ -1,16 +1,17 @@
-"""Whether a fresh attack refutes a low number that a gate lets pass, in trainings drawn at random.
+"""Whether a reader of its own refutes a low number that a gate lets pass, in random trainings.
 
     python -m benchmarks.attacks.drawn_trainings                    # a hundred, about 10 minutes
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
     python -m benchmarks.attacks.drawn_trainings --large            # how often a gate decides
 
-A training draws its loss, what it trains, dropout, noise on embeddings, precision, batch and the
-step that is looked at. The true words are those of the script's own batch. Where a gate at .5 on
-``leakage/worst/words`` lets a look pass, every attack on words that applies is prepared afresh on
-the weights of that step, and reads the gradient that the script copied. One that reads more than
-.15 above the logged number refutes it. What counts as known *by aggregation* is a number apart: the
-batch holds more than the attack can distinguish there, and another may hold more. A number of true
-words in the log that is not the script's own refutes as well.
+A training draws its loss (also of a fused head, of preferences, with a term of the weights alone),
+what it trains, dropout, noise on embeddings, precision, batch, the step that is looked at, and what
+its own code does to gradients before the optimizer steps, or to the batch before the model reads
+it. The true words are those that the model was called on. Where a gate at .5 on
+``leakage/worst/words`` lets a look pass, readers that are no attacks of the package read what the
+optimizer gets: rows of the head's gradient, rows of the embedding's, and the span of a LoRA's. One
+that reads more than .15 above the logged number refutes it. What counts as known *by aggregation*
+is a number apart: the batch holds more than the attack can distinguish there.
 
 With ``--large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more, and
 nothing hides them: no dropout, no noise, no rounding. There a gate should decide.
@@ -40,19 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_fedleak.attacks import (
-    HONEST_BUT_CURIOUS,
-    AlignedFlatChat,
-    Attack,
-    BagOfWords,
-    BiasSign,
-    RevealLabels,
-    RunFacts,
-    SubspaceWords,
-    WordGuess,
-)
-from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 1", "--large --runs 1")
@@ -93,6 +82,9 @@ class Training:
     rows: int
     length: int
     rate: float
+    touch: str = "nothing"
+    by_hook: bool = False
+    batch: str = "the same"
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
@@ -111,13 +103,17 @@ class Training:
             rows,
             length,
             draw.choice([1e-4, 1e-3, 5e-3]),
+            draw.choice(["nothing"] * len(TOUCHES) + [*TOUCHES]),
+            draw.random() < 0.3,
+            draw.choice(["the same", "the same", "the same", "cropped", "another"]),
         )
 
     @classmethod
     def large(cls, seed: int) -> Training:
         """Return a training of large batches whose gradients nothing hides."""
         shape = random.Random(seed).choice([(8, 24), (8, 32), (16, 32)])
-        open_ = replace(cls.drawn(seed), dropout=0.0, noise=0.0, precision="32-true")
+        plain = {"dropout": 0.0, "noise": 0.0, "precision": "32-true", "batch": "the same"}
+        open_ = replace(cls.drawn(seed), touch="nothing", **plain)
         part = "LoRA q/v" if open_.part == "LoRA o+down" else open_.part
         return replace(open_, part=part, rows=shape[0], length=shape[1])
 
@@ -186,6 +182,30 @@ def weighted_tokens(model: nn.Module, ids: Tensor, counted: Tensor) -> Tensor:
 
 
 CLASS_WEIGHTS = torch.where(torch.arange(VOCABULARY) < FREQUENT, 0.1, 1.0)
+
+
+def fused(model: nn.Module, ids: Tensor, counted: Tensor, sign: bool = False) -> Tensor:
+    """Return a loss that multiplies by the head's matrix, as fused ones do; of pairs, if signed."""
+    core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    states = core.model(input_ids=ids).last_hidden_state[:, :-1]
+    logits = functional.linear(states, core.lm_head.weight).float()
+    losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    if not sign:
+        return losses.mean()
+    texts = losses.view(len(ids), -1).sum(1)
+    half = (len(ids) + 1) // 2
+    return -functional.logsigmoid(0.1 * (texts[half:].sum() - texts[:half].sum()))
+
+
+def decayed(model: nn.Module, ids: Tensor, counted: Tensor, form: str) -> Tensor:
+    """Return a loss with an L2 term of the weights, in a form that its graph may hide."""
+    loss = given_labels(model, ids, counted)
+    term = 5e-3 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+    if form == "stacked":
+        return torch.stack([loss, term]) @ torch.ones(2)
+    return loss * (1 + term / loss.detach())
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "plain": given_labels,
     "answers only": given_labels,
@@ -194,7 +214,27 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "label smoothing": lambda *step: by_class(*step, label_smoothing=0.1),
     "focal": focal,
     "loss mask": masked,
+    "fused": fused,
+    "preferences": lambda *step: fused(*step, sign=True),
+    "stacked decay": lambda *step: decayed(*step, "stacked"),
+    "scaled decay": lambda *step: decayed(*step, "scaled"),
 }
+
+
+def in_int8(g: Tensor) -> Tensor:
+    scale = (g.abs().max() / 127).clamp_min(1e-30)
+    return (g / scale).round() * scale
+
+
+TOUCHES: dict[str, Callable[[nn.Parameter, Tensor], Tensor]] = {
+    "L2": lambda p, g: g + 1e-2 * p.detach(),
+    "noise": lambda p, g: g + 1e-3 * g.std() * torch.randn_like(g),
+    "bfloat16": lambda p, g: g.bfloat16().to(g),
+    "int8": lambda p, g: in_int8(g),
+    "centralised": lambda p, g: g - g.mean(-1, keepdim=True),
+    "top 30%": lambda p, g: g * (g.abs() >= g.abs().flatten().float().quantile(0.7)),
+}
+"""What a user's own code does to a gradient between backward and the optimizer's step."""
 
 
 # ---- a training --------------------------------------------------------------------------------
@@ -202,7 +242,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @dataclass
 class Seen:
-    """What the script kept of a step: its truth, its undefended gradient and its weights."""
+    """What the script kept of a step: its truth, what its optimizer got, and its weights."""
 
     words: dict[str, set[int]]
     gradients: dict[str, Tensor]
@@ -225,42 +265,61 @@ def true_words(ids: Tensor, counted: Tensor) -> dict[str, set[int]]:
     return {"output": {*ids[:, 1:][labels].tolist()}, "input": {*ids[:, :-1][later].tolist()}}
 
 
-def family() -> list[Attack]:
-    """Return the attacks on words, fresh; those that apply are asked."""
-    return [
-        AlignedFlatChat("sampled"),
-        AlignedFlatChat("sampled", readout="sign", name="aligned_sign"),
-        SubspaceWords(capacity_seconds=0),
-        BagOfWords(),
-        BiasSign(),
-        RevealLabels(max_seconds=20),
-    ]
+def rows_of_embedding(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
+    """Return the types whose row of an embedding of its own has a gradient."""
+    name = next((n for n in gradients if n.endswith("embed_tokens.weight")), "")
+    if not name or model.get_input_embeddings().weight is model.get_output_embeddings().weight:
+        return set()
+    return {*gradients[name].any(1).nonzero()[:, 0].tolist()}
 
 
-def read_afresh(training: Training, seen: Seen, step: int) -> dict[str, float]:
-    """Return the F1 of every attack that applies, prepared on the weights of a step."""
-    model = training.model()
+def rows_of_head(gradients: Mapping[str, Tensor]) -> set[int]:
+    """Return the types whose row of the head's gradient is none of the many that are alike.
+
+    Types that are no labels have multiples of one row, the sum of hidden states by probability.
+    """
+    name = next((n for n in gradients if n.endswith("lm_head.weight")), "")
+    if not name:
+        return set()
+    rows = gradients[name].double()
+    common = functional.normalize(rows.median(0).values, dim=0)
+    rest = (rows - (rows @ common)[:, None] * common).norm(dim=1).clamp_min(1e-300).log()
+    middle = rest.median()
+    width = 1.4826 * (rest - middle).abs().median()
+    return {*(rest > middle + 5 * width).nonzero()[:, 0].tolist()}
+
+
+def span_of_lora(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
+    """Return the types whose input of the first block lies in the span of its A's gradients."""
+    parts = [g.double() for n, g in gradients.items() if "layers.0." in n and "lora_A" in n]
+    parts = [g / g.norm() for g in parts if bool(g.any()) and g.shape[1] == WIDTH]
+    if not parts:
+        return set()
+    core = model.get_base_model().model
+    inputs = core.layers[0].input_layernorm(core.embed_tokens.weight.detach()).detach().double()
+    _, sizes, directions = torch.linalg.svd(torch.cat(parts), full_matrices=False)
+    gaps = (sizes[:-1] / sizes[1:].clamp_min(1e-12)).log()
+    basis = directions[: int(gaps[:-1].argmax()) + 1 if len(gaps) > 1 else 1]
+    rest = (inputs - inputs @ basis.T @ basis).norm(dim=1) / inputs.norm(dim=1)
+    rest = rest.nan_to_num(1.0).clamp_min(1e-12).log()
+    middle = rest.median()
+    width = 1.4826 * (rest - middle).abs().median()
+    return {*(rest < middle - 4 * width).nonzero()[:, 0].tolist()}
+
+
+def read_alone(training: Training, seen: Seen) -> dict[str, float]:
+    """Return the F1 of each reader on what the optimizer of a step got."""
+    model: Any = training.model()
     model.load_state_dict(seen.weights)
-    anatomy = find_anatomy(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    autocast = torch.bfloat16 if training.precision == "bf16-mixed" else None
-    facts = RunFacts(training.precision, autocast, "AdamW", step=step)
-    outcome = {}
-    for attack in family():
-        try:
-            roles = attack.needs(anatomy).gradients
-            tensors = {r: seen.gradients[names[id(anatomy.parameter(r))]] for r in roles}
-            attack.meet(facts)
-            attack.prepare(anatomy)
-            attack.refresh(anatomy, step)
-            snapshot = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
-            guess = attack.run(Observation((snapshot,)))
-        except (KeyError, ValueError, RuntimeError):
-            continue  # it does not apply to what is trained, or says itself that it cannot read it
-        assert isinstance(guess, WordGuess)
-        truth, named = seen.words[guess.surface], {*guess.types.tolist()}
-        outcome[attack.name] = 2 * len(truth & named) / max(1, len(truth) + len(named))
-    return outcome
+    named = {
+        "rows of the head": ("output", rows_of_head(seen.gradients)),
+        "rows of the embedding": ("input", rows_of_embedding(model, seen.gradients)),
+        "span of the LoRA": ("input", span_of_lora(model, seen.gradients)),
+    }
+    return {
+        name: 2 * len(seen.words[surface] & types) / max(1, len(seen.words[surface]) + len(types))
+        for name, (surface, types) in named.items()
+    }
 
 
 def shown_of(latest: Mapping[str, float]) -> dict[str, float]:
@@ -295,9 +354,9 @@ def judge(
     )
     destination.looks["by aggregation" if parted else "low"] += 1
     display = shown_of(latest)
-    for name, f1 in read_afresh(training, seen, step).items():
+    for name, f1 in read_alone(training, seen).items():
         if f1 > number + REFUTES:
-            line = f"step {step}: {name} reads {f1:.3f} afresh, the log has {number:.3f}; {display}"
+            line = f"step {step}: {name} read {f1:.3f}, the log has {number:.3f}; {display}"
             (destination.aggregated if parted else destination.refuted).append(
                 f"{training}\n    {line}"
             )
@@ -316,9 +375,13 @@ def check_truth(
 
 
 def run(training: Training, folder: Path, at_most: float) -> Verdict:
-    """Train, look, and ask fresh attacks where the gate lets a look pass."""
+    """Train, look, and ask readers of its own where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
+    touch = TOUCHES.get(training.touch, lambda _, g: g)
+    if training.by_hook:
+        for p in optimizer.param_groups[0]["params"]:
+            p.register_hook(lambda g, p=p: touch(p, g))
     fired: list[Any] = []
     gate = Threshold("leakage/worst/words", at_most=at_most, action=fired.append)
     settings = WatchSettings(
@@ -339,9 +402,17 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
                 batch["labels"] = ids.masked_fill(counted == 0, -100)
             fired.clear()
             with watch.step(batch):
+                if training.batch == "cropped":
+                    ids, counted = ids[:, : max(4, training.length // 2)], torch.ones_like(ids)
+                elif training.batch == "another":
+                    ids = training.ids(step + 500)
+                counted = counted[:, : ids.shape[1]]
                 with torch.autocast("cpu", torch.bfloat16, training.precision == "bf16-mixed"):
                     loss = LOSSES[training.loss](model, ids, counted)
                 loss.backward()
+                for p in optimizer.param_groups[0]["params"] if not training.by_hook else ():
+                    if p.grad is not None:
+                        p.grad.copy_(touch(p, p.grad))
                 gradients = {
                     n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
                 }

@@ -138,9 +138,6 @@ class Attack(ABC):
     reads_adaptive_updates: ClassVar[bool] = False
     """Whether :meth:`run` reads weight changes that are no sums of gradients, such as Adam's, or
     raises an error that says why not. If False, there is no result for them."""
-    removes_loss_terms: ClassVar[bool] = False
-    """Whether :meth:`run` removes what a loss term of a parameter alone adds to its gradient
-    (``snapshot.loss_terms``), or raises an error. If False, there is no result with one."""
     reads_clipped: ClassVar[bool] = False
     """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
     raises an error. If False, there is no result for them."""

@@ -480,9 +480,6 @@ class Fit:
         def take() -> GradientSnapshot:
             if (why := self.run.why_hidden(wanted, optimizer)) is not None:
                 raise UnusableObservation(why)
-            anatomy = self.run.anatomy
-            roles = {role for plan in self.lineup.exposed for role in plan.roles}
-            terms = frozenset(r for r in roles if id(anatomy.parameter(r)) in look.loss_terms)
             view = self._tap.view(
                 look.step,
                 wanted[0],
@@ -496,7 +493,6 @@ class Fit:
                 compression=AVERAGED if look.compression and clients > 1 else look.compression,
                 input_noise=look.input_noise,
                 rounding=self.run.rounding(len(look.all_batches)),
-                loss_terms=terms,
             )
 
         return Moment(look, stages, wanted, optimizer, scale, take)

@@ -54,7 +54,6 @@ from lightning_fedleak.model.snapshots import (
     Stage,
     UpdateSnapshot,
     explain_input_noise,
-    explain_weight_term,
 )
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.report.records import Family
@@ -481,9 +480,6 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
         if carries and not view.fresh:
             return Unknown(explain_stale_optimizer("SGD"))
-    regularised = [role for role in plan.roles if role in view.loss_terms]
-    if regularised and not plan.attack.removes_loss_terms:
-        return Unknown(explain_weight_term(regularised[0]))
     if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
         return Unknown(explain_input_noise(view.input_noise))
     if view.compression not in ("", *plan.attack.reads_compressed):

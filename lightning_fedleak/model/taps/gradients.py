@@ -1,9 +1,4 @@
-"""The taps that record gradients and weight changes of a training step.
-
-Here too are the terms of a loss that depend on parameters alone, as its autograd graph shows them.
-An L2 penalty in ``training_step``, AdaLoRA's orthogonality and FedProx's proximal term contribute
-to a gradient without any batch, and would mislead an attack that ascribes all of it to the batch.
-"""
+"""The taps that record gradients and weight changes of a training step."""
 
 from __future__ import annotations
 
@@ -16,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -26,24 +20,8 @@ from lightning_fedleak.model.model_runs import is_compiled
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, is_shard, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
-# Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
-# with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
-# code) hide their contents, and count as the batch's too.
-_BATCH_OPERATIONS = (
-    *("Nll", "LogSoftmax", "Softmax", "Embedding", "BinaryCrossEntropy", "CtcLoss"),
-    *("ScaledDotProduct", "Mse", "SmoothL1", "Huber", "Kl"),
-)
-# Matrix products: they read the batch where one side needs no gradient.
-_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
 NOISE_ROWS, NOISE_TOKENS = 2, 64
 """Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
-# Whole names of operations: a sum is ``Add``, and ``Addmm`` is a product.
-_FACTORS = ("Mul", "Div")
-_SUMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
-_SHAPES = (
-    *("Neg", "Sum", "Mean", "Clone", "View", "ReshapeAlias", "ToCopy", "Squeeze", "Unsqueeze"),
-    *("Select", "Expand", "Alias"),
-)
 
 
 class GradientTap:
@@ -154,91 +132,6 @@ def _dense(tensor: Tensor) -> Tensor:
     """Return the whole tensor, dense also where it is sparse."""
     tensor = whole_tensor(tensor)
     return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def loss_terms(loss: Tensor) -> set[int]:
-    """Return ids of the parameters of which a loss has a term that depends on nothing else.
-
-    Sums and constant factors are followed from the loss down. A summand is a term of parameters
-    alone if no operation below it reads a batch. Nothing is run.
-
-    Args:
-        loss: with a graph; before backward.
-
-    Returns:
-        ``id(p)`` of each. Terms inside a function with a custom backward are not visible.
-    """
-    parameters: set[int] = set()
-    first = loss.grad_fn
-    while first is not None and first.name() == "_DDPSinkBackward":  # hands on what it gets
-        first = first.next_functions[loss.output_nr][0]
-    if first is None:
-        return parameters
-    reads = _batch_readers(first)
-    nodes, visited = [first], {first}
-    while nodes:
-        node = nodes.pop()
-        if _times_zero(node):  # as some add all parameters, so that each has a gradient
-            continue
-        below = [n for n, _ in node.next_functions if n is not None and n not in visited]
-        if not reads[node]:
-            variable = getattr(node, "variable", None)
-            parameters |= set() if variable is None else {id(variable)}
-        elif _surely_reads_batch(node):  # what is below it was not asked
-            continue
-        elif _operation(node) in _FACTORS:
-            below = [n for n in below if reads[n]]
-        elif _operation(node) not in _SUMS + _SHAPES:
-            continue
-        visited.update(below)
-        nodes.extend(below)
-    return parameters
-
-
-def _batch_readers(first: Node) -> dict[Node, bool]:
-    """Return for each operation whether it or one below it reads a batch.
-
-    Operations below one that surely reads a batch are left out.
-    """
-    reads: dict[Node, bool] = {}
-    stack = [first]
-    while stack:
-        node = stack[-1]
-        if node in reads:
-            stack.pop()
-            continue
-        if _surely_reads_batch(node):
-            reads[node] = True
-            continue
-        below = [n for n, _ in node.next_functions if n is not None]
-        open_ones = [n for n in below if n not in reads]
-        if open_ones:
-            stack.extend(open_ones)
-        else:
-            reads[node] = any(reads[n] for n in below)
-    return reads
-
-
-def _operation(node: Node) -> str:
-    """Return the name of an operation without its ending: ``Add`` of ``AddBackward0``."""
-    return node.name().partition("Backward")[0]
-
-
-def _times_zero(node: Node) -> bool:
-    """Return whether an operation multiplies by a constant 0."""
-    if _operation(node) != "Mul":
-        return False
-    factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
-    return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)
-
-
-def _surely_reads_batch(node: Node) -> bool:
-    name = node.name()
-    if name.startswith(_BATCH_OPERATIONS):
-        return True
-    if name.startswith(_PRODUCTS):
-        return any(below is None for below, _ in node.next_functions)
-    return not (name[-1].isdigit() or name.endswith("AccumulateGrad"))
 
 
 # ---- the moment before an optimizer's step -----------------------------------------------

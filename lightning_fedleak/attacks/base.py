@@ -144,9 +144,6 @@ class Attack(ABC):
     reads_compressed: ClassVar[frozenset[str]] = frozenset()
     """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
     another one left of a gradient there is no result."""
-    needs_plain_inputs: ClassVar[bool] = False
-    """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
-    noise that training may add to embeddings (NEFTune). If True, there is no result with much."""
     needs_control: bool = True
     """Whether a low number counts only beside a control, for which :meth:`run` is called again on a
     gradient of known words. False: what it reads is exact by construction, as the rows of an input

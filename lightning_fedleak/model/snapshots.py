@@ -51,8 +51,6 @@ class GradientSnapshot:
         tied: whether head and embedding are one matrix.
         client: rank of the client, 0 in a single process.
         noise_std: standard deviation of the noise that a defence declares on each number, or 0.
-        input_noise: root mean square of what training adds to the tokens' embeddings (NEFTune), in
-            units of theirs; 0 if nothing.
         rounding: relative error of each number by the mixed precision of FSDP2 or ZeRO; else 0.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
@@ -66,7 +64,6 @@ class GradientSnapshot:
     tied: bool = False
     client: int = 0
     noise_std: float = 0.0
-    input_noise: float = 0.0
     rounding: float = 0.0
     compression: str = ""
 
@@ -292,22 +289,6 @@ def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     numbers = torch.where(mine, part[places.clamp(0, len(part) - 1)], 0)
     torch.distributed.all_reduce(numbers, group=group)
     return numbers
-
-
-MOST_INPUT_NOISE = 0.03
-"""Noise on embeddings, in units of their size, up to which they are read as they are.
-
-It took none of the words of a LoRA r 16 on a tiny Llama; .1 took a quarter (November 2026).
-"""
-
-
-def explain_input_noise(size: float) -> str:
-    """Return why an attack has no result under noise on embeddings of this size."""
-    return (
-        f"training adds {size:.2g} times their size to the embeddings (NEFTune, or a hook of your "
-        "own), which hides words, texts and members from this attack, not from every attack: "
-        "measure a run without it (neftune_noise_alpha=None) to see what the data leaks"
-    )
 
 
 def check_finite(values: Tensor, name: str, error: type[Exception] | None = None) -> None:

@@ -269,7 +269,7 @@ class ReadableInput:
             result = self._words(explain_uneven(gradients, doubts, find))
             cause = "what the optimizer's step left of the gradient"
         else:
-            result, cause = self._explain_even(view, by_map, noise, rounding, beside, find)
+            result, cause = self._explain_even(by_map, noise, rounding, beside, find)
             every_token = any(m.name in self.known_input.lone_token_maps for m in by_map)
             result = self._words(result)
             if not every_token:
@@ -294,7 +294,6 @@ class ReadableInput:
 
     def _explain_even(
         self,
-        view: Observation,
         by_map: Mapping[linear_maps.LinearMap, Tensor],
         noise: Mapping[str, float],
         rounding: float,
@@ -302,7 +301,6 @@ class ReadableInput:
         find: Callable[..., tuple[PursuitResult, Tensor]],
     ) -> tuple[PursuitResult, str]:
         """Return the types of evenly accurate gradients, and what hides others."""
-        added = view.gradients[-1].input_noise
         gradients = list(by_map.values())
         dropouts = [(*self.known_input.dropouts, *m.dropouts) for m in by_map]
         variances = [linear_maps.dropout_variance(each) for each in dropouts]
@@ -312,7 +310,7 @@ class ReadableInput:
             if len(result.types):
                 return result, "what dropout adds"
         levels = [
-            math.hypot(d, math.sqrt((v + added**2) * float(g.double().square().mean())))
+            math.hypot(d, math.sqrt(v * float(g.double().square().mean())))
             for d, v, g in zip(declared, variances, gradients, strict=True)
         ]
         result, _ = find(gradients, levels)
@@ -337,7 +335,7 @@ class ReadableInput:
         rounding: float,
         beside: Mapping[str, Tensor],
     ) -> PursuitResult:
-        """Return the types of gradients whose inputs dropout (or noise) has changed.
+        """Return the types of gradients whose inputs dropout has changed.
 
         A dropout of share p adds noise of variance ``p / (1 - p)`` times the sum of
         ``(s_t x_ti)^2`` over tokens t to entry i of a row, with the token's factor s_t in that row.

@@ -109,7 +109,6 @@ class SubspaceWords(Attack):
     needs_float64 = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    needs_plain_inputs = True
     restores_fully = False
     gathers = True
 

@@ -46,14 +46,12 @@ from lightning_fedleak.evaluation.metrics.found_entities import entity_names
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
-    MOST_INPUT_NOISE,
     GradientSnapshot,
     Inapplicable,
     NotYet,
     Observation,
     Stage,
     UpdateSnapshot,
-    explain_input_noise,
 )
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.report.records import Family
@@ -480,8 +478,6 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
         if carries and not view.fresh:
             return Unknown(explain_stale_optimizer("SGD"))
-    if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
-        return Unknown(explain_input_noise(view.input_noise))
     if view.compression not in ("", *plan.attack.reads_compressed):
         return Unknown(explain_compression(view.compression), applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]

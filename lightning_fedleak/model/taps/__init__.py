@@ -13,7 +13,6 @@ from lightning_fedleak.model.taps.control import control_gradient as control_gra
 from lightning_fedleak.model.taps.control import control_states as control_states
 from lightning_fedleak.model.taps.control import draw_words as draw_words
 from lightning_fedleak.model.taps.control import is_uneven as is_uneven
-from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNoise
 from lightning_fedleak.model.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.model.taps.gradients import StepError as StepError
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError

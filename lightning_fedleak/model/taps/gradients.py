@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -14,14 +13,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model.anatomy import Anatomy, leaf
-from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, is_shard, whole_tensor
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
-
-NOISE_ROWS, NOISE_TOKENS = 2, 64
-"""Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
 
 
 class GradientTap:
@@ -287,67 +280,3 @@ class _Chain:
         if not called:
             raise StepError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
         return result
-
-
-class EmbeddingNoise:
-    """Finds how far what a step reads lies from its tokens' own embeddings, as NEFTune's noise.
-
-    Args:
-        anatomy: of the model.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
-        self._layer = layer = leaf(anatomy.embedding)
-        self._handle: RemovableHandle | None = None
-        self.error: Exception | None = None
-        self._call: tuple[Tensor, Tensor, int] | None = None
-        weight = layer._parameters.get("weight")
-        plain = not layer._modules and getattr(layer, "max_norm", None) is None
-        # A sharded layer's forward is a collective; a hook makes a compiled model compile again.
-        self._runs = (
-            plain and weight is not None and not is_shard(weight) and not is_compiled(anatomy.root)
-        )
-
-    def arm(self) -> None:
-        """Keep the next call of the embeddings in training, behind the hooks that are there now."""
-        self.close()
-        if self._runs:
-            self._handle = self._layer.register_forward_hook(self._keep)
-
-    @raised_when_read
-    def _keep(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-        ids = args[0] if args else None
-        new = self._call is None and layer.training and torch.is_grad_enabled()
-        if new and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(output, Tensor):
-            part = output.detach()[:NOISE_ROWS, :NOISE_TOKENS].clone()
-            version = layer.weight._version
-            self._call = ids[:NOISE_ROWS, :NOISE_TOKENS], part, version
-
-    def close(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._call = None
-
-    @torch.no_grad()
-    def settled(self, batch: TokenBatch) -> float:
-        """Return the root mean square of what was added, in that of the embeddings; 0 if nothing.
-
-        Where the call of the embeddings is not seen, or they have changed since, it is what
-        transformers' ``neftune_noise_alpha`` makes of the batch: uniform noise.
-        """
-        call, layer = self._call, self._layer
-        self.close()
-        raise_kept(self)
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if call is not None and call[2] == weight._version:
-            ids, output, _ = call
-            plain: Tensor = type(layer).forward(layer, ids)  # without hooks
-            if plain.shape == output.shape and not torch.equal(plain, output):
-                return float((output - plain).float().norm() / plain.float().norm())
-        alphas = (getattr(m, "neftune_noise_alpha", None) for m in self._anatomy.root.modules())
-        if not (alpha := next(filter(None, alphas), 0.0)):
-            return 0.0
-        entries = batch.input_ids.shape[1] * self._anatomy.hidden_size
-        return alpha / math.sqrt(3 * entries) / float(whole_tensor(weight).float().std())

@@ -105,8 +105,6 @@ class RunFacts:
         local_steps: optimizer steps whose weight change is shared; None if single gradients are.
         defended: the data that the run's defences change.
         step: optimizer step that the fit begins at; above 0 if it was resumed.
-        clip_value: size that entries of a step's gradient are cut to before it is shared; None
-            if they are not cut, or it is unknown.
         compression: of each tensor before it is shared; None without one, or where what it leaves
             out is sent in later steps.
     """
@@ -118,7 +116,6 @@ class RunFacts:
     local_steps: int | None = None
     defended: frozenset[Literal["gradients", "batches", "activations"]] = frozenset()
     step: int = 0
-    clip_value: float | None = None
     compression: Compression | None = None
 
 
@@ -138,9 +135,6 @@ class Attack(ABC):
     reads_adaptive_updates: ClassVar[bool] = False
     """Whether :meth:`run` reads weight changes that are no sums of gradients, such as Adam's, or
     raises an error that says why not. If False, there is no result for them."""
-    reads_clipped: ClassVar[bool] = False
-    """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
-    raises an error. If False, there is no result for them."""
     reads_compressed: ClassVar[frozenset[str]] = frozenset()
     """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
     another one left of a gradient there is no result."""

@@ -101,7 +101,6 @@ class GradientMembership(PassiveMembership):
     config_names = (*PassiveMembership.config_names, "controls")
     needs_float64 = True
     reads_adaptive_updates = True
-    reads_clipped = True
 
     def __init__(
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any

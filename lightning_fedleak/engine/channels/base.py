@@ -26,7 +26,7 @@ from lightning_fedleak.attacks import (
     Query,
     UnusableObservation,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
+from lightning_fedleak.attacks.local_steps import LocalSteps, explain_stale_optimizer
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
@@ -456,8 +456,6 @@ def guess(
     if (unreadable := find_unreadable(plan, view)) is not None:
         return unreadable
     try:
-        if not plan.attack.reads_clipped and view.compression != "sign":  # all of one size
-            check_uncut(view, plan.roles, plan.facts(run, None, view.step))
         with run.timed(plan.attack.name), torch.no_grad():
             answer = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, answer, family_of(plan.attack).guesses)

@@ -105,8 +105,6 @@ class RunFacts:
         local_steps: optimizer steps whose weight change is shared; None if single gradients are.
         defended: the data that the run's defences change.
         step: optimizer step that the fit begins at; above 0 if it was resumed.
-        clip_value: size that entries of a step's gradient are cut to before it is shared; None
-            if they are not cut, or it is unknown.
         compression: of each tensor before it is shared; None without one, or where what it leaves
             out is sent in later steps.
     """
@@ -118,7 +116,6 @@ class RunFacts:
     local_steps: int | None = None
     defended: frozenset[Literal["gradients", "batches", "activations"]] = frozenset()
     step: int = 0
-    clip_value: float | None = None
     compression: Compression | None = None
 
 
@@ -138,18 +135,9 @@ class Attack(ABC):
     reads_adaptive_updates: ClassVar[bool] = False
     """Whether :meth:`run` reads weight changes that are no sums of gradients, such as Adam's, or
     raises an error that says why not. If False, there is no result for them."""
-    removes_loss_terms: ClassVar[bool] = False
-    """Whether :meth:`run` removes what a loss term of a parameter alone adds to its gradient
-    (``snapshot.loss_terms``), or raises an error. If False, there is no result with one."""
-    reads_clipped: ClassVar[bool] = False
-    """Whether :meth:`run` reads gradients whose entries clipping by value has cut to one size, or
-    raises an error. If False, there is no result for them."""
     reads_compressed: ClassVar[frozenset[str]] = frozenset()
     """The compressions (``snapshot.compression``) that :meth:`run` knows how to read. Of what
     another one left of a gradient there is no result."""
-    needs_plain_inputs: ClassVar[bool] = False
-    """Whether :meth:`run` compares what was shared with what the model makes of tokens without the
-    noise that training may add to embeddings (NEFTune). If True, there is no result with much."""
     needs_control: bool = True
     """Whether a low number counts only beside a control, for which :meth:`run` is called again on a
     gradient of known words. False: what it reads is exact by construction, as the rows of an input

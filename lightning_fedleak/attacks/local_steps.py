@@ -6,15 +6,11 @@ the same optimizer on the same weights without a gradient shows by how much, so 
 here. Adam and similar optimizers divide each entry by its size. Adam's first step can be inverted:
 it adds eps to that size, so that an entry's step is shorter than the learning rate. Several steps
 cannot, but an attack can be fitted on public updates that the same class makes.
-
-Clipping by value, which some Trainers do before a step, shows in a gradient: entries are cut to one
-size.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +24,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
-    Stage,
     UpdateSnapshot,
     whole_tensor,
 )
@@ -281,72 +276,3 @@ class LocalSteps:
             "steps": self.steps,
             **{f"optimizer_{name}": value for name, value in self.settings.items()},
         }
-
-
-_EQUAL = 3
-"""Entries of each sign that must share the largest size: fewer may by chance; not tuned."""
-ROUNDED = 1e-3
-"""Rounding of an update, from stored weights, as a share of the clip value; not tuned."""
-WHY_CUT = (
-    "clipping by value has cut entries of the gradient to one size, and this attack reads "
-    "gradients as they are or scaled: clip by norm (gradient_clip_algorithm='norm'), or raise "
-    "gradient_clip_val, to see what the client's data would leak"
-)
-
-
-def cut_size(gradient: Tensor, tolerance: float = 0.0) -> float | None:
-    """Return the size that entries were cut to, as the gradient shows; None if none were.
-
-    Several entries of both signs have the largest size then.
-
-    Args:
-        gradient: of any shape.
-        tolerance: largest relative difference of sizes that count as equal.
-    """
-    if not gradient.numel():
-        return None
-    low, high = (float(end) for end in torch.aminmax(gradient))
-    size = max(-low, high)
-    least = (1 - tolerance) * size
-    if not 0 < size < math.inf or min(-low, high) < least:
-        return None
-    equal = min(int((gradient >= least).sum()), int((gradient <= -least).sum()))
-    return size if equal >= _EQUAL else None
-
-
-def shared_cut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts) -> float | None:
-    """Return the size that entries of a shared gradient were cut to; None if none were.
-
-    It is NaN if a defence, or an optimizer that divides gradients, hides which ones were.
-
-    Args:
-        snapshot: the shared gradients.
-        roles: those that are checked.
-        facts: of the run, with its clip value.
-    """
-    declared = facts.clip_value
-    update = isinstance(snapshot, UpdateSnapshot)
-    divided = update and facts.optimizer not in (None, "SGD")
-    changed = "gradients" in facts.defended and snapshot.stage is not Stage.LOCAL
-    if divided or (changed and declared is not None):
-        return None if declared is None else math.nan
-    tolerance = ROUNDED if update else 0.0
-    for role in roles:
-        g = whole_tensor(snapshot.tensors[role])
-        g = g.coalesce().values() if g.is_sparse else g
-        if declared is None and (size := cut_size(g, tolerance)) is not None:
-            return size
-        least = math.inf if declared is None else declared * (1 - ROUNDED)
-        if g.numel() and float(torch.stack(torch.aminmax(g)).abs().amax()) >= least:
-            return declared
-    return None
-
-
-def check_uncut(snapshot: GradientSnapshot, roles: Iterable[str], facts: RunFacts) -> None:
-    """Raise an error if entries of a gradient were cut to one size.
-
-    Raises:
-        Inapplicable: says what to change.
-    """
-    if shared_cut(snapshot, roles, facts) is not None:
-        raise Inapplicable(WHY_CUT)

@@ -273,7 +273,7 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
-        """Notes which parameters the loss has a term of, beside the batch's."""
+        """Notes the loss of a step that is kept as evidence."""
         self.engine.loss_computed(loss)
 
     def on_before_optimizer_step(

@@ -35,7 +35,6 @@ from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, 
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.model.taps import loss_terms
 
 
 class StepEngine:
@@ -156,13 +155,9 @@ class StepEngine:
 
     @contained
     def loss_computed(self, loss: Tensor) -> None:
-        """Note which parameters have a term of their own in the loss, such as an L2 penalty."""
-        look = self._fit.look
+        """Note the loss of a batch, for a step that is kept as evidence."""
         if self.keeper is not None:
             self.keeper.loss_computed(loss)
-        if look is not None:
-            with look.clock(self.run.device):
-                look.loss_terms |= loss_terms(loss)
 
     @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:

@@ -47,7 +47,6 @@ from lightning_fedleak.model.model_state import random_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
     MEDIA,
-    EmbeddingNoise,
     EncoderTap,
     GradientTap,
     GraphCall,
@@ -91,7 +90,6 @@ class _StepTruth:
         self._why_not = self._graph.why_not
         if replacing is not None:
             self._why_not = f"the defence '{replacing}' replaces tokens on their way to the model"
-        self._embeddings = EmbeddingNoise(run.anatomy)
         self._rows: PackedRows | None = None
         self.is_first = self.is_unchecked = True
         self._said: set[str] = set()
@@ -101,7 +99,6 @@ class _StepTruth:
     def close(self) -> None:
         """Remove every hook."""
         self._graph.close()
-        self._embeddings.close()
         if self._rows is not None:
             self._rows.close()
         self._rows = None
@@ -155,11 +152,9 @@ class _StepTruth:
     def disarm(self) -> None:
         """Remove the hooks of a step, and forget its calls."""
         self._graph.close()
-        self._embeddings.close()
 
     def batch_begins(self, look: Look, batch: Any) -> None:
         """Keep the batch of a look as it is before any defence acts."""
-        self._embeddings.arm()
         self._random = random_states(self._run.anatomy.device)
         look.current, look.batch, look.batch_error = [], None, None
         try:
@@ -183,9 +178,6 @@ class _StepTruth:
                     look.current = [self._of_batch(look, look.batch)]
                 elif not look.current and look.batch_error is not None:
                     look.truth_error = look.batch_error
-                if look.current:
-                    noise = self._embeddings.settled(look.current[0].batch)
-                    look.input_noise = max(look.input_noise, noise)
         except Exception as error:
             look.truth_error = reason(error)
 
@@ -497,9 +489,6 @@ class Fit:
         def take() -> GradientSnapshot:
             if (why := self.run.why_hidden(wanted, optimizer)) is not None:
                 raise UnusableObservation(why)
-            anatomy = self.run.anatomy
-            roles = {role for plan in self.lineup.exposed for role in plan.roles}
-            terms = frozenset(r for r in roles if id(anatomy.parameter(r)) in look.loss_terms)
             view = self._tap.view(
                 look.step,
                 wanted[0],
@@ -511,9 +500,7 @@ class Fit:
                 view,
                 noise_std=0.0 if Stage.LOCAL in stages else look.noise_std / clients**0.5,
                 compression=AVERAGED if look.compression and clients > 1 else look.compression,
-                input_noise=look.input_noise,
                 rounding=self.run.rounding(len(look.all_batches)),
-                loss_terms=terms,
             )
 
         return Moment(look, stages, wanted, optimizer, scale, take)

@@ -345,8 +345,6 @@ class Look:
         noise_std: of what defences have added to each number of this client's update so far; NaN
             where one of them did not say.
         compression: what compressed this client's update so far, see ``GradientSnapshot``.
-        input_noise: largest of what the step added to embeddings, see ``GradientSnapshot``.
-        loss_terms: ids of the parameters of which a loss of the step has a term of their own.
         notes: functions that write what was recovered to local files, under a title.
         work: what attacks share with each other until an optimizer steps.
         scope: the series that are tried again, where the look is of these alone; None: all.
@@ -371,8 +369,6 @@ class Look:
     unexplained: float = math.nan
     noise_std: float = 0.0
     compression: str = ""
-    input_noise: float = 0.0
-    loss_terms: set[int] = field(default_factory=set)
     notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
     work: dict[Hashable, Any] = field(default_factory=dict)

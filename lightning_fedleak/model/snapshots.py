@@ -10,7 +10,7 @@ nothing is moved to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -51,10 +51,6 @@ class GradientSnapshot:
         tied: whether head and embedding are one matrix.
         client: rank of the client, 0 in a single process.
         noise_std: standard deviation of the noise that a defence declares on each number, or 0.
-        input_noise: root mean square of what training adds to the tokens' embeddings (NEFTune), in
-            units of theirs; 0 if nothing.
-        loss_terms: roles of the parameters that have a term of their own in the loss (an L2 penalty
-            in ``training_step``), whose gradient is included.
         rounding: relative error of each number by the mixed precision of FSDP2 or ZeRO; else 0.
         compression: method by which each tensor was compressed on its way, see
             :class:`~lightning_fedleak.GradientCompression`;
@@ -68,9 +64,7 @@ class GradientSnapshot:
     tied: bool = False
     client: int = 0
     noise_std: float = 0.0
-    input_noise: float = 0.0
     rounding: float = 0.0
-    loss_terms: frozenset[str] = frozenset()
     compression: str = ""
 
     def noise_on(self, role: str) -> float:
@@ -297,22 +291,6 @@ def _rows_under_zero(matrix: Any, rows: Tensor) -> Tensor:
     return numbers
 
 
-MOST_INPUT_NOISE = 0.03
-"""Noise on embeddings, in units of their size, up to which they are read as they are.
-
-It took none of the words of a LoRA r 16 on a tiny Llama; .1 took a quarter (November 2026).
-"""
-
-
-def explain_input_noise(size: float) -> str:
-    """Return why an attack has no result under noise on embeddings of this size."""
-    return (
-        f"training adds {size:.2g} times their size to the embeddings (NEFTune, or a hook of your "
-        "own), which hides words, texts and members from this attack, not from every attack: "
-        "measure a run without it (neftune_noise_alpha=None) to see what the data leaks"
-    )
-
-
 def check_finite(values: Tensor, name: str, error: type[Exception] | None = None) -> None:
     """Raise an error (by default :class:`UnusableObservation`) if a number is NaN or infinite.
 
@@ -323,26 +301,6 @@ def check_finite(values: Tensor, name: str, error: type[Exception] | None = None
     """
     if not bool(values.isfinite().all()):
         raise (error or UnusableObservation)(f"not finite (NaN or infinity): {name}")
-
-
-def check_weight_terms(roles: Iterable[str], factors: Container[str] = ()) -> None:
-    """Raise an error if the loss has a term of a parameter that is none of these factors.
-
-    Raises:
-        UnusableObservation: says what to change.
-    """
-    for role in roles:
-        if role not in factors:
-            raise UnusableObservation(explain_weight_term(role))
-
-
-def explain_weight_term(role: str) -> str:
-    """Return why a gradient that holds a loss term of the parameter alone cannot be read."""
-    return (
-        f"the loss has a term of '{role}' alone (an L2 penalty, say), whose weight the attack does "
-        "not know, so that the gradient is not the batch's alone: use the optimizer's weight_decay "
-        "in its place, or leave it out of the loss while you measure"
-    )
 
 
 class UnusableObservation(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import activate_neftune
 
-from lightning_fedleak import BagOfWords, PublicText
+from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import (
     FlatChat,
     GradientMembership,
     SubspaceMembership,
-    SubspaceTexts,
     SubspaceWords,
 )
 from lightning_fedleak.engine import Games
 from lightning_fedleak.trainers import Threshold
-from tests.helpers.loops import check_undisturbed, model_loss, watched
+from tests.helpers.loops import model_loss, watched
 from tests.helpers.models import tiny_llama
 
 STEPS = 3
@@ -74,30 +72,6 @@ def attacks() -> list[Any]:
     return [words, GradientMembership(public), SubspaceMembership(public)]
 
 
-@pytest.mark.parametrize("noise", [by_setting, by_a_hook])
-def test_noise_on_embeddings_is_unknown_with_its_size(tmp_path: Path, noise: Any) -> None:
-    listed = [*attacks(), SubspaceTexts(budget_seconds=0.3)]
-    watch = check_undisturbed(tmp_path, listed, lambda: noise(adapted()), **settings())
-    lines = last(watch)
-    assert len(lines) == 4
-    for line in lines.values():
-        assert "times their size to the embeddings (NEFTune" in line["unknown"]
-    if noise is by_a_hook:
-        size = re.search(r"adds ([\d.]+) times", lines["subspace_words"]["unknown"])
-        assert size is not None
-        assert float(size[1]) == pytest.approx(0.3, abs=0.02)
-
-
-def test_noise_that_does_not_hide_a_gradient_leaves_it_read(tmp_path: Path) -> None:
-    model = by_a_hook(adapted(), 0.005)
-    small = last(watched(tmp_path / "small", attacks()[:2], model, **settings()))
-    assert small["subspace_words"]["metrics"]["f1"]["value"] > 0.95
-    assert small["gradient_membership"]["metrics"]["auc"]["value"] == 1
-    model = by_setting(tiny_llama(d=64))
-    whole = last(watched(tmp_path / "whole", BagOfWords(), model, **settings()))
-    assert whole["bag_of_words"]["metrics"]["f1"]["value"] == 1
-
-
 @pytest.mark.parametrize("dropout", [0.05, 0.6])
 def test_what_dropout_hides_it_hides_from_the_control_too(tmp_path: Path, dropout: float) -> None:
     gate = Threshold("leakage/subspace_words/f1", at_most=0.5, action="warn")
@@ -137,17 +111,3 @@ def test_a_scaled_loss_is_read_as_it_is(tmp_path: Path, scale: float) -> None:
     assert lines["subspace_words"]["metrics"]["f1"]["value"] == 1
     assert lines["gradient_membership"]["metrics"]["auc"]["value"] == 1
     assert lines["subspace_membership"]["metrics"]["auc"]["value"] == 1
-
-
-def test_clipping_by_value_in_a_loop_is_detected_in_the_gradient(tmp_path: Path) -> None:
-    """No setting declares it. The words are then as true as without it, or unknown."""
-
-    def clip(model: Any) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.any()]
-        size = torch.cat([gradient.flatten() for gradient in gradients]).abs().quantile(0.7)
-        nn.utils.clip_grad_value_(model.parameters(), float(size))
-
-    watch = watched(tmp_path, attacks()[0], adapted(), **settings(before_step=clip))
-    line = last(watch)["subspace_words"]
-    assert line["unknown"] is None or "clip" in line["unknown"]
-    assert line["unknown"] is not None or line["metrics"]["f1"]["value"] > 0.95

@@ -32,16 +32,12 @@ def test_what_is_logged_is_true(folder: Path, name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 500, (3, 40, 16), generator=generator).tolist()
     values = run(CELLS[name], str(folder), Texts(*ids), "2x12", steps=2, looks=3)
-    if name == "LoRA, NEFTune 5":
-        assert "NEFTune" in values["f1"]
-        assert "NEFTune" in values["auc"]
-        return
     if name == "adapters":
         assert values["f1"] == "none reads it"
     else:
         assert values["f1"] == pytest.approx(values["true_f1"])
         exact = "dropout" not in name and "bf16" not in name
-        assert values["f1"] > (0.9 if exact else 0.2)
+        assert values["f1"] > (0.9 if exact else 0.2) or "NEFTune" in name
     if "cache" in name:
         assert "attend to the others" in values["auc"]
     else:

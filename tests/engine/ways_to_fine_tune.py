@@ -102,20 +102,20 @@ class Client(FineTuning):
 
 
 class Words(SubspaceWords):
-    """Keeps its guesses."""
+    """Keeps its guess of each step, not that of its control."""
 
     def run(self, view: Any, query: Any = None) -> Any:
         guess = super().run(view, query)
-        self.guesses[view.gradients[-1].step] = set(guess.types.tolist())
+        self.guesses.setdefault(view.gradients[-1].step, set(guess.types.tolist()))
         return guess
 
 
 class Members(GradientMembership):
-    """Keeps its scores."""
+    """Keeps its scores of each step, not those of its control."""
 
     def run(self, view: Any, query: Any = None) -> Any:
         guess = super().run(view, query)
-        self.guesses[view.gradients[-1].step] = (query, guess.scores.tolist())
+        self.guesses.setdefault(view.gradients[-1].step, (query, guess.scores.tolist()))
         return guess
 
 

@@ -101,7 +101,6 @@ class PassiveMembership(Attack):
     )
     reads_compressed = COMPRESSIONS
     restores_fully = False
-    needs_plain_inputs = True
     config_names: ClassVar[tuple[str, ...]] = (
         *("public_text", "public_rows", "tokens", "refresh_every", "seed"),
     )

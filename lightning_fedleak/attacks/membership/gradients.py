@@ -28,7 +28,13 @@ from lightning_fedleak.attacks.local_steps import (
 from lightning_fedleak.attacks.membership import token_parts
 from lightning_fedleak.attacks.membership.base import MembershipGuess, PassiveMembership, reach
 from lightning_fedleak.attacks.public_text import TextSource
-from lightning_fedleak.attacks.row_space import RIDGE, LinearMap, block_name, find_linear_maps
+from lightning_fedleak.attacks.row_space import (
+    RIDGE,
+    LinearMap,
+    adalora_factors,
+    block_name,
+    find_linear_maps,
+)
 from lightning_fedleak.attacks.shared_work import do_once, stored_work
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import Anatomy
@@ -38,7 +44,6 @@ from lightning_fedleak.model.snapshots import (
     Observation,
     UpdateSnapshot,
     check_finite,
-    check_weight_terms,
     whole_tensor,
 )
 from lightning_fedleak.progress import measure_seconds
@@ -96,8 +101,6 @@ class GradientMembership(PassiveMembership):
     config_names = (*PassiveMembership.config_names, "controls")
     needs_float64 = True
     reads_adaptive_updates = True
-    removes_loss_terms = True
-    reads_clipped = True
 
     def __init__(
         self, public_text: TextSource = "sampled", *, controls: int = 8, **shared: Any
@@ -108,7 +111,6 @@ class GradientMembership(PassiveMembership):
         self._whitenings: dict[str, token_parts.SideWhitening] = {}
         self._common: _CommonPart | None = None
         self._round_weights: dict[str, Tensor] = {}
-        self._excluded: frozenset[str] = frozenset()
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return trained linear maps of blocks spread over the depth; else other trained
@@ -124,7 +126,7 @@ class GradientMembership(PassiveMembership):
                 "labels."
             )
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
-        names = names or sorted(self._excluded) or [m.name for m in _maps_on_text(anatomy)[:1]]
+        names = names or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:
             raise ThreatModelError(
                 f"attack '{self.name}' finds no parameter that it could read: remove the attack"
@@ -135,7 +137,7 @@ class GradientMembership(PassiveMembership):
         """Return the trained maps of evenly spread blocks, as many as memory allows."""
         blocks: dict[str, list[LinearMap]] = {}
         for linear in _maps_on_text(anatomy):
-            if anatomy.trainable(linear.name) and linear.name not in self._excluded:
+            if anatomy.trainable(linear.name):
                 blocks.setdefault(block_name(linear.name), []).append(linear)
         if not blocks:
             return []
@@ -150,22 +152,14 @@ class GradientMembership(PassiveMembership):
     def _other_parameters(self, anatomy: Anatomy) -> list[str]:
         """Return small trained parameters of the language model, as many as memory allows."""
         inside = {id(p) for p in anatomy.model.parameters()}
+        inside -= {id(p) for p in adalora_factors(anatomy.model)}
         names, numbers = [], 0
         for name, parameter in anatomy.root.named_parameters():
             fits = numbers + parameter.numel() <= MOST_OTHER_NUMBERS
-            eligible = id(parameter) in inside and name not in self._excluded
-            if parameter.requires_grad and fits and eligible:
+            if parameter.requires_grad and fits and id(parameter) in inside:
                 numbers += parameter.numel()
                 names.append(name)
         return names
-
-    def _exclude(self, terms: frozenset[str]) -> None:
-        """Calibrate again without the parameters that have a separate term in the loss."""
-        if terms:
-            self._excluded |= terms
-            self._calibrate(self._anatomy)
-        if not self._names:
-            check_weight_terms(sorted(self._excluded))
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
         """Return the seconds of a look, from the model's runs on a few public texts."""
@@ -231,7 +225,6 @@ class GradientMembership(PassiveMembership):
         """
         assert query is not None
         check_fresh(self._facts, view.gradients[-1])
-        self._exclude(view.gradients[-1].loss_terms & frozenset(self._names))
         public = self._texts(self._anatomy, self.controls, skip=self.public_rows)
         texts = (_query_batch(query, self.tokens), public)
         with self._at_start():

@@ -25,11 +25,7 @@ from lightning_fedleak.attacks.public_text import TextSource
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import before_last
-from lightning_fedleak.model.snapshots import (
-    Observation,
-    UpdateSnapshot,
-    check_weight_terms,
-)
+from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.threats import ThreatModelError
 
 # None of these was tuned.
@@ -65,7 +61,6 @@ class SubspaceMembership(PassiveMembership):
 
     default_name = "subspace_membership"
     needs_float64 = True
-    removes_loss_terms = True
 
     def __init__(
         self, public_text: TextSource = "sampled", *, refresh_every: int = 500, **shared: Any
@@ -130,7 +125,7 @@ class SubspaceMembership(PassiveMembership):
         self._copy_weights(anatomy)
 
     def _copy_weights(self, anatomy: Anatomy) -> None:
-        """Store a copy of the factors A, with which a term of the loss may share directions."""
+        """Store a copy of AdaLoRA's factors A, with which its own loss term shares directions."""
         inputs = self._select_inputs(anatomy)
         readers = [m for i in inputs for m in i.trained_readers(anatomy)]
         self._factors = row_space.factor_rows(anatomy, readers)
@@ -169,7 +164,7 @@ class SubspaceMembership(PassiveMembership):
                 "this attack subtracts no weight decay; GradientMembership does"
             )
         inputs = self._select_inputs(anatomy)
-        bases = [self._loss_term_rows(i, anatomy, view) for i in inputs]
+        bases = [self._loss_term_rows(i, anatomy) for i in inputs]
         shared = [self._rows(i, anatomy, view, b) for i, b in zip(inputs, bases, strict=True)]
         if all(rows is None for rows in shared):
             row_space.refuse_zeros(m for i in inputs for m in i.trained_readers(anatomy))
@@ -208,14 +203,11 @@ class SubspaceMembership(PassiveMembership):
             control_scores = control_scores + controls[:, 3]
         return MembershipGuess(scores=scores.cpu(), members=(scores > control_scores.max()).cpu())
 
-    def _loss_term_rows(
-        self, shared_input: row_space.SharedInput, anatomy: Anatomy, view: Observation
-    ) -> Tensor:
-        """Return a basis (k, d) of what terms of the loss add to the gradients of A's."""
+    def _loss_term_rows(self, shared_input: row_space.SharedInput, anatomy: Anatomy) -> Tensor:
+        """Return a basis (k, d) of what AdaLoRA's own loss term adds to the gradients of A's."""
         basis = [torch.zeros(0, shared_input.width, dtype=torch.float64, device=anatomy.device)]
         for linear in shared_input.trained_readers(anatomy):
-            if linear.regularised or linear.name in view.gradients[-1].loss_terms:
-                check_weight_terms([linear.name], self._factors)
+            if linear.regularised:
                 basis.append(self._factors[linear.name])
         return row_space.orthonormal(torch.cat(basis))
 

@@ -24,6 +24,7 @@ from lightning_fedleak.attacks.row_space.linear_maps import KnownInput as KnownI
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap as LinearMap
 from lightning_fedleak.attacks.row_space.linear_maps import PerMaps as PerMaps
 from lightning_fedleak.attacks.row_space.linear_maps import SharedInput as SharedInput
+from lightning_fedleak.attacks.row_space.linear_maps import adalora_factors as adalora_factors
 from lightning_fedleak.attacks.row_space.linear_maps import block_name as block_name
 from lightning_fedleak.attacks.row_space.linear_maps import find_known_inputs as find_known_inputs
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps as find_linear_maps

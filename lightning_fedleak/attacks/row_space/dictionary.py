@@ -162,12 +162,12 @@ def build_dictionary(
 
 
 def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict[str, Tensor]:
-    """Return the rows of the low-rank factors A among maps, by name, each (r, d) float64.
+    """Return the rows of AdaLoRA's factors A among maps, by name, each (r, d) float64.
 
-    A loss term of A alone (AdaLoRA's orthogonality, an L2 penalty) adds combinations of these rows
-    to the gradient of A. Projecting these rows off removes the term whatever its weight is.
+    The loss term of its orthogonality adds combinations of these rows to the gradient of A.
+    Projecting these rows off removes the term whatever its weight is.
     """
-    weights = {m.name: anatomy.parameter(m.name) for m in maps if m.factor == "A"}
+    weights = {m.name: anatomy.parameter(m.name) for m in maps if m.regularised}
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 

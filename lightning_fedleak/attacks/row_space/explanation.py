@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,7 +30,6 @@ from lightning_fedleak.model.snapshots import (
     NotYet,
     Observation,
     UnusableObservation,
-    check_weight_terms,
     products_in_tf32,
 )
 
@@ -202,7 +201,7 @@ class ReadableInput:
                 self._atoms = None
 
     def store_factors(self, anatomy: Anatomy) -> None:
-        """Store the current factors A, whose rows a loss term may add to gradients."""
+        """Store the current factors A whose rows AdaLoRA's own loss term adds to gradients."""
         self._factors = factor_rows(anatomy, self.maps)
         for readable in (self, *([] if self._weighed is None else self._weighed[:1])):
             if readable._atoms is not None and readable._atoms[0][1]:
@@ -211,12 +210,7 @@ class ReadableInput:
     def prepare_atoms(self) -> None:
         """Prepare the atoms that a look compares; with positions they depend on the gradients."""
         if self.dictionary.positions is None:
-            self._atoms_beside(0, self._regularised)
-
-    @property
-    def _regularised(self) -> dict[str, Tensor]:
-        """Return the rows of factors A that the loss has a term of, by parameter."""
-        return {m.name: self._factors[m.name] for m in self.maps if m.regularised}
+            self._atoms_beside(0, self._factors)
 
     def capacity(self, seconds: float, seed: int) -> float | None:
         """Return how many types its rows can distinguish; None if one set takes longer on a CPU.
@@ -224,7 +218,7 @@ class ReadableInput:
         The positions of texts of 32 tokens count as known. It is 0 if no set was found in the time.
         """
         positions = _LENGTH if self.dictionary.positions is not None else 0
-        atoms = self._atoms_beside(positions, self._regularised)
+        atoms = self._atoms_beside(positions, self._factors)
         rows = sum(m.rows for m in self.maps if self.is_factor_b or m.factor != "B")
         tokens, width = self.dictionary.rows.shape
         # Roughly the seconds that a planted set of the predicted size takes at 10 GFLOP/s.
@@ -254,7 +248,7 @@ class ReadableInput:
         """
         by_map = self._gradients(view)
         gradients = list(by_map.values())
-        beside = self._rows_of_loss_terms(by_map, view.gradients[-1].loss_terms)
+        beside = {m.name: self._factors[m.name] for m in by_map if m.regularised}
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
         rounding = max(_rounding(dtypes, autocast), view.gradients[-1].rounding)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
@@ -275,7 +269,7 @@ class ReadableInput:
             result = self._words(explain_uneven(gradients, doubts, find))
             cause = "what the optimizer's step left of the gradient"
         else:
-            result, cause = self._explain_even(view, by_map, noise, rounding, beside, find)
+            result, cause = self._explain_even(by_map, noise, rounding, beside, find)
             every_token = any(m.name in self.known_input.lone_token_maps for m in by_map)
             result = self._words(result)
             if not every_token:
@@ -300,7 +294,6 @@ class ReadableInput:
 
     def _explain_even(
         self,
-        view: Observation,
         by_map: Mapping[linear_maps.LinearMap, Tensor],
         noise: Mapping[str, float],
         rounding: float,
@@ -308,7 +301,6 @@ class ReadableInput:
         find: Callable[..., tuple[PursuitResult, Tensor]],
     ) -> tuple[PursuitResult, str]:
         """Return the types of evenly accurate gradients, and what hides others."""
-        added = view.gradients[-1].input_noise
         gradients = list(by_map.values())
         dropouts = [(*self.known_input.dropouts, *m.dropouts) for m in by_map]
         variances = [linear_maps.dropout_variance(each) for each in dropouts]
@@ -318,7 +310,7 @@ class ReadableInput:
             if len(result.types):
                 return result, "what dropout adds"
         levels = [
-            math.hypot(d, math.sqrt((v + added**2) * float(g.double().square().mean())))
+            math.hypot(d, math.sqrt(v * float(g.double().square().mean())))
             for d, v, g in zip(declared, variances, gradients, strict=True)
         ]
         result, _ = find(gradients, levels)
@@ -336,14 +328,6 @@ class ReadableInput:
             return gradients
         linear_maps.refuse_zeros(self.maps, "the first projections")
 
-    def _rows_of_loss_terms(
-        self, maps: Iterable[linear_maps.LinearMap], terms: Collection[str]
-    ) -> dict[str, Tensor]:
-        """Return the rows that loss terms of parameters alone add to gradients, by parameter."""
-        names = [m.name for m in maps if m.regularised or m.name in terms]
-        check_weight_terms(names, self._factors)
-        return {name: self._factors[name] for name in names}
-
     def _explain_weighed(
         self,
         gradients: Sequence[Tensor],
@@ -351,7 +335,7 @@ class ReadableInput:
         rounding: float,
         beside: Mapping[str, Tensor],
     ) -> PursuitResult:
-        """Return the types of gradients whose inputs dropout (or noise) has changed.
+        """Return the types of gradients whose inputs dropout has changed.
 
         A dropout of share p adds noise of variance ``p / (1 - p)`` times the sum of
         ``(s_t x_ti)^2`` over tokens t to entry i of a row, with the token's factor s_t in that row.

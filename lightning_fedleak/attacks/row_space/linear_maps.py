@@ -150,6 +150,15 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                 yield LinearMap(name, module, module, 1, rows, factor, True, dropouts)
 
 
+def adalora_factors(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield AdaLoRA's factors A and B, each of which has a term of its own in the loss."""
+    for module in model.modules():
+        for kind in _LOW_RANK:
+            factors = module._modules.get(kind)
+            if isinstance(factors, nn.ParameterDict):
+                yield from factors.parameters()
+
+
 def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
     adapters = layer._modules.get("lora_dropout")
     if not isinstance(adapters, nn.ModuleDict) or adapter not in adapters:

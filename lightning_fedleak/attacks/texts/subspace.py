@@ -84,7 +84,6 @@ class SubspaceTexts(TextAttack):
     needs_float64 = True
     reads_adaptive_updates = True
     restores_fully = False
-    needs_plain_inputs = True
     last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
     _copy: subspace_rows.BlockInputs | None = None

@@ -101,7 +101,6 @@ class BagOfWords(Attack):
     default_name = "bag_of_words"
     reads_adaptive_updates = True
     gathers = True
-    reads_clipped = True
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -255,7 +254,6 @@ class BiasSign(Attack):
         Capability.SEES_HEAD_BIAS_GRADIENT,
     )
     default_name = "bias_sign"
-    reads_clipped = True
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's bias.

@@ -108,9 +108,7 @@ class SubspaceWords(Attack):
     config_names = ("public_text", "seed")
     needs_float64 = True
     reads_adaptive_updates = True
-    removes_loss_terms = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    needs_plain_inputs = True
     restores_fully = False
     gathers = True
 

@@ -178,7 +178,7 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
         dictionary = row_space.build_dictionary(anatomy, known_input)
     except row_space.NotAdditive as reason:
         return f"{text}What SubspaceWords can read is unknown: {reason}"
-    factors = row_space.factor_rows(anatomy, [m for m in trained if m.regularised])
+    factors = row_space.factor_rows(anatomy, trained)
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
     capacity = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
     outcome = f"{capacity.types} were all found" if capacity.types else "how many is unknown"

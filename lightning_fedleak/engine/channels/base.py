@@ -26,7 +26,7 @@ from lightning_fedleak.attacks import (
     Query,
     UnusableObservation,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps, check_uncut, explain_stale_optimizer
+from lightning_fedleak.attacks.local_steps import LocalSteps, explain_stale_optimizer
 from lightning_fedleak.attacks.memorization import Canaries, Entities
 from lightning_fedleak.defenses import Defense, DefenseContext
 from lightning_fedleak.engine.channels.plans import Plan, gradient_plan, no_sum
@@ -46,15 +46,12 @@ from lightning_fedleak.evaluation.metrics.found_entities import entity_names
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import explain_compression
 from lightning_fedleak.model.snapshots import (
-    MOST_INPUT_NOISE,
     GradientSnapshot,
     Inapplicable,
     NotYet,
     Observation,
     Stage,
     UpdateSnapshot,
-    explain_input_noise,
-    explain_weight_term,
 )
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.report.records import Family
@@ -459,8 +456,6 @@ def guess(
     if (unreadable := find_unreadable(plan, view)) is not None:
         return unreadable
     try:
-        if not plan.attack.reads_clipped and view.compression != "sign":  # all of one size
-            check_uncut(view, plan.roles, plan.facts(run, None, view.step))
         with run.timed(plan.attack.name), torch.no_grad():
             answer = plan.attack.run(Observation((view,)), query)
         check_guess(plan.attack, answer, family_of(plan.attack).guesses)
@@ -481,11 +476,6 @@ def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
         carries = not plan.attack.reads_adaptive_updates and any(g.get("momentum") for g in groups)
         if carries and not view.fresh:
             return Unknown(explain_stale_optimizer("SGD"))
-    regularised = [role for role in plan.roles if role in view.loss_terms]
-    if regularised and not plan.attack.removes_loss_terms:
-        return Unknown(explain_weight_term(regularised[0]))
-    if plan.attack.needs_plain_inputs and view.input_noise > MOST_INPUT_NOISE:
-        return Unknown(explain_input_noise(view.input_noise))
     if view.compression not in ("", *plan.attack.reads_compressed):
         return Unknown(explain_compression(view.compression), applies=False)
     absent = [role for role in plan.roles if role not in view.tensors]

@@ -361,7 +361,7 @@ class Controls:
         added = {r: x + view.tensors[r] if r in view.tensors else x for r, x in left.items()}
         view = replace(view, tensors={**view.tensors, **added})
         rounding = run.rounding(len(draw.reads))
-        return replace(view, client=run.number, input_noise=look.input_noise, rounding=rounding)
+        return replace(view, client=run.number, rounding=rounding)
 
     def _zeros(self, role: str) -> Tensor:
         """Return the gradient of a parameter on a process whose part of a batch has no label."""

@@ -72,7 +72,6 @@ class Plan:
             local_steps=local_steps,
             defended=frozenset(defended),
             step=step,
-            clip_value=run.clip_value,
             compression=compression,
         )
 

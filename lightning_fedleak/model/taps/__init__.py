@@ -17,13 +17,11 @@ from lightning_fedleak.model.taps.control import draw_words as draw_words
 from lightning_fedleak.model.taps.control import is_uneven as is_uneven
 from lightning_fedleak.model.taps.encoders import EncoderTap as EncoderTap
 from lightning_fedleak.model.taps.encoders import read_encoder_call as read_encoder_call
-from lightning_fedleak.model.taps.gradients import EmbeddingNoise as EmbeddingNoise
 from lightning_fedleak.model.taps.gradients import GradientTap as GradientTap
 from lightning_fedleak.model.taps.gradients import StepError as StepError
 from lightning_fedleak.model.taps.gradients import UpdateError as UpdateError
 from lightning_fedleak.model.taps.gradients import before_real_step as before_real_step
 from lightning_fedleak.model.taps.gradients import check_optimizer as check_optimizer
-from lightning_fedleak.model.taps.gradients import loss_terms as loss_terms
 from lightning_fedleak.model.taps.gradients import real_optimizer as real_optimizer
 from lightning_fedleak.model.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.model.taps.graph import GraphTap as GraphTap

@@ -1,14 +1,8 @@
-"""The taps that record gradients and weight changes of a training step.
-
-Here too are the terms of a loss that depend on parameters alone, as its autograd graph shows them.
-An L2 penalty in ``training_step``, AdaLoRA's orthogonality and FedProx's proximal term contribute
-to a gradient without any batch, and would mislead an attack that ascribes all of it to the batch.
-"""
+"""The taps that record gradients and weight changes of a training step."""
 
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -16,34 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model.anatomy import Anatomy, leaf
-from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import is_compiled
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, is_shard, whole_tensor
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
-
-# Prefixes of operations that compare with targets, look words up, or normalise over classes: a term
-# with one of them depends on the batch. Custom functions (fused losses, checkpointing, compiled
-# code) hide their contents, and count as the batch's too.
-_BATCH_OPERATIONS = (
-    *("Nll", "LogSoftmax", "Softmax", "Embedding", "BinaryCrossEntropy", "CtcLoss"),
-    *("ScaledDotProduct", "Mse", "SmoothL1", "Huber", "Kl"),
-)
-# Matrix products: they read the batch where one side needs no gradient.
-_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Dot", "Convolution")
-NOISE_ROWS, NOISE_TOKENS = 2, 64
-"""Texts, and tokens of each, whose embeddings are compared at a look; not tuned. More: slower."""
-# Whole names of operations: a sum is ``Add``, and ``Addmm`` is a product.
-_FACTORS = ("Mul", "Div")
-_SUMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
-_SHAPES = (
-    *("Neg", "Sum", "Mean", "Clone", "View", "ReshapeAlias", "ToCopy", "Squeeze", "Unsqueeze"),
-    *("Select", "Expand", "Alias"),
-)
 
 
 class GradientTap:
@@ -154,91 +125,6 @@ def _dense(tensor: Tensor) -> Tensor:
     """Return the whole tensor, dense also where it is sparse."""
     tensor = whole_tensor(tensor)
     return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def loss_terms(loss: Tensor) -> set[int]:
-    """Return ids of the parameters of which a loss has a term that depends on nothing else.
-
-    Sums and constant factors are followed from the loss down. A summand is a term of parameters
-    alone if no operation below it reads a batch. Nothing is run.
-
-    Args:
-        loss: with a graph; before backward.
-
-    Returns:
-        ``id(p)`` of each. Terms inside a function with a custom backward are not visible.
-    """
-    parameters: set[int] = set()
-    first = loss.grad_fn
-    while first is not None and first.name() == "_DDPSinkBackward":  # hands on what it gets
-        first = first.next_functions[loss.output_nr][0]
-    if first is None:
-        return parameters
-    reads = _batch_readers(first)
-    nodes, visited = [first], {first}
-    while nodes:
-        node = nodes.pop()
-        if _times_zero(node):  # as some add all parameters, so that each has a gradient
-            continue
-        below = [n for n, _ in node.next_functions if n is not None and n not in visited]
-        if not reads[node]:
-            variable = getattr(node, "variable", None)
-            parameters |= set() if variable is None else {id(variable)}
-        elif _surely_reads_batch(node):  # what is below it was not asked
-            continue
-        elif _operation(node) in _FACTORS:
-            below = [n for n in below if reads[n]]
-        elif _operation(node) not in _SUMS + _SHAPES:
-            continue
-        visited.update(below)
-        nodes.extend(below)
-    return parameters
-
-
-def _batch_readers(first: Node) -> dict[Node, bool]:
-    """Return for each operation whether it or one below it reads a batch.
-
-    Operations below one that surely reads a batch are left out.
-    """
-    reads: dict[Node, bool] = {}
-    stack = [first]
-    while stack:
-        node = stack[-1]
-        if node in reads:
-            stack.pop()
-            continue
-        if _surely_reads_batch(node):
-            reads[node] = True
-            continue
-        below = [n for n, _ in node.next_functions if n is not None]
-        open_ones = [n for n in below if n not in reads]
-        if open_ones:
-            stack.extend(open_ones)
-        else:
-            reads[node] = any(reads[n] for n in below)
-    return reads
-
-
-def _operation(node: Node) -> str:
-    """Return the name of an operation without its ending: ``Add`` of ``AddBackward0``."""
-    return node.name().partition("Backward")[0]
-
-
-def _times_zero(node: Node) -> bool:
-    """Return whether an operation multiplies by a constant 0."""
-    if _operation(node) != "Mul":
-        return False
-    factors = (getattr(node, f"_saved_{side}", None) for side in ("self", "other"))
-    return any(isinstance(x, Tensor) and x.dim() == 0 and not bool(x) for x in factors)
-
-
-def _surely_reads_batch(node: Node) -> bool:
-    name = node.name()
-    if name.startswith(_BATCH_OPERATIONS):
-        return True
-    if name.startswith(_PRODUCTS):
-        return any(below is None for below, _ in node.next_functions)
-    return not (name[-1].isdigit() or name.endswith("AccumulateGrad"))
 
 
 # ---- the moment before an optimizer's step -----------------------------------------------
@@ -394,67 +280,3 @@ class _Chain:
         if not called:
             raise StepError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
         return result
-
-
-class EmbeddingNoise:
-    """Finds how far what a step reads lies from its tokens' own embeddings, as NEFTune's noise.
-
-    Args:
-        anatomy: of the model.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
-        self._layer = layer = leaf(anatomy.embedding)
-        self._handle: RemovableHandle | None = None
-        self.error: Exception | None = None
-        self._call: tuple[Tensor, Tensor, int] | None = None
-        weight = layer._parameters.get("weight")
-        plain = not layer._modules and getattr(layer, "max_norm", None) is None
-        # A sharded layer's forward is a collective; a hook makes a compiled model compile again.
-        self._runs = (
-            plain and weight is not None and not is_shard(weight) and not is_compiled(anatomy.root)
-        )
-
-    def arm(self) -> None:
-        """Keep the next call of the embeddings in training, behind the hooks that are there now."""
-        self.close()
-        if self._runs:
-            self._handle = self._layer.register_forward_hook(self._keep)
-
-    @raised_when_read
-    def _keep(self, layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-        ids = args[0] if args else None
-        new = self._call is None and layer.training and torch.is_grad_enabled()
-        if new and isinstance(ids, Tensor) and ids.dim() == 2 and isinstance(output, Tensor):
-            part = output.detach()[:NOISE_ROWS, :NOISE_TOKENS].clone()
-            version = layer.weight._version
-            self._call = ids[:NOISE_ROWS, :NOISE_TOKENS], part, version
-
-    def close(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._call = None
-
-    @torch.no_grad()
-    def settled(self, batch: TokenBatch) -> float:
-        """Return the root mean square of what was added, in that of the embeddings; 0 if nothing.
-
-        Where the call of the embeddings is not seen, or they have changed since, it is what
-        transformers' ``neftune_noise_alpha`` makes of the batch: uniform noise.
-        """
-        call, layer = self._call, self._layer
-        self.close()
-        raise_kept(self)
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if call is not None and call[2] == weight._version:
-            ids, output, _ = call
-            plain: Tensor = type(layer).forward(layer, ids)  # without hooks
-            if plain.shape == output.shape and not torch.equal(plain, output):
-                return float((output - plain).float().norm() / plain.float().norm())
-        alphas = (getattr(m, "neftune_noise_alpha", None) for m in self._anatomy.root.modules())
-        if not (alpha := next(filter(None, alphas), 0.0)):
-            return 0.0
-        entries = batch.input_ids.shape[1] * self._anatomy.hidden_size
-        return alpha / math.sqrt(3 * entries) / float(whole_tensor(weight).float().std())

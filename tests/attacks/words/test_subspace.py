@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -121,35 +120,6 @@ def test_adalora_as_peft_trains_it(family, task: str, targets: list[str]) -> Non
             with pytest.raises(NotYet, match="no gradient until B"):
                 attack.run(observed(attack, anatomy))
         optimizer.step()
-
-
-def with_terms(view: Observation, terms: frozenset[str]) -> Observation:
-    return Observation((dataclasses.replace(view.gradients[0], loss_terms=terms),))
-
-
-@pytest.mark.parametrize("weight", [1e-6, 1e-2])
-def test_a_penalty_on_a_lora_hides_nothing(weight: float) -> None:
-    model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
-    attack, anatomy = prepared(model)
-    ids = texts(3, 6)
-    backward(model, ids)
-    roles = attack.needs(anatomy).gradients
-    for role in roles:
-        parameter = anatomy.parameter(role)
-        parameter.grad += weight * parameter.detach()
-    view = observed(attack, anatomy)
-    guess = attack.run(with_terms(view, frozenset(roles)))
-    assert set(guess.types.tolist()) == exposed_types(ids, causal=True)
-    assert guess.certified
-
-
-def test_a_penalty_on_whole_matrices_is_unknown() -> None:
-    model = ready(llama())
-    attack, anatomy = prepared(model)
-    backward(model, texts(3, 6))
-    roles = attack.needs(anatomy).gradients
-    with pytest.raises(UnusableObservation, match=r"the loss has a term of .* alone"):
-        attack.run(with_terms(observed(attack, anatomy), frozenset(roles[:1])))
 
 
 def test_dropout_that_hides_every_word_is_unknown() -> None:

@@ -1,0 +1,200 @@
+"""What was done to a gradient shows in the step made again, and is done to the control too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.integrations import activate_neftune
+
+from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.engine import GateEvent
+from lightning_fedleak.engine.results import UNEXPLAINED
+from lightning_fedleak.trainers import Threshold
+from tests.helpers.loops import model_loss, watched
+from tests.helpers.models import own_rng, tiny_llama
+
+STEPS, VOCAB = 2, 60
+HIGHEST = 0.5
+F1, CONTROL = "leakage/subspace_words/f1", "leakage/subspace_words/control"
+PENALTY = 5e-3
+
+Change = Callable[[Tensor, Tensor], Tensor]
+"""Of a parameter and its gradient, the gradient that the optimizer gets."""
+
+
+def adapted(dropout: float = 0.0) -> Any:
+    with own_rng(1):
+        model = tiny_llama(vocab=VOCAB, d=40)
+        config = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
+        return get_peft_model(model, config)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def look_at_each(folder: Path, model: Any, **settings: Any) -> list[tuple[float, float, float]]:
+    """Return the F1, the control and what is unexplained of each step that has an F1.
+
+    A low number that a strict gate lets pass ends the test.
+    """
+    looks: list[tuple[float, float, float]] = []
+    events: list[GateEvent] = []
+    watches: list[Any] = []
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randint(3, VOCAB, (STEPS, 2, 8), generator=generator)
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for ids in rows.repeat_interleave(settings.get("accumulate", 1), 0):
+            events.clear()
+            yield {"input_ids": ids, "labels": ids}
+            values = watches[0].engine.results.look_values
+            number = values.get(F1, math.nan)
+            if number <= HIGHEST:
+                assert [event for event in events if math.isnan(event.value)], number
+            if not math.isnan(number):
+                control = watches[0].latest.get(CONTROL, math.nan)
+                looks.append((number, control, values.get(UNEXPLAINED, math.nan)))
+
+    gate = Threshold("leakage/worst/words", at_most=HIGHEST, action=events.append)
+    settings |= {"batches": batches(), "gates": [gate], "configure": watches.append}
+    watched(folder, SubspaceWords(capacity_seconds=0), model, lr=5e-2, **settings)
+    return looks
+
+
+def to_int8(gradient: Tensor) -> Tensor:
+    size = gradient.abs().max() / 127
+    return (gradient / size).round() * size if size > 0 else gradient
+
+
+def noisy(gradient: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(int(gradient.abs().sum() * 1e6) % 1000)
+    noise = torch.randn(gradient.shape, generator=generator)
+    return gradient + 1e-3 * gradient.std() * noise
+
+
+def clip(gradient: Tensor) -> Tensor:
+    size = float(gradient.abs().flatten().quantile(0.7))
+    return gradient.clamp(-size, size)
+
+
+CHANGES: dict[str, Change] = {
+    "L2": lambda p, g: g + 1e-2 * p,
+    "noise": lambda p, g: noisy(g),
+    "bfloat16": lambda p, g: g.bfloat16().float(),
+    "int8": lambda p, g: to_int8(g),
+    "centralised": lambda p, g: g - g.mean(1, keepdim=True),
+    "top 10%": lambda p, g: g * (g.abs() >= g.abs().flatten().quantile(0.9)),
+    "clipped by value": lambda p, g: clip(g),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "change"), [*(("by hand", change) for change in CHANGES), ("in a hook", "L2")]
+)
+def test_a_changed_gradient_hides_no_words_unseen(tmp_path: Path, way: str, change: str) -> None:
+    model, act = adapted(), CHANGES[change]
+
+    def by_hand(model: nn.Module) -> None:
+        for parameter in trained(model):
+            if parameter.grad is not None:
+                parameter.grad.copy_(act(parameter.detach(), parameter.grad))
+
+    settings: dict[str, Any] = {"before_step": by_hand}
+    if way == "in a hook":
+        settings = {}
+        for parameter in trained(model):
+            parameter.register_hook(lambda g, p=parameter: act(p.detach(), g))
+    looks = look_at_each(tmp_path, model, **settings)
+    assert min(number for number, *_ in looks) <= HIGHEST
+    assert looks[0][2] > 1e-4
+
+
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda loss, squares: loss + PENALTY * squares,
+    "stacked": lambda loss, squares: torch.stack([loss, squares]) @ torch.tensor([1.0, PENALTY]),
+    "factor": lambda loss, squares: loss * (1 + PENALTY * squares / loss.detach()),
+    "where": lambda loss, squares: torch.where(torch.tensor(True), loss + PENALTY * squares, loss),
+}
+
+
+@pytest.mark.parametrize("form", [*PENALTIES, "autograd.grad"])
+def test_a_penalty_hides_no_words_unseen(tmp_path: Path, form: str) -> None:
+    gradients: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own, squares = model_loss(model, batch), sum(p.square().sum() for p in trained(model))
+        if form != "autograd.grad":
+            return PENALTIES[form](own, squares)
+        gradients[:] = torch.autograd.grad(own + PENALTY * squares, trained(model))
+        return trained(model)[0].sum() * 0
+
+    def take(model: nn.Module) -> None:
+        for parameter, gradient in zip(trained(model), gradients, strict=False):
+            parameter.grad = gradient
+
+    looks = look_at_each(tmp_path, adapted(), loss=loss, before_step=take)
+    assert min(number for number, *_ in looks) <= HIGHEST
+    assert looks[0][2] > 0.1
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("size", [0.02, 0.3])
+def test_noise_on_embeddings_hides_no_words_unseen(tmp_path: Path, size: float, own: bool) -> None:
+    model = adapted()
+    generator = torch.Generator().manual_seed(3) if own else None
+
+    def noise(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
+        normal = torch.randn(output.shape, generator=generator)
+        return output + size * output.square().mean().sqrt() * normal
+
+    model.get_input_embeddings().register_forward_hook(noise)
+    looks = look_at_each(tmp_path, model)
+    assert looks[0][2] > 0.3 * size
+
+
+def test_neftune_is_made_again(tmp_path: Path) -> None:
+    model = adapted()
+    activate_neftune(model, 5.0)
+    looks = look_at_each(tmp_path, model)
+    assert looks[0][2] <= 1e-5
+
+
+def attention_dropout() -> Any:
+    model = adapted()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return model
+
+
+def clip_by_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+UNTOUCHED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "nothing": (adapted, {}),
+    "dropout": (attention_dropout, {}),
+    "accumulation": (adapted, {"accumulate": 2}),
+    "clipping by norm": (adapted, {"before_step": clip_by_norm}),
+}
+
+
+@pytest.mark.parametrize("case", UNTOUCHED)
+def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) -> None:
+    make, settings = UNTOUCHED[case]
+    looks = look_at_each(tmp_path, make(), **settings)
+    assert looks[0][:2] == (1.0, 1.0)
+    assert looks[0][2] <= 1e-5
+
+
+def test_dropout_is_made_again(tmp_path: Path) -> None:
+    looks = look_at_each(tmp_path, adapted(dropout=0.1))
+    assert looks[0][2] <= 1e-5

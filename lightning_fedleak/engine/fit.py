@@ -43,7 +43,6 @@ from lightning_fedleak.model.batches import (
     read_batch,
 )
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.model_state import random_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import (
     MEDIA,
@@ -55,6 +54,7 @@ from lightning_fedleak.model.taps import (
     ReadCall,
     is_uneven,
     plain_call,
+    random_states,
     read_call,
     read_encoder_call,
     without_placeholders,

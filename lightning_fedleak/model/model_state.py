@@ -87,20 +87,6 @@ def preserve_process() -> Iterator[None]:
                 torch.set_autocast_dtype(kind, cast_dtype)
 
 
-def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators of the CPU and of a model's device."""
-    states = (torch.get_rng_state(),)
-    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
-
-
-def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
-    """Go back to what :func:`random_states` returned."""
-    if states:
-        torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
-
-
 @contextmanager
 def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[None]:
     """Restore after it every module of ``root``, also after an exception.

@@ -33,8 +33,7 @@ from lightning_fedleak.model.taps import (
     draw_words,
 )
 from lightning_fedleak.model.taps.control import is_uneven
-from lightning_fedleak.model.taps.graph import GraphTap
-from lightning_fedleak.model.taps.read_calls import plain_call, read_call
+from lightning_fedleak.model.taps.graph import GraphTap, plain_call, read_call
 from tests.taps.test_graph import (
     ANSWER_LABELS,
     CAUSAL,

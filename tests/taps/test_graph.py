@@ -29,8 +29,7 @@ from transformers import (
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.taps.graph import GraphTap
-from lightning_fedleak.model.taps.read_calls import read_call
+from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.row_labels import read_rows
 
 VOCABULARY, TEXTS, LENGTH = 128, 4, 12

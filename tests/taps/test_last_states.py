@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.taps.graph import GraphTap
+from lightning_fedleak.model.anatomy import backbone_of, find_anatomy
+from lightning_fedleak.model.taps.graph import GraphTap, ReadCall, read_call
 from lightning_fedleak.model.taps.last_states import (
     HeadMap,
-    backbone_of,
+    capped,
     fit_temperature,
+    logit_cap,
     read_states,
 )
-from lightning_fedleak.model.taps.read_calls import ReadCall, read_call
 from tests.taps.test_control import check_gradient
 from tests.taps.test_graph import CAUSAL, HARD, IDS, TEXTS, VOCABULARY, ids_of, llama
 
@@ -39,9 +39,8 @@ class Fused:
         backbone, head = backbone_of(self.anatomy), self.anatomy.head
         assert backbone is not None
         states = backbone(input_ids=input_ids, **call).last_hidden_state
-        matrix = HeadMap.of(self.anatomy, 1.0)
-        weight = head.weight if head.weight.requires_grad else matrix.weight
-        logits = matrix.capped(functional.linear(states[:, -logits_to_keep:], weight))
+        cap = logit_cap(self.anatomy)
+        logits = capped(functional.linear(states[:, -logits_to_keep:], head.weight), cap)
         logits, loss = logits / self.temperature, None
         if labels is not None:
             loss = functional.cross_entropy(
@@ -178,7 +177,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, HeadMap, Tensor, Tensor]:
     weights = torch.rand(n, generator=generator) + 0.05
     weights *= torch.where(torch.rand(n, generator=generator) < 0.4, -1, 1)
     logits = functional.linear(states, weight.double(), None if bias is None else bias.double())
-    logits = head.capped(logits) / head.temperature
+    logits = capped(logits, head.cap) / head.temperature
     smoothing = draw(st.sampled_from([0.0, 0.1]))
     each = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
     (gradient,) = torch.autograd.grad((each * weights).sum(), states)
@@ -197,7 +196,7 @@ def test_rows_of_any_loss(
     assert not bool(read.soft.any())
     # The gradient is made again from what was read, by autograd.
     leaf = states.clone().requires_grad_()
-    logits = head.capped(functional.linear(leaf, head.weight, head.bias))
+    logits = capped(functional.linear(leaf, head.weight, head.bias), head.cap)
     q = (logits.detach() / head.temperature).scatter(1, labels[:, None], -torch.inf).softmax(1)
     entries = q * read.others[:, None] - read.shifts[:, None]
     logits.backward(entries.scatter(1, labels[:, None], -read.sizes[:, None]))

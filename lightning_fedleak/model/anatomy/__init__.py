@@ -1,7 +1,9 @@
 """The embeddings, blocks, output head and trainable parameters of a model."""
 
 from lightning_fedleak.model.anatomy.blocks import Place as Place
+from lightning_fedleak.model.anatomy.blocks import backbone_of as backbone_of
 from lightning_fedleak.model.anatomy.blocks import is_encoder_decoder as is_encoder_decoder
+from lightning_fedleak.model.anatomy.blocks import last_states_in as last_states_in
 from lightning_fedleak.model.anatomy.blocks import place_of as place_of
 from lightning_fedleak.model.anatomy.blocks import states_in as states_in
 from lightning_fedleak.model.anatomy.blocks import states_out as states_out

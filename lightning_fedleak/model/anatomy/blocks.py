@@ -336,3 +336,26 @@ def with_states_out(output: Any, states: Tensor) -> Any:
     if isinstance(output, tuple | list):
         return type(output)([states, *output[1:]])
     return states
+
+
+def last_states_in(output: Any) -> Any:
+    """Return the last hidden states in the output of a backbone, (B, L, d)."""
+    states = getattr(output, "last_hidden_state", output)
+    return states[0] if isinstance(states, tuple) else states
+
+
+def backbone_of(anatomy: Anatomy) -> nn.Module | None:
+    """Return the module whose output is the head's input; None where no module is.
+
+    It is the smallest one that holds the embedding and all blocks, and not the head.
+    """
+    paths = [name.split(".") for name in (anatomy.embedding_name, *anatomy.block_names)]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len({*parts}) > 1:
+            break
+        shared.append(parts[0])
+    module = anatomy.root.get_submodule(".".join(shared))
+    runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleDict)
+    holds_head = any(part is anatomy.head for part in module.modules())
+    return module if anatomy.blocks and runs and not holds_head else None

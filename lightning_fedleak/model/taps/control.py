@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_fedleak.model import model_runs, model_state
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import Anatomy, backbone_of, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -28,9 +28,13 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.model.taps.activations import ActivationTap
-from lightning_fedleak.model.taps.graph import GraphCall
-from lightning_fedleak.model.taps.last_states import HeadMap, backbone_of, last_states_in
-from lightning_fedleak.model.taps.read_calls import PlacedRows, ReadCall
+from lightning_fedleak.model.taps.graph import (
+    GraphCall,
+    PlacedRows,
+    ReadCall,
+)
+from lightning_fedleak.model.taps.hooks import set_random_states
+from lightning_fedleak.model.taps.last_states import capped, logit_cap
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
@@ -394,7 +398,7 @@ def run_backward(
     if fails(has_cache):
         raise UnusableObservation("the model's call has a cache, which a second call would change")
     device, dtype = anatomy.device, call.autocast
-    model_state.set_random_states(call.random, device)
+    set_random_states(call.random, device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         logits = _logits_again(anatomy, model, read)
     counts = [part.shape[:-1].numel() for part in logits]
@@ -426,7 +430,7 @@ def _logits_again(anatomy: Anatomy, model: nn.Module, read: ReadCall) -> list[Te
     if backbone is not None and (source == "states" or target is backbone):
         if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
             arguments["labels"] = call.arguments["labels"]
-        return [HeadMap.of(anatomy, 1.0).capped(head(_last_states(target, backbone, arguments)))]
+        return [capped(head(_last_states(target, backbone, arguments)), logit_cap(anatomy))]
     handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
     try:
         logits = model_runs.logits_in(target(**arguments))
@@ -439,7 +443,7 @@ class _Reached(Exception):
     """A signal, not an error, that ends a forward behind the last hidden states."""
 
 
-def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, object]) -> Tensor:
     """Return the output of the backbone in a call of a module, of which no more is run."""
     outputs = []
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.taps.graph import GraphCall, GraphTap
+from lightning_fedleak.model.taps.graph import GraphCall, GraphTap, ReadCall, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
-from lightning_fedleak.model.taps.read_calls import ReadCall, inputs_of
 
 
 class EncoderTap(GraphTap):
@@ -86,6 +85,6 @@ def read_encoder_call(call: GraphCall, kind: Kind, read: TokenBatch | None = Non
     """
     if call.ids is None:
         raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
-    batch = inputs_of(call, call.ids, kind, read)
+    batch = read_inputs(call, call.ids, kind, read)
     same = read is not None and read.input_ids.shape == call.ids.shape
     return ReadCall(call, None, replace(batch, labels=read.labels if read and same else None))

@@ -1,4 +1,4 @@
-"""Hooks on a step's own graph: the calls of the model, what they read, and where its loss begins.
+"""The truth of a step off its own graph: labels where its loss begins, inputs from its calls.
 
 Labels are read off dL/dlogits where the output head is called
 (:mod:`~lightning_fedleak.model.taps.row_labels`), and off the last hidden states where a fused loss
@@ -8,8 +8,9 @@ never calls it (:mod:`~lightning_fedleak.model.taps.last_states`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -17,21 +18,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fedleak.model import model_runs, model_state
-from lightning_fedleak.model.anatomy import Anatomy, without_peft
-from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.snapshots import is_shard
-from lightning_fedleak.model.taps.calls import arguments_of
-from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
-from lightning_fedleak.model.taps.last_states import (
-    MAX_SOFT,
-    HeadMap,
+from lightning_fedleak.model import model_runs
+from lightning_fedleak.model.anatomy import (
+    Anatomy,
+    Kind,
     backbone_of,
-    fit_temperature,
     last_states_in,
-    read_states,
+    without_peft,
 )
+from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.taps.calls import arguments_of
+from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
+from lightning_fedleak.model.taps.last_states import HeadMap, read_texts
 from lightning_fedleak.model.taps.row_labels import RowLabels, read_rows
+
+MIN_MATCHES = 0.5
+"""Least share of labels that are the next token, where a head is called on some places alone.
+
+Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
+"""
 
 
 @dataclass(eq=False)
@@ -160,7 +165,7 @@ class GraphTap:
         raise_kept(self)
         for call in self._calls:
             if call.gradient is not None and not call.read_heads:
-                self._read_states(call, read)
+                self._read_below_head(call, read)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
                 call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
@@ -183,7 +188,7 @@ class GraphTap:
         casts = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if casts else None
         training = frozenset(id(m) for m in self._anatomy.root.modules() if m.training)
-        random = model_state.random_states(self._anatomy.device)
+        random = random_states(self._anatomy.device)
         call = GraphCall(module, arguments, training=training, autocast=dtype, random=random)
         self._calls.append(call)
 
@@ -280,41 +285,337 @@ class GraphTap:
         else:  # of a second backward
             call.gradient += gradient
 
-    def _read_states(self, call: GraphCall, read: TokenBatch | None) -> None:
+    def _read_below_head(self, call: GraphCall, read: TokenBatch | None) -> None:
         """Read labels off the last hidden states of a call, and forget these."""
         states, gradient, call.states, call.gradient = call.states, call.gradient, None, None
         assert states is not None
         assert gradient is not None
-        assert self._anatomy.head is not None
-        if call.ids is None or any(is_shard(p) for p in self._anatomy.head.parameters()):
-            return
         head = HeadMap.of(self._anatomy, self._temperature)
-        flat = states.flatten(0, 1), gradient.flatten(0, 1)
-        given = [_claims(call.ids, states.shape[1], 1)]
+        if call.ids is None or head is None:
+            return
+        given = [(call.ids, 1)]
         if read is not None and read.labels is not None and read.labels.shape == call.ids.shape:
-            shift = int(self._anatomy.kind == "causal")
-            given.append(_claims(read.labels.to(call.ids.device), states.shape[1], shift))
-        rows = read_states(*flat, head, given)
-        many_are_soft = float(rows.soft.sum()) > MAX_SOFT * float(rows.live.sum())
-        if many_are_soft and (fitted := fit_temperature(*flat, head)) is not head:
-            head, self._temperature = fitted, fitted.temperature
-            rows = read_states(*flat, head, given)
-        shape, width = states.shape[:-1], len(head.weight)
-        call.heads = [_HeadCall(shape, width, "states", head.temperature, rows)]
+            given.append((read.labels.to(call.ids.device), int(self._anatomy.kind == "causal")))
+        rows, head = read_texts(states, gradient, head, given)
+        self._temperature, width = head.temperature, len(head.weight)
+        call.heads = [_HeadCall(states.shape[:-1], width, "states", head.temperature, rows)]
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
         call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
-def _claims(labels: Tensor, width: int, shift: int) -> Tensor:
-    """Return (B width,) the labels (B, L) that rows of hidden states may have, -100 for none.
+# ---- as batches --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Rows of a call's logits, and where in its texts they are.
+
+    Attributes:
+        rows: N rows.
+        text: (N,) the number of each row's text.
+        place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
+        width: columns of a text.
+        index: (N,) the number of each row among all of the head, of which virtual tokens are left
+            out.
+        n_rows: number of all rows of the head.
+    """
+
+    rows: RowLabels
+    text: Tensor
+    place: Tensor
+    width: int
+    index: Tensor
+    n_rows: int
+
+    def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
+        """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
+        shape, place = (texts, self.width + shift), self.place + shift
+        grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+        grid[self.text, place] = values
+        return grid
+
+
+@dataclass(frozen=True)
+class ReadCall:
+    """A call of the model in a step, with the truth of it.
+
+    Attributes:
+        call: as the user made it.
+        placed: the rows of its logits, with the size and the sign of each label's gradient; None
+            where neither the graph nor the batch shows them.
+        batch: its ids, labels and mask.
+    """
+
+    call: GraphCall
+    placed: PlacedRows | None
+    batch: TokenBatch
+
+
+def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> ReadCall:
+    """Return a call with its ids, labels and mask, as its graph shows them.
 
     Args:
-        labels: by the place of their token; virtual tokens, which come first, have none.
-        width: columns of the hidden states.
-        shift: columns between a row and its label.
+        call: with at least one call of the head that got a gradient.
+        kind: of the model.
+        read: the user's batch as it could be read, whose labels decide between two that could have
+            left a row, if they agree with all that are sure.
+
+    Raises:
+        BatchError: the places of the labels in the texts are not known.
     """
-    length = labels.shape[1]
-    labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
-    return labels[:, shift : shift + width].flatten()
+    ids = call.ids
+    if ids is None:
+        raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
+    labels = call.arguments.get("labels")
+    if not isinstance(labels, Tensor):
+        labels = None if read is None else read.labels
+    if kind == "classifier":
+        return ReadCall(call, *_classified(call, read_inputs(call, ids, "causal", read), labels))
+    if labels is None and read is not None and kind == "causal":
+        labels = read.input_ids
+    shift = int(kind == "causal")
+    placed = _placed(call, kind, labels)
+    placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
+    rows = placed.rows
+    soft = rows.soft | rows.unsure
+    batch = read_inputs(call, ids, kind, read)
+    if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
+        soft &= placed.place < placed.width - 1
+    batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
+    if kind == "seq2seq":
+        if batch.soft_labels:
+            raise BatchError("the targets of the decoder are no single labels, as in distillation")
+        batch = replace(batch, labels=placed.grid(len(ids), rows.labels, IGNORE_INDEX))
+        return ReadCall(call, placed, batch)
+    targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
+    live = placed.grid(len(ids), rows.live, 0, shift)
+    if shift:  # the last place has no token to predict, unless texts are shifted by hand
+        live = functional.pad(live[:, 1:], (0, 1))
+        if bool((targets[:, -1] != IGNORE_INDEX).any()):
+            batch = _lengthened(batch, targets[:, -1])
+        else:
+            targets, live = targets[:, :-1], live[:, :-1]
+    return ReadCall(call, placed, replace(batch, labels=targets, live=live))
+
+
+def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
+    """Return the rows of all calls of the head in a call of the model, with their places.
+
+    Labels are as the call, or else the batch, has them: a head that is called on the places of
+    labels alone is recognised by their number.
+    """
+    heads, ids = call.read_heads, call.ids
+    assert ids is not None
+    parts = [head.rows for head in heads if head.rows is not None]
+    rows = RowLabels(*map(torch.cat, zip(*parts, strict=True)))
+    (b, length), n = ids.shape, len(rows.labels)
+    shapes = {len(head.shape) for head in heads}
+    if kind == "masked" and shapes == {1} and n != b * length and labels is not None:
+        text, place = (labels.to(rows.labels.device) != IGNORE_INDEX).nonzero(as_tuple=True)
+        if len(text) == n:
+            return PlacedRows(rows, text, place, length, torch.arange(n, device=text.device), n)
+    by_text = n % b == 0 and all(head.shape[0] == b or head.shape.numel() == n for head in heads)
+    if not by_text or (len(heads) > 1 and shapes != {2}):
+        raise BatchError(
+            f"the head gave {n} rows of logits in {len(heads)} calls for ids of shape "
+            f"{(b, length)}: at which places of the texts is not known"
+        )
+    device, width = rows.labels.device, n // b
+    # Rows as (calls, texts, columns): calls on one chunk of columns after the other are joined.
+    columns = [torch.arange(head.shape.numel() // b, device=device) for head in heads]
+    starts = accumulate(map(len, columns[:-1]), initial=0)
+    place = torch.cat([(c + s).repeat(b) for c, s in zip(columns, starts, strict=True)])
+    text = torch.cat([torch.arange(b, device=device).repeat_interleave(len(c)) for c in columns])
+    index = torch.arange(n, device=device)
+    placed = PlacedRows(rows, text, place, width, index, n)
+    if kind == "seq2seq":
+        return placed
+    kept = call.arguments.get("logits_to_keep")
+    if isinstance(kept, Tensor) and kept.numel() == width:
+        places = kept.to(device).flatten() % length
+        return replace(placed, place=places[place], width=length)
+    if width > length:  # virtual tokens of prompt tuning, the last of which predicts a text's first
+        real = place >= width - length - int(kind == "causal")
+        late = place[real] - (width - length)
+        rows = RowLabels(*(column[real] for column in rows))
+        return PlacedRows(rows, text[real], late, length, index[real], n)
+    first = replace(placed, width=length)  # hidden[:, :-1], say
+    placed = replace(first, place=place + (length - width))  # or the last ones
+    if width == length or kept:
+        return placed
+    matches = [_share_of_next(one, ids) for one in (first, placed)]
+    if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
+        raise BatchError(
+            f"the head gave {width} logits for texts of {length} tokens: for which is not known"
+        )
+    return first if matches[0] > matches[1] else placed
+
+
+def _share_of_next(placed: PlacedRows, ids: Tensor) -> float:
+    """Return the share of the labels that are the next token of their text."""
+    following = functional.pad(ids.to(placed.text.device), (0, 1), value=IGNORE_INDEX)
+    labels = placed.rows.labels
+    known = labels != IGNORE_INDEX
+    equal = following[placed.text, placed.place + 1] == labels
+    return float(equal[known].double().mean()) if bool(known.any()) else 0.0
+
+
+def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | None:
+    """Return (N,) the labels that rows predict, by given labels (B, L); None where they misfit."""
+    if labels is None or labels.dim() != 2 or not len(placed.text):
+        return None
+    padded = functional.pad(labels.long(), (0, shift), value=IGNORE_INDEX).to(placed.text.device)
+    if int(placed.text.max()) >= len(padded) or placed.width + shift > padded.shape[1]:
+        return None
+    return padded[placed.text, placed.place + shift]
+
+
+def read_inputs(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+    """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
+
+    Where the model's parts were called in place of its forward, the batch says it. Where nothing
+    does, ids that no label depends on are padding; a causal text's last id is such a one too.
+    """
+    names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens")
+    arguments = {name: call.arguments.get(name) for name in names}
+    if call.module is None and read is not None and read.input_ids.shape == ids.shape:
+        marks = read.attention_mask, read.position_ids, read.documents
+        arguments |= dict(zip(names, marks, strict=False))
+    positions, mask = arguments["position_ids"], arguments["attention_mask"]
+    if not isinstance(positions, Tensor) or positions.dim() != 2:  # of M-RoPE
+        arguments["position_ids"] = None
+    if not isinstance(mask, Tensor) or (
+        mask.shape != ids.shape and mask.shape[-2:] != 2 * ids.shape[1:]
+    ):
+        arguments["attention_mask"] = None if kind == "causal" else call.reached
+    labels = None if kind == "causal" else torch.full_like(ids, IGNORE_INDEX)
+    batch = read_batch({**arguments, "input_ids": ids, "labels": labels}, kind)
+    return replace(batch, reached=call.reached)
+
+
+def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
+    """Return texts with the token behind them that a label alone holds (``x, y`` by hand)."""
+    ids, mask, positions = batch.input_ids, batch.attention_mask, batch.position_ids
+    is_label = (last != IGNORE_INDEX)[:, None]
+    more = last.clamp(min=0)[:, None].to(ids.dtype)
+    mask = torch.ones_like(ids) if mask is None else mask
+    if positions is not None:
+        positions = torch.cat([positions, positions[:, -1:] + 1], 1)
+    documents = batch.documents
+    return replace(
+        batch,
+        input_ids=torch.cat([ids, more], 1),
+        labels=None,
+        attention_mask=torch.cat([mask, is_label.to(mask.dtype)], 1),
+        position_ids=positions,
+        documents=None if documents is None else torch.cat([documents, documents[:, -1:]], 1),
+        reached=None if batch.reached is None else functional.pad(batch.reached, (0, 1)),
+    )
+
+
+def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
+    """Return the rows with the labels of those that are unsure, where these are known.
+
+    Labels that were given decide, if they agree with all rows that are sure. Without them a row of
+    one negative and one positive entry has the sign that all others have.
+    """
+    rows = placed.rows
+    sure = rows.labels != IGNORE_INDEX
+    if not bool(rows.unsure.any()):
+        return rows
+    if given is not None and bool((given[sure] == rows.labels[sure]).all()):
+        known = rows.unsure & ((given == rows.lowest) | (given == rows.highest))
+        rows = _with_labels(rows, known, given)
+    for pushed, entry in ((False, rows.lowest), (True, rows.highest)):
+        one_way = bool(sure.any()) and bool((rows.pushed[sure] == pushed).all())
+        if given is None and one_way:
+            rows = _with_labels(rows, rows.unsure & rows.one_each, entry)
+            rows = rows._replace(pushed=rows.pushed | ((rows.labels == entry) & ~sure & pushed))
+    return rows
+
+
+def _with_labels(rows: RowLabels, known: Tensor, labels: Tensor) -> RowLabels:
+    """Return the rows with labels where these are known: the lowest or the highest entry of each.
+
+    The shape of a row is that beside its highest entry. Beside the lowest, a multiple of the
+    softmax alone is assumed.
+    """
+    is_lowest = known & (labels == rows.lowest)
+    sizes = torch.where(is_lowest, -rows.values[:, 0], -rows.values[:, 1])
+    return rows._replace(
+        labels=torch.where(known, labels, rows.labels),
+        sizes=torch.where(known, sizes, rows.sizes),
+        others=torch.where(is_lowest, sizes, rows.others),
+        shifts=torch.where(is_lowest, 0.0, rows.shifts),
+        unsure=rows.unsure & ~known,
+    )
+
+
+def _classified(
+    call: GraphCall, batch: TokenBatch, labels: Tensor | None
+) -> tuple[PlacedRows, TokenBatch]:
+    """Return the rows and the batch of a classifier: texts, or tokens, that have a gradient."""
+    [head, *others], (b, length) = call.read_heads, batch.input_ids.shape
+    rows = head.rows
+    assert rows is not None
+    if others or head.shape not in ((b,), (b, length)):
+        raise BatchError("the head of the classifier was called on rows of unknown texts")
+    n = len(rows.live)
+    index = torch.arange(n, device=rows.live.device)
+    text, place = index // (n // b), index % (n // b)
+    per_text = len(head.shape) == 1 or call.text_logits
+    # Of two classes both could be the label, and one output has none.
+    sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
+    rows = rows._replace(sizes=sizes, others=sizes, shifts=torch.zeros_like(sizes))
+    placed = PlacedRows(rows, text, place, n // b, index, n)
+    live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
+    if per_text:  # pooled behind the head
+        live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]
+    if labels is not None and labels.shape == live.shape and not labels.is_floating_point():
+        lowest = labels.to(lowest.device).long().clamp(min=0)
+    classes = lowest.masked_fill(~live, IGNORE_INDEX)
+    return placed, replace(batch, labels=classes, kind="classifier")
+
+
+def plain_call(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    autocast: torch.dtype | None,
+    random: tuple[Tensor, ...] = (),
+    *,
+    trained_elsewhere: bool = False,
+) -> ReadCall:
+    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
+
+    Args:
+        anatomy: of the model.
+        batch: its ids and labels.
+        autocast: dtype that the step computes in; None without.
+        random: the random states that the step began with; empty where they are not known.
+        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
+    """
+    arguments: dict[str, object] = {"input_ids": batch.input_ids}
+    for name in ("attention_mask", "position_ids"):
+        if (value := getattr(batch, name)) is not None and model_runs.accepts(anatomy.model, name):
+            arguments[name] = value
+    modules = anatomy.root.modules()
+    training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
+    call = GraphCall(
+        anatomy.model, arguments, batch.input_ids, [], training, autocast, random=random
+    )
+    if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
+        return ReadCall(call, None, batch)
+    labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
+    targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
+    counted = targets != IGNORE_INDEX
+    sizes = counted / counted.sum().clamp(min=1)
+    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    nothing = torch.zeros_like(targets)
+    values = sizes.new_zeros(len(sizes), 2)
+    shape = sizes, sizes, torch.zeros_like(sizes), none
+    rows = RowLabels(targets, *shape, counted, none, none, nothing, nothing, none, values)
+    width = labels.shape[1]
+    placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
+    return ReadCall(call, placed, batch)

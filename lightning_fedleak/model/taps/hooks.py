@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+from torch import Tensor
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -31,3 +34,17 @@ def raise_kept(tap: Any) -> None:
     error, tap.error = tap.error, None
     if error is not None:
         raise error
+
+
+def random_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states of torch's generators of the CPU and of a model's device."""
+    states = (torch.get_rng_state(),)
+    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
+
+
+def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+    """Go back to what :func:`random_states` returned."""
+    if states:
+        torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from lightning_fedleak.model.anatomy import Anatomy, head_adapter, leaf
 from lightning_fedleak.model.batches import IGNORE_INDEX
+from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.row_labels import RowLabels
 
 ENTRIES_AT_ONCE = 1 << 24
@@ -67,24 +68,33 @@ class HeadMap:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, anatomy: Anatomy, temperature: float) -> HeadMap:
-        """Return the head as it is now."""
+    def of(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
+        """Return the head as it is now; None where processes hold parts of it."""
         assert anatomy.head is not None
         layer = leaf(anatomy.head)
         weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
         assert weight is not None
+        if is_shard(weight):
+            return None
         matrix = weight.detach()
         if (adapter := head_adapter(anatomy)) is not None:
             b, a = adapter
             matrix = matrix + (b.detach().float() @ a).to(matrix)
-        config = getattr(anatomy.model, "config", None)
-        config = getattr(config, "get_text_config", lambda: config)()
-        cap = getattr(config, "final_logit_softcapping", None)
-        return cls(matrix, None if bias is None else bias.detach(), cap, temperature)
+        biases = None if bias is None else bias.detach()
+        return cls(matrix, biases, logit_cap(anatomy), temperature)
 
-    def capped(self, logits: Tensor) -> Tensor:
-        """Return logits with the cap that the model has."""
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+def logit_cap(anatomy: Anatomy) -> float | None:
+    """Return what a model caps its logits to (Gemma 2); None without a cap."""
+    config = getattr(anatomy.model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return logits with a cap, ``cap tanh(logits / cap)``; as they are without one."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class _Rows(NamedTuple):
@@ -146,7 +156,7 @@ def _search(rows: _Rows, weight: Tensor) -> Tensor:
     return (dots / norms.clamp_min_(1e-6 * float(rows.row_norms.mean()))).argmax(1)
 
 
-def _fit(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return a, -c and -b of g for given labels, (n, 3), and the share of g that they leave."""
     entries = weight[labels]
     if rows.slopes is not None:
@@ -188,7 +198,7 @@ def read_states(
         block = places[start : start + step]
         rows = _prepare(states[block], gradient[block], head, weight)
         of_rows, is_label = _labels(rows, weight, [one[block].to(device) for one in given])
-        factors, rest = _fit(rows, weight, of_rows)
+        factors, rest = _fit_labels(rows, weight, of_rows)
         is_label &= rest <= MAX_REST
         p_y = rows.p.gather(1, of_rows[:, None])[:, 0]
         # Not 1 - p_y, which is rounding where the label is certain.
@@ -263,7 +273,7 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
     def rest_of(temperature: float, labels: Tensor | None = None) -> tuple[float, Tensor]:
         rows = _prepare(*part, replace(head, temperature=temperature), weight)
         labels = _search(rows, weight) if labels is None else labels
-        return float(_fit(rows, weight, labels)[1].median()), labels
+        return float(_fit_labels(rows, weight, labels)[1].median()), labels
 
     low, high = map(math.log, TEMPERATURES)
     width = (high - low) / (GRID - 1)
@@ -279,24 +289,36 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
     return replace(head, temperature=best) if is_better else head
 
 
-def last_states_in(output: Any) -> Any:
-    """Return the last hidden states in the output of a backbone, (B, L, d)."""
-    states = getattr(output, "last_hidden_state", output)
-    return states[0] if isinstance(states, tuple) else states
+def read_texts(
+    states: Tensor, gradient: Tensor, head: HeadMap, given: Sequence[tuple[Tensor, int]]
+) -> tuple[RowLabels, HeadMap]:
+    """Return what rows of texts show, and the head with the temperature that their loss has.
 
-
-def backbone_of(anatomy: Anatomy) -> nn.Module | None:
-    """Return the module whose output is the head's input; None where no module is.
-
-    It is the smallest one that holds the embedding and all blocks, and not the head.
+    Args:
+        states: (B, L, d) last hidden states.
+        gradient: (B, L, d) dL/dh.
+        head: the map to logits, with the temperature that is expected.
+        given: labels (B, L) that texts may have, by the place of their token, and the columns
+            between a row and its label.
     """
-    paths = [name.split(".") for name in (anatomy.embedding_name, *anatomy.block_names)]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len({*parts}) > 1:
-            break
-        shared.append(parts[0])
-    module = anatomy.root.get_submodule(".".join(shared))
-    runs = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleDict)
-    holds_head = any(part is anatomy.head for part in module.modules())
-    return module if anatomy.blocks and runs and not holds_head else None
+    rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
+    claims = [_claims(labels, states.shape[1], shift) for labels, shift in given]
+    read = read_states(rows, gradients, head, claims)
+    if float(read.soft.sum()) > MAX_SOFT * float(read.live.sum()):
+        fitted = fit_temperature(rows, gradients, head)
+        if fitted is not head:
+            return read_states(rows, gradients, fitted, claims), fitted
+    return read, head
+
+
+def _claims(labels: Tensor, width: int, shift: int) -> Tensor:
+    """Return (B width,) the labels (B, L) that rows of hidden states may have, -100 for none.
+
+    Args:
+        labels: by the place of their token; virtual tokens, which come first, have none.
+        width: columns of the hidden states.
+        shift: columns between a row and its label.
+    """
+    length = labels.shape[1]
+    labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
+    return labels[:, shift : shift + width].flatten()

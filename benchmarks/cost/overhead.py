@@ -2,12 +2,10 @@
 
     python -m benchmarks.cost.overhead                       # GPT-2 6 x 384, V = 50,257, 8 x 64
     python -m benchmarks.cost.overhead --model DIR           # any causal LM, SmolLM2-135M say
-    python -m benchmarks.cost.overhead --evidence            # and what it costs to keep a step
 
 Four kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
 monitor is there, the step is not looked at), ``look`` (every attack runs) and ``control`` (every
-attack runs, and reads the control of the look besides); with ``--evidence`` a fifth, ``kept``, is a
-look whose step is kept. Medians, and ratios to ``off``, with a
+attack runs, and reads the control of the look besides). Medians, and ratios to ``off``, with a
 bootstrap 95% interval, of elapsed and of processor time; the latter is the one to read where others
 use the machine too. The processor time in the monitor's own hooks is printed as well: its share of
 a step is known far more closely than a difference of two steps.
@@ -19,7 +17,6 @@ import argparse
 import datetime
 import platform
 import statistics
-import tempfile
 import time
 import warnings
 from contextlib import contextmanager
@@ -34,13 +31,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from benchmarks.shared import FineTuning, fit
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.callbacks import Evidence, WatchSettings
 from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership "
-    "--layer 1 --device cpu --evidence --out {out}",
+    "--layer 1 --device cpu --out {out}",
 )
 
 ARMS = ("off", "idle", "look", "control")
@@ -177,21 +173,10 @@ def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
 def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
     """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
     _, vocab = build(arguments)
-    arms = (*ARMS, "kept") if arguments.evidence else ARMS
-    count = len(arms) * (arguments.steps + 2) + 1
-    with tempfile.TemporaryDirectory() as folder:
-        steps = range(len(ARMS), count, len(arms)) if arguments.evidence else None
-        settings = WatchSettings(evidence=steps and Evidence(folder, steps=steps))
-        monitor = InTurn(arms, attacks(arguments, vocab), settings=settings)
-        return timed_in_turn(arguments, monitor, count)
-
-
-def timed_in_turn(
-    arguments: argparse.Namespace, monitor: InTurn, steps: int
-) -> dict[str, list[tuple[float, float, float]]]:
-    clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(monitor.arms))
+    monitor = InTurn(ARMS, attacks(arguments, vocab))
+    clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     with patch.object(Controls, "_is_due", lambda *_: monitor.now == "control"):
-        run(arguments, [clock, monitor], steps)
+        run(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
     return clock.times
 
 
@@ -216,21 +201,19 @@ def time_steps(arguments: argparse.Namespace) -> None:
         print(f"| {name} | one look in 50 steps | | | {average:.4f} | |")
         more = (medians["control"] - medians["look"]) / plain
         print(f"| {name} | a control, in plain steps | | | {more:.4f} | |")
-        if arguments.evidence:
-            more = (medians["kept"] - medians["look"]) / plain
-            print(f"| {name} | to keep a step, in plain steps | | | {more:.4f} | |")
     print("\nProcessor time in the monitor's own hooks (median), and the plain step with it:")
-    for arm in [arm for arm in results if arm != "off"]:
+    for arm in ("idle", "control", "look"):
         own = statistics.median(row[2] for row in results[arm])
         print(f"{arm} {own * 1e3:.2f} ms, {1 + own / plain:.4f}")
-    own = statistics.median(row[2] for row in results["look"])
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or hub id of a causal LM")
-    parser.add_argument("--size", type=int, nargs=2, default=(6, 384), help="blocks and width")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
+    )
     parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
@@ -239,7 +222,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--evidence", action="store_true", help="steps are kept, too")
     parser.add_argument("--out", default="fedleak_runs/overhead")
     return parser
 

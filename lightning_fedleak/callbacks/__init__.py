@@ -3,7 +3,6 @@
 from lightning_fedleak.callbacks.canary_scorer import CanaryScorer as CanaryScorer
 from lightning_fedleak.callbacks.gate import RiskGate as RiskGate
 from lightning_fedleak.callbacks.monitor import LeakageMonitor as LeakageMonitor
-from lightning_fedleak.engine import Evidence as Evidence
 from lightning_fedleak.engine import Games as Games
 from lightning_fedleak.engine import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine import WatchSettings as WatchSettings

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -242,14 +241,6 @@ class LeakageMonitor(EitherCallback, Reported):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remembers how many looks came before this fit, and where it starts."""
         self.engine.training_begins()
-        if self.engine.is_before_replay and pl_module.automatic_optimization:
-            train = pl_module.training_step
-
-            def training_step(*arguments: Any, **more: Any) -> Any:
-                return None if self.engine.is_before_replay else train(*arguments, **more)
-
-            pl_module.training_step = training_step  # type: ignore[method-assign]
-            self._removers.append(partial(setattr, pl_module, "training_step", train))
         for optimizer in map(real_optimizer, trainer.optimizers):
             if optimizer not in trainer.optimizers:  # it knows itself whether it skips the step
                 steps = partial(self.engine.optimizer_steps, optimizer)
@@ -269,12 +260,6 @@ class LeakageMonitor(EitherCallback, Reported):
     ) -> None:
         """Starts a look where one is due, and takes the truth before any defence does."""
         self.engine.batch_begins(batch)
-
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
-        """Notes the loss of a step that is kept as evidence."""
-        self.engine.loss_computed(loss)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer

@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
 
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name, run = options.command, "run"
-    if name in ("verify", "sign", "replay"):  # of one module
+    if name in ("verify", "sign"):  # of one module
         name, run = "evidence", f"run_{name}"
     command = importlib.import_module(f"lightning_fedleak.cli.commands.{name}")
     status: int = getattr(command, run)(options)

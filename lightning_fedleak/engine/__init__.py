@@ -6,8 +6,6 @@ It knows neither Lightning nor Flower: whoever trains is a :class:`Run`. Integra
 from lightning_fedleak.defenses.dp_optimizers import declared as declared
 from lightning_fedleak.engine.channels import Channel as Channel
 from lightning_fedleak.engine.channels.base import family_of as family_of
-from lightning_fedleak.engine.evidence import Evidence as Evidence
-from lightning_fedleak.engine.evidence import StepRepeated as StepRepeated
 from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine.gates import announce as announce

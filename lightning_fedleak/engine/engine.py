@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.shared_work import share_work
@@ -25,7 +25,6 @@ from lightning_fedleak.engine import record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
 from lightning_fedleak.engine.channels.records import RECORDS
 from lightning_fedleak.engine.channels.weights import WeightLooks
-from lightning_fedleak.engine.evidence import Keeper
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import JsonLines, Report, UserMetrics, own_folder
 from lightning_fedleak.engine.options import Options, Selection
@@ -53,7 +52,6 @@ class StepEngine:
         results: of all looks of the newest run.
         fit: the run at work; None between runs.
         weights: looks at the trained weights; None where no attack reads them.
-        keeper: keeps steps as evidence; None where none are kept.
         report: writes what looks found; None outside of a run.
         jsonl: the results' file of the newest run.
         earlier: facts of the run that the next one goes on from; empty where there is none.
@@ -82,7 +80,6 @@ class StepEngine:
         self.results = Results(self.series, most_waited=most_waited)
         self.fit: Fit | None = None
         self.weights: WeightLooks | None = None
-        self.keeper: Keeper | None = None
         self.report: Report | None = None
         self.jsonl: JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
@@ -93,17 +90,6 @@ class StepEngine:
     def run(self) -> Run:
         """Return the run at work."""
         return self._fit.run
-
-    @property
-    def is_replay(self) -> bool:
-        """Return whether one kept step alone is repeated."""
-        evidence = self.options.evidence
-        return evidence is not None and evidence.repeats is not None
-
-    @property
-    def is_before_replay(self) -> bool:
-        """Return whether a step need not be trained, because a replay repeats a later one alone."""
-        return self.keeper is not None and self.keeper.is_before()
 
     @property
     def _fit(self) -> Fit:
@@ -135,9 +121,6 @@ class StepEngine:
         fit, step = self._fit, self._fit.run.step
         if fit.truth.is_first:
             fit.truth.check_first(batch)
-        if self.keeper is not None:
-            self.keeper.batch_begins(batch, fit.scheduler, fit.controls)
-            step = fit.run.step
         at_work = fit.look
         try:
             fit.begin_look(step)
@@ -152,12 +135,6 @@ class StepEngine:
             if writer is not None and fit.look is not at_work:
                 writer.write_new_plan(step, max(step, fit.scheduler.cadence.next_step))
             fit.truth.batch_begins(fit.look, batch)
-
-    @contained
-    def loss_computed(self, loss: Tensor) -> None:
-        """Note the loss of a batch, for a step that is kept as evidence."""
-        if self.keeper is not None:
-            self.keeper.loss_computed(loss)
 
     @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:

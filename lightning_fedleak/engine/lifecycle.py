@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import find_entities
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
-from lightning_fedleak.engine.evidence import Keeper, StepRepeated
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
@@ -37,7 +35,6 @@ class Engine(StepEngine):
         engine.begin(run, destination)         # calibrates; raises where an attack does not fit
         for batch in loader:
             engine.batch_begins(batch)
-            engine.loss_computed(loss)         # before backward
             engine.optimizer_steps(optimizer)  # before the step
             engine.batch_ends(trained=True)    # after it
         engine.training_ends()
@@ -140,8 +137,6 @@ class Engine(StepEngine):
         attacks, options = self.selection.attacks, self.options
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
-        if options.evidence is not None:
-            self.load_state_dict(options.evidence.kept.get("engine", {}))
         self._refused = {}
         find_entities(options, run)  # also where attacks that cannot be are left out
         for channel in (channel for channel in self.channels if channel.attacks):
@@ -163,8 +158,6 @@ class Engine(StepEngine):
             ValueError: an attack does not fit the model or the run.
         """
         options, folder = self.options, destination.folder
-        if options.evidence is not None:
-            options.evidence.check(run, folder)
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
         reveal = RevealFiles(folder, run.rank, options.tokenizer)
@@ -198,9 +191,6 @@ class Engine(StepEngine):
             path, self.jsonl.run, report.warn_once, defenses
         )
         self.record.note_rows(run)
-        if options.evidence is not None:
-            write = self.record.append
-            self.keeper = Keeper(options.evidence, run, self.jsonl.run, write, self._state)
         facts = record.facts_of(
             run,
             lineup,
@@ -220,7 +210,6 @@ class Engine(StepEngine):
                 fit=destination.fit or uuid.uuid4().hex,
                 next_look=run.step if run.unit == "step" and self._fit.series else None,
                 weights=self.record.weights_of(run),
-                evidence=None if self.keeper is None else self.keeper.facts,
             )
         )
         self._tell_loggers(destination, lineup)
@@ -247,7 +236,7 @@ class Engine(StepEngine):
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
         """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
         weights = WeightLooks(run, self.channels, self.series, destination.folder)
-        self.weights = weights if weights.attacks and not self.is_replay else None
+        self.weights = weights if weights.attacks else None
         in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
         names = {attack.name for channel in in_steps for attack in channel.attacks}
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
@@ -277,12 +266,9 @@ class Engine(StepEngine):
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
         cadence.begin(run.step, run.planned_steps)
-        if self.is_replay:
-            cadence.next_step = sys.maxsize  # the kept step alone is looked at
-        elif run.unit == "step" and self._fit.series:
+        if run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
-            kept = ", and at those that are kept as evidence" * (self.keeper is not None)
-            rank_zero_info(f"{run.watcher}: {looks}{kept}; attacks that wait are tried in between")
+            rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
         self._fit.lineup.begin(run.step)
@@ -346,8 +332,6 @@ class Engine(StepEngine):
         if not self._end_batch(trained=trained) and self.fit is not None:
             self.fit.drop_look()
         self._conclude(earlier)
-        if self.keeper is not None and self.keeper.batch_ends() and self.is_replay:
-            raise StepRepeated
         fit = self.fit
         if self.weights is not None and fit is not None:
             held, fit.failure = fit.failure, None  # of this process, for the next look at a step
@@ -431,9 +415,7 @@ class Engine(StepEngine):
         if self.record is None or self.record.ended:
             return None
         self._last = self._summary()
-        self.record.write_end(
-            self._fit.run, how, None if self.keeper is None else self.keeper.end()
-        )
+        self.record.write_end(self._fit.run, how)
         if self.report is not None:
             self.report.ends(self.first_step)
         return self.record
@@ -453,7 +435,7 @@ class Engine(StepEngine):
             with suppress(Exception):  # which warnings may be made
                 rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
         self._forget_listeners()
-        self.fit = self.report = self.record = self.weights = self.keeper = None
+        self.fit = self.report = self.record = self.weights = None
 
     def _summary(self) -> dict[str, object]:
         """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""

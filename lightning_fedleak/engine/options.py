@@ -30,7 +30,6 @@ from lightning_fedleak.attacks import (
     TextSource,
 )
 from lightning_fedleak.attacks.memorization import Canaries, Entities, PromptRatio, ShortAnswers
-from lightning_fedleak.engine.evidence import Evidence
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.evaluation.entities import finders_of
@@ -211,7 +210,6 @@ class WatchSettings:
             ``leakage/<attack>/entity/<kind>/recall``, the first one on the trained weights
             ``leakage/entity/<kind>/<place>/auc``. They need a tokenizer.
         tensorboard: log to TensorBoard, where it is installed.
-        evidence: keep chosen steps for ``fedleak replay``.
 
     Raises:
         ValueError: a setting out of its range.
@@ -235,7 +233,6 @@ class WatchSettings:
     scaler: Any = None
     entities: Sequence[str | Path] = ()
     tensorboard: bool = True
-    evidence: Evidence | None = None
 
     def __post_init__(self) -> None:
         check_number("look_seconds", self.look_seconds, above=0)

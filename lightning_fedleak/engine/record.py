@@ -41,7 +41,7 @@ PACKAGES = (
 
 _OF_THIS_FIT = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
-    *("next_look", "weights", "evidence"),
+    *("next_look", "weights"),
 )
 """Fields of the first line that differ between fits of the same settings."""
 MAX_HASHED_BYTES = 2**30
@@ -198,13 +198,12 @@ class RunRecord:
         if self._order is not None:
             self._order.close()
 
-    def write_end(self, run: Run, outcome: str, seed: str | None = None) -> None:
+    def write_end(self, run: Run, outcome: str) -> None:
         """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
 
         Args:
             run: the fit.
             outcome: ``"finished"``, or the class of what was raised.
-            seed: what drew the kept steps; None where none were drawn.
         """
         self.ended = True
         if self.planned is not None and self.planned < run.step:
@@ -227,7 +226,6 @@ class RunRecord:
                 results_head=head,
                 weights=weights,
                 row_order=self._row_order(run) if outcome == "finished" else None,
-                seed=seed,
             )
         )
 

@@ -126,15 +126,6 @@ class Run(ABC):
         return 0
 
     @property
-    def position(self) -> int:
-        """Return what a replay finds its step by: the step, or in a loop the batches so far."""
-        return self.step
-
-    def reaches(self, step: int, position: int) -> bool:
-        """Return whether a replay is at the position of a step."""
-        return self.position == position
-
-    @property
     def optimizer_step(self) -> int:
         """Return the number of optimizer steps so far, as attacks count them."""
         return self.step

@@ -41,7 +41,6 @@ class Cadence:
         next_step: the next step to measure.
         steps: planned steps of the run; None: not known.
         spent: seconds that looks have taken.
-        evidence_step: a step that is looked at too, because its state was kept; None: none.
     """
 
     every_n_steps: int | None = None
@@ -50,7 +49,6 @@ class Cadence:
     next_step: int = 0
     steps: int | None = None
     spent: float = 0.0
-    evidence_step: int | None = None
 
     def begin(self, step: int, steps: int | None) -> None:
         """Begin a run at a step, of so many planned steps in all."""
@@ -58,7 +56,7 @@ class Cadence:
 
     def due(self, step: int) -> bool:
         """Return whether optimizer step ``step`` (from 0) is to be measured."""
-        return step >= self.next_step or step == self.evidence_step
+        return step >= self.next_step
 
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
         """Return the next step to measure, as a proposal.

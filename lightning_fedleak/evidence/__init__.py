@@ -1,7 +1,5 @@
 """What somebody else can check of a run: its logs, its weights, who signed it."""
 
-from lightning_fedleak.evidence.replay import check_replay as check_replay
-from lightning_fedleak.evidence.replay import find_kept as find_kept
 from lightning_fedleak.evidence.signing import sign_run as sign_run
 from lightning_fedleak.evidence.verdict import CONTRADICTED as CONTRADICTED
 from lightning_fedleak.evidence.verdict import HOLDS as HOLDS

@@ -7,7 +7,7 @@ can run the same script on the same data again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,15 +53,15 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     if fit.begin is None or again is None or again.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if why := obstacle(begin, other) or _other_start(fit, again):
+    if why := _obstacle(begin, other) or _other_start(fit, again):
         verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
         return []
     looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
     values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
-    if attacks_of(begin) == attacks_of(other):
-        values |= results_before(fit, first_apart)
-        repeated |= results_before(again, first_apart)
+    if _attacks_of(begin) == _attacks_of(other):
+        values |= _results_before(fit, first_apart)
+        repeated |= _results_before(again, first_apart)
         if first_apart < math.inf:
             verdict.note(
                 f"leakage from step {first_apart} on is not compared: one run alone looked there"
@@ -73,32 +73,30 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     weights = len(_weights(fit).keys() & _weights(again).keys())
     if not weights:
         verdict.leave_open(f"run {fit.run} and '{place}' have no hashes of weights at one step")
-    compare_values(values, repeated, verdict.contradict, verdict, first_apart)
+    _compare_values(values, repeated, verdict, first_apart)
     common = len(values.keys() & repeated.keys())
     values_of = f"{weights} hashes of weights, {common - weights} values of losses and leakage"
     return [f"repetition: {values_of}"]
 
 
-def compare_values(
+def _compare_values(
     values: Mapping[Value, object],
     repeated: Mapping[Value, object],
-    blame: Callable[[str], None],
     verdict: Verdict,
-    first_apart: float = math.inf,
+    first_apart: float,
 ) -> None:
     """Name the first value that differs, and the first that one run alone has.
 
     Args:
         values: of the run.
         repeated: of its repetition.
-        blame: is told of what differs.
-        verdict: gets what one of both has alone.
+        verdict: gets what is wrong.
         first_apart: step from which on one alone may have leakage and losses.
     """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
     for step, names in different[:1]:
-        blame(
+        verdict.contradict(
             f"step {step}: {', '.join(names)} is not what the repetition gives; {len(different)} "
             f"of {len(common)} values differ"
         )
@@ -119,7 +117,7 @@ def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
     return next((fit for fit in reversed(fits) if fit.begin is not None), None)
 
 
-def obstacle(begin: BeginLine, other: BeginLine) -> str:
+def _obstacle(begin: BeginLine, other: BeginLine) -> str:
     """Return why two runs need not give the same, by facts of their first lines; empty: they do."""
     if begin.run == other.run:
         return "it is the same run"
@@ -156,7 +154,7 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
     if set(weights) != {*_KINDS} or weights != others:
         return "different weights before the first step, or not all were hashed"
     if fit.begin.resumed is not None or again.begin.resumed is not None:
-        return "one of them went on from a checkpoint: fedleak replay repeats single steps"
+        return "one of them went on from a checkpoint: repeat the training from its first step"
     if fit.end is None or again.end is None:
         return "one of them has no last line"
     if fit.end.row_order is not None and fit.end.row_order == again.end.row_order:
@@ -167,7 +165,7 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
     )
 
 
-def attacks_of(begin: BeginLine) -> object:
+def _attacks_of(begin: BeginLine) -> object:
     """Return the attacks and how they are run, but for when it looks."""
     monitor = begin.monitor
     if monitor is not None:
@@ -199,7 +197,7 @@ def _weights(fit: FitLog) -> dict[Value, object]:
     return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
-def results_before(fit: FitLog, before: float) -> dict[Value, object]:
+def _results_before(fit: FitLog, before: float) -> dict[Value, object]:
     """Return what attacks without a budget of time read before a step."""
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value

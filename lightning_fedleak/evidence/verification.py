@@ -21,7 +21,6 @@ from lightning_fedleak.evidence.chain import (
     runs_below,
 )
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
-from lightning_fedleak.evidence.replay import check_kept
 from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret
@@ -110,7 +109,6 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    checked += {text: None for fit in fits for text in check_kept(fit, verdict)}
     if (run / REPORT).exists():
         _check_report(run / REPORT, run, fits, as_json, verdict)
         checked.append(REPORT)

@@ -39,7 +39,6 @@ class FitLog:
         results: one for each look, stage and attack.
         decisions: of gates.
         checkpoints: in the order in which they were written.
-        kept: in the order of their steps.
         end: how it ended; None where it was cut off, or that was not recorded.
         monitors: how many wrote these lines.
     """
@@ -52,7 +51,6 @@ class FitLog:
     results: Sequence[records.ResultLine] = ()
     decisions: Sequence[records.GateLine] = ()
     checkpoints: Sequence[records.CheckpointLine] = ()
-    kept: Sequence[records.KeptLine] = ()
     end: records.EndLine | None = None
     monitors: int = 1
 
@@ -168,7 +166,6 @@ def _fit_log(
         results=[line for line in lines if isinstance(line, records.ResultLine)],
         decisions=[line for line in lines if isinstance(line, records.GateLine)],
         checkpoints=[line for line in lines if isinstance(line, records.CheckpointLine)],
-        kept=[line for line in lines if isinstance(line, records.KeptLine)],
         end=next((line for line in lines if isinstance(line, records.EndLine)), None),
     )
 

@@ -5,7 +5,6 @@ What needs transformers' Trainer is loaded when it is first used, since that nee
 
 from typing import TYPE_CHECKING
 
-from lightning_fedleak.engine import Evidence as Evidence
 from lightning_fedleak.engine import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine import Threshold as Threshold
 from lightning_fedleak.engine import WatchSettings as WatchSettings

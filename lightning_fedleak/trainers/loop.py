@@ -185,17 +185,6 @@ class LoopRun(Run):
         return self.loop.steps
 
     @property
-    def position(self) -> int:
-        """Return the number of batches so far."""
-        return self.loop.batches
-
-    def reaches(self, step: int, position: int) -> bool:
-        """Return whether a replay is at the position of a step, and count on from it."""
-        is_there = self.position == position
-        self.loop.steps = step if is_there else self.loop.steps
-        return is_there
-
-    @property
     def training_loader(self) -> object:
         """Return the loader of the training data."""
         return self.loop.loader
@@ -408,15 +397,15 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 
 @contextmanager
-def before_backward(on_backward: Callable[[Any], object]) -> Iterator[None]:
-    """Call ``on_backward`` with the losses of every torch.autograd.backward of the loop within."""
+def before_backward(on_backward: Callable[[], object]) -> Iterator[None]:
+    """Call ``on_backward`` before every torch.autograd.backward of the loop within."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         torch.autograd.backward = original  # a checkpoint's backward calls it again
         try:
             if not is_observed():
-                on_backward(tensors)
+                on_backward()
             original(tensors, *args, **kwargs)
         finally:
             torch.autograd.backward = backward

@@ -307,8 +307,6 @@ class _TransformersWatch(Watch):
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
-            if self.engine.is_before_replay:
-                return torch.zeros((), device=trainer.args.device)
             with before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -354,12 +354,6 @@ class Watch(Reported):
         self.batch_ends()
         self._inside = False
 
-    def skips(self) -> bool:
-        """Return whether ``fedleak replay`` needs no training on the next batch; else False."""
-        skips = self.engine.is_before_replay
-        self.loop.batches += skips
-        return skips
-
     def batch_begins(self, batch: Any) -> None:
         """Start a look where one is due."""
         self.engine.batch_begins(batch)
@@ -382,7 +376,7 @@ class Watch(Reported):
         """The look at work; None between looks."""
         return None if self.engine.fit is None else self.engine.fit.look
 
-    def _backward_begins(self, losses: Tensor | Sequence[Tensor]) -> None:
+    def _backward_begins(self) -> None:
         if self._open and self._gradients_are_gone():
             # The step of the batches before was skipped: what is accumulated begins here.
             self._skip()
@@ -392,8 +386,6 @@ class Watch(Reported):
         self._backward = True
         if self.loop.zero is not None:
             self.loop.zero.is_empty = False
-        for loss in [losses] if isinstance(losses, Tensor) else losses:
-            self.engine.loss_computed(loss)
 
     @contained
     def _gradients_are_gone(self) -> bool:

@@ -388,7 +388,7 @@ def test_lightning_trains_on_with_its_defence(
     def fails(self: StepEngine, *_: object, **__: object) -> None:
         raise Injected
 
-    for name in ("loss_computed", "_attack", "_end_batch", "_take_batch"):
+    for name in ("_attack", "_end_batch", "_take_batch"):
         with monkeypatch.context() as patch, quiet():
             patch.setattr(StepEngine, name, fails)
             model, watch = in_lightning(tmp_path / name, [BagOfWords()])

@@ -186,6 +186,7 @@ def test_what_is_no_repetition_is_open(
         (False, lambda first: None, "copy that of the run"),
         (True, lambda first: first["versions"].update(torch="1.0"), "different versions"),
         (True, lambda first: first["machine"].update(instructions="AVX"), "different machine"),
+        (True, lambda first: first.update(resumed={"run": "a"}), "from its first step"),
     ],
 )
 def test_other_orders_and_platforms_cannot_be_compared(

@@ -24,7 +24,7 @@ from lightning_fedleak.evidence.signing import STATEMENT
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.evidence.verification import check_plans
 from lightning_fedleak.private_files import hash_weights, plain_name
-from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.report import ReportError, read, write
 from lightning_fedleak.report.records import (
     RECORD,
     RESULTS,
@@ -290,6 +290,26 @@ def test_a_plan_that_changed_is_a_note(tmp_path: Path) -> None:
     del resumed[1]
     [text] = plans(tmp_path, *resumed, goes_on=True).contradictions
     assert "planned at step 3 is missing" in text
+
+
+def test_logs_with_steps_that_older_versions_kept_are_read(tmp_path: Path) -> None:
+    """Nobody writes such lines now, and none of them is an error."""
+    honest(tmp_path, random.Random(0))
+    first, *middle, last = lines_of(tmp_path / RECORD)
+    facts = [{"evidence": {"first": 0, "share": 0.5, "seed_hash": "a" * 64}}, {"seed": "b" * 64}]
+    first, last = (
+        json.dumps(json.loads(line) | fact).encode()
+        for line, fact in zip((first, last), facts, strict=True)
+    )
+    kept = {"kind": "kept", "step": 1, "file": "c" * 64, "loss": [2.5], "hash": ""}
+    line = json.dumps({"schema": 4, "run": "run0"} | kept).encode()
+    lines = chained_again([first, *middle[:2], line, *middle[2:], last])
+    (tmp_path / RECORD).write_bytes(b"\n".join(lines) + b"\n")
+    logs = read([tmp_path])
+    assert not logs.problems
+    assert [len(fit.looks) for fit in logs.fits] == [6]
+    write([tmp_path])
+    assert verify_run(tmp_path).verdict.status == HOLDS
 
 
 def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ from lightning_fedleak.model.taps import (
     draw_words,
 )
 from lightning_fedleak.model.taps.control import is_uneven
-from lightning_fedleak.model.taps.graph import GraphTap, plain_call, read_call
+from lightning_fedleak.model.taps.graph import GraphTap, read_call
+from lightning_fedleak.model.taps.rounds import plain_call
 from tests.taps.test_graph import (
     ANSWER_LABELS,
     CAUSAL,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_fedleak.cli.commands.options import Add, count_option, path_option
+from lightning_fedleak.cli.commands.options import Add, path_option
 
 
 def report(add: Add) -> None:
@@ -67,27 +67,6 @@ def verify(add: Add) -> None:
     add("--repetition", **path_option("DIR"))
     add("--key", **path_option("PEM"))
     add("--head", action="append", default=[], metavar="HASH")
-
-
-def replay(add: Add) -> None:
-    """Repeat a step that was kept as evidence, to the last bit.
-
-    Calls the function that trained, as FUNCTION(folder=PATH, evidence=EVIDENCE). It trains as in
-    the run, on the same rows in the same order, writes its logs to folder, and gives evidence to
-    WatchSettings. The state before the step is put back there; earlier steps need not be trained,
-    and the training ends after it. Ends with 0 if the update, the loss and what attacks read are
-    the same, 3 if not, and 2 if it is open: another batch, platform or setting.
-
-    Options:
-        run: folder that holds leakage.jsonl.
-        evidence: the folder of Evidence(folder=...).
-        step: optimizer steps before the one that is repeated.
-        train: the function, as FILE.py:FUNCTION or MODULE:FUNCTION.
-    """
-    add("run", metavar="RUN", type=Path)
-    add("--evidence", required=True, metavar="DIR", type=Path)
-    add("--step", required=True, **count_option(None, 0))
-    add("--train", required=True, metavar="FILE.py:FUNCTION")
 
 
 def sign(add: Add) -> None:

@@ -10,7 +10,7 @@ went through. Where it is most of the gradient, the words may not be those of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,12 +73,27 @@ class _Newest:
     number: float
 
 
-def _factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the factor by which second tensors come closest to the first ones, of all pairs."""
-    dot, norm = 0.0, 0.0
-    for x, y in pairs:
-        dot, norm = dot + float((x * y).sum()), norm + float(y.square().sum())
-    return dot / norm if norm > 0 else math.nan
+def _explain(
+    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the share of gradients that others leave unexplained, and what they leave of each.
+
+    One factor for all of them is free, as of clipping by norm and of a loss scale.
+
+    Args:
+        gradients: of a step, in float32.
+        again: of the step made again; those that are absent are 0.
+    """
+    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in gradients.items()}
+    dot = sum(float((x * y).sum()) for x, y in pairs.values())
+    norm = sum(float(y.square().sum()) for _, y in pairs.values())
+    if not (dot > 0 and norm > 0 and math.isfinite(dot / norm)):
+        return 1.0, {}
+    remainder = {r: x * (norm / dot) - y for r, (x, y) in pairs.items()}
+    whole = sum(float(x.square().sum()) for x in gradients.values()) * (norm / dot) ** 2
+    rest = sum(float(one.square().sum()) for one in remainder.values())
+    share = min(1.0, math.sqrt(rest / whole))
+    return (0.0, {}) if share <= ROUNDING else (share, remainder)
 
 
 class Controls:
@@ -199,12 +214,31 @@ class Controls:
             scored: of all attacks that are scored by the words of this step.
         """
         look = moment.look
+        step, shuffled = self._draws(look)
+        remainder = self._remainder(moment, plans, step)
+        if self._anywhere(look.unexplained > MAX_UNEXPLAINED):
+            self._doubt(look, scored)
+            return
+        controlled = [plan for plan in plans if self.may_play(plan)]
+        likely = [p for p in controlled if getattr(p.attack, "prefers_likely_texts", False)]
+        if others := [plan for plan in controlled if plan not in likely]:
+            self._ask(look, others, shuffled, remainder)
+        for plan in likely:
+            self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
+        for plan in plans:
+            if plan not in controlled:  # it is exact, and its words are of this step
+                self._newest[plan.attack.name] = _Newest(1.0, self._number(look, plan))
+        self._doubted -= {plan.attack.name for plan in controlled}
+
+    def _draws(self, look: Look) -> tuple[Draw, list[Draw]]:
+        """Return the step's own words, and those of its controls.
+
+        Raises:
+            UnusableObservation: its calls are not known, on this process or on another one.
+        """
         reads, failure = [*look.calls, *look.current], look.truth_error
-        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        shuffled: list[Draw] = []
-        step: Draw | None = None
-        uneven = False
         generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
+        step, shuffled, uneven = Draw([], []), list[Draw](), False
         try:
             if not reads:
                 raise UnusableObservation("the step's calls were not read")
@@ -216,39 +250,26 @@ class Controls:
         n_calls = torch.tensor(len(reads), device=self._run.device)
         if self._together and int(self._run.summed(n_calls)) != len(reads) * self._run.processes:
             failure = failure or "processes made different numbers of calls"
-        if self._anywhere(failure is not None) or step is None:
+        if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
-        left = self._left_of(moment, plans, step)
-        if self._anywhere(look.unexplained > MAX_UNEXPLAINED):
-            self._doubt(look, scored)
-            return
         if self._anywhere(uneven):
             shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
-        asked = [plan for plan in plans if self.may_play(plan)]
-        if others := [plan for plan in asked if plan not in likely]:
-            self._ask(look, others, shuffled, left)
-        for plan in asked:
-            if plan in likely:
-                self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
-        for plan in (plan for plan in plans if plan not in asked):  # exact, and of this step
-            self._newest[plan.attack.name] = _Newest(1.0, self._number(look, plan))
-        self._doubted -= {plan.attack.name for plan in asked}
+        return step, shuffled
 
-    def _left_of(self, moment: Moment, plans: Sequence[Plan], step: Draw) -> dict[str, Tensor]:
+    def _remainder(self, moment: Moment, plans: Sequence[Plan], step: Draw) -> dict[str, Tensor]:
         """Return what the step made again leaves of each gradient, in units of the step's own.
 
-        One factor for all of them is free, as of clipping by norm and of a loss scale. It is empty
-        where there is nothing to compare, or the step cannot be made again.
+        It is empty where there is nothing to compare, or the step cannot be made again.
         """
         look, view = moment.look, moment.look.undefended
         is_round = look.local is not None and not (self._run.defenses or look.compression)
         if view is None and (Stage.LOCAL in moment.stages or is_round):
-            gradients = moment.gradients()
-            view = gradients if isinstance(gradients, GradientSnapshot) else None
+            newest = moment.gradients()
+            view = newest if isinstance(newest, GradientSnapshot) else None
         if self._anywhere(view is None or self._replaced) or view is None:
             return {}
         try:
-            again = self._gradient(look, plans, step, {}).tensors
+            again = self._again(look, plans, step)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -257,20 +278,29 @@ class Controls:
                     "controls do not show what happened to its gradient after the backward"
                 )
             return {}
-        wanted = dict.fromkeys(role for plan in plans for role in plan.roles)
-        roles = [role for role in wanted if role in view.tensors]
-        pairs = {r: (x := view.tensors[r].float(), again.get(r, x * 0).float()) for r in roles}
-        factor = _factor(pairs.values())
-        left = {role: x / factor - y for role, (x, y) in pairs.items()}
-        whole = sum(float(x.square().sum()) for x, _ in pairs.values()) / factor**2
-        rest = sum(float(one.square().sum()) for one in left.values())
-        share = min(1.0, math.sqrt(rest / whole)) if factor > 0 < whole else 1.0
-        share = 0.0 if share <= ROUNDING else share
-        if any(bool(x.any()) for x, _ in pairs.values()):
-            look.unexplained = (
-                share if math.isnan(look.unexplained) else max(share, look.unexplained)
-            )
-        return left if 0 < share < 1 else {}
+        roles = dict.fromkeys(role for plan in plans for role in plan.roles)
+        gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
+        share, remainder = _explain(gradients, again)
+        if any(bool(gradient.any()) for gradient in gradients.values()):
+            look.unexplained = max(share, 0.0 if math.isnan(look.unexplained) else look.unexplained)
+        return remainder
+
+    def _again(self, look: Look, plans: Sequence[Plan], step: Draw) -> Mapping[str, Tensor]:
+        """Return the gradients of the step made again, by role.
+
+        Raises:
+            UnusableObservation: it cannot be made again, or not with the same random numbers.
+        """
+        again = self._gradient(look, plans, step, {}).tensors
+        if all(read.call.random for read in step.reads):
+            return again
+        devices = [self._run.device] if self._run.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(look.step + 1)
+            other = self._gradient(look, plans, step, {}).tensors
+        if _explain({role: one.float() for role, one in again.items()}, other)[0] > 0:
+            raise UnusableObservation("the random numbers of its dropout are not known")
+        return again
 
     def _doubt(self, look: Look, plans: Sequence[Plan]) -> None:
         """Let no low number of a look count, since its words may be those of another step."""
@@ -288,12 +318,12 @@ class Controls:
         look: Look,
         plans: Sequence[Plan],
         draws: Sequence[Draw],
-        left: Mapping[str, Tensor],
+        remainder: Mapping[str, Tensor],
     ) -> None:
         """Ask attacks about the known words of some draws, and about parts where they read few."""
         found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
         for draw in draws:
-            view = self._gradient(look, plans, draw, left)
+            view = self._gradient(look, plans, draw, remainder)
             for plan in plans:
                 found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
         low = []
@@ -306,7 +336,7 @@ class Controls:
             if self._anywhere(is_low):
                 low.append(plan)
         if low:
-            self._play_parts(look, low, draws[-1], left)
+            self._play_parts(look, low, draws[-1], remainder)
 
     def _rates(
         self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
@@ -317,7 +347,7 @@ class Controls:
             return Unknown(reason(error))
 
     def _gradient(
-        self, look: Look, plans: Sequence[Plan], draw: Draw, left: Mapping[str, Tensor]
+        self, look: Look, plans: Sequence[Plan], draw: Draw, remainder: Mapping[str, Tensor]
     ) -> GradientSnapshot:
         """Return the gradient of a control; the mean over processes if they are one client.
 
@@ -327,7 +357,7 @@ class Controls:
             look: the look.
             plans: of the attacks that read it.
             draw: the known words.
-            left: by role, what the step made again leaves of the gradient, which is added.
+            remainder: by role, what the step made again leaves of the gradient, which is added.
 
         Raises:
             UnusableObservation: it cannot be made, on this process or on another one.
@@ -358,7 +388,7 @@ class Controls:
                     gradient = view.tensors.get(role, self._zeros(role))
                     tensors[role] = run.reduced(role, gradient)
             view = replace(view, tensors=tensors)
-        added = {r: x + view.tensors[r] if r in view.tensors else x for r, x in left.items()}
+        added = {r: x + view.tensors[r] if r in view.tensors else x for r, x in remainder.items()}
         view = replace(view, tensors={**view.tensors, **added})
         rounding = run.rounding(len(draw.reads))
         return replace(view, client=run.number, rounding=rounding)
@@ -385,7 +415,7 @@ class Controls:
         return Control({name: min(one[name] for one in rates) for name in rates[0]})
 
     def _play_parts(
-        self, look: Look, plans: Sequence[Plan], whole: Draw, left: Mapping[str, Tensor]
+        self, look: Look, plans: Sequence[Plan], whole: Draw, remainder: Mapping[str, Tensor]
     ) -> None:
         """Ask attacks whose control is low about parts of it, until one is read or none is left.
 
@@ -397,7 +427,7 @@ class Controls:
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             part = whole.first(n_labels)
-            view = self._gradient(look, plans, part, left)
+            view = self._gradient(look, plans, part, remainder)
             still = []
             for plan in low:
                 channel = self._channels[plan.attack.name]

@@ -26,11 +26,11 @@ from lightning_fedleak.model.taps.gradients import real_optimizer as real_optimi
 from lightning_fedleak.model.taps.graph import GraphCall as GraphCall
 from lightning_fedleak.model.taps.graph import GraphTap as GraphTap
 from lightning_fedleak.model.taps.graph import ReadCall as ReadCall
-from lightning_fedleak.model.taps.graph import plain_call as plain_call
 from lightning_fedleak.model.taps.graph import read_call as read_call
 from lightning_fedleak.model.taps.hooks import random_states as random_states
 from lightning_fedleak.model.taps.rounds import LocalRound as LocalRound
 from lightning_fedleak.model.taps.rounds import control_update as control_update
+from lightning_fedleak.model.taps.rounds import plain_call as plain_call
 from lightning_fedleak.model.taps.split import Crossed as Crossed
 from lightning_fedleak.model.taps.split import SplitTap as SplitTap
 from lightning_fedleak.model.taps.tokens import MASKS as MASKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,11 +16,11 @@ from lightning_fedleak.model.anatomy import (
     matrix_shape,
     place_of,
     text_blocks,
-    without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import UnusableObservation, is_shard
 from lightning_fedleak.model.taps.activations import join_pieces
+from lightning_fedleak.model.taps.graph import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 
 NOT_TESTED = (
@@ -88,17 +87,6 @@ class ModelCalls:
         self.arm(False)
         self._handle.remove()
         model_runs.reset_compiled(self._root)
-
-
-def arguments_of(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the arguments of a call by name, also those that were passed by position."""
-    names: list[str] = []
-    for module in (model, without_peft(model)):
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        names = names or [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def with_ids(

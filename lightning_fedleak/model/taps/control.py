@@ -270,8 +270,8 @@ def control_gradient(
         UnusableObservation: the call cannot be made again, on this process or on another one.
     """
     tensors: dict[str, Tensor] = {}
-    wanted = {role: anatomy.parameter(role) for role in roles}
-    ids = {id(parameter) for parameter in wanted.values()}
+    parameters = {role: anatomy.parameter(role) for role in roles}
+    ids = {id(parameter) for parameter in parameters.values()}
     with _model_again(anatomy) as (model, leaves):
         for key, leaf in leaves.items():
             if key not in ids:  # their gradients are not kept
@@ -280,7 +280,7 @@ def control_gradient(
         for read, shapes in zip(draw.reads, draw.shapes, strict=True):
             if together or bool(shapes[0].any()):
                 run_backward(anatomy, model, read, shapes / scale, fails)
-        for role, parameter in wanted.items():
+        for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
                 gradient = whole_tensor(gradient)

@@ -7,7 +7,8 @@ never calls it (:mod:`~lightning_fedleak.model.taps.last_states`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -27,9 +28,8 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.taps.calls import arguments_of
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
-from lightning_fedleak.model.taps.last_states import HeadMap, read_texts
+from lightning_fedleak.model.taps.last_states import HeadMap, read_last_states
 from lightning_fedleak.model.taps.row_labels import RowLabels, read_rows
 
 MIN_MATCHES = 0.5
@@ -37,6 +37,17 @@ MIN_MATCHES = 0.5
 
 Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
 """
+
+
+def arguments_of(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments of a call by name, also those that were passed by position."""
+    names: list[str] = []
+    for module in (model, without_peft(model)):
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        names = names or [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @dataclass(eq=False)
@@ -290,13 +301,14 @@ class GraphTap:
         states, gradient, call.states, call.gradient = call.states, call.gradient, None, None
         assert states is not None
         assert gradient is not None
-        head = HeadMap.of(self._anatomy, self._temperature)
+        head = HeadMap.from_anatomy(self._anatomy, self._temperature)
         if call.ids is None or head is None:
             return
-        given = [(call.ids, 1)]
+        sources = [(call.ids, 1)]
         if read is not None and read.labels is not None and read.labels.shape == call.ids.shape:
-            given.append((read.labels.to(call.ids.device), int(self._anatomy.kind == "causal")))
-        rows, head = read_texts(states, gradient, head, given)
+            labels, shift = read.labels.to(call.ids.device), int(self._anatomy.kind == "causal")
+            sources.append((labels, shift))
+        rows, head = read_last_states(states, gradient, head, sources)
         self._temperature, width = head.temperature, len(head.weight)
         call.heads = [_HeadCall(states.shape[:-1], width, "states", head.temperature, rows)]
 
@@ -536,20 +548,20 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
     return rows
 
 
-def _with_labels(rows: RowLabels, known: Tensor, labels: Tensor) -> RowLabels:
-    """Return the rows with labels where these are known: the lowest or the highest entry of each.
+def _with_labels(rows: RowLabels, places: Tensor, labels: Tensor) -> RowLabels:
+    """Return the rows with labels at some places: the lowest or the highest entry of each.
 
     The shape of a row is that beside its highest entry. Beside the lowest, a multiple of the
     softmax alone is assumed.
     """
-    is_lowest = known & (labels == rows.lowest)
+    is_lowest = places & (labels == rows.lowest)
     sizes = torch.where(is_lowest, -rows.values[:, 0], -rows.values[:, 1])
     return rows._replace(
-        labels=torch.where(known, labels, rows.labels),
-        sizes=torch.where(known, sizes, rows.sizes),
+        labels=torch.where(places, labels, rows.labels),
+        sizes=torch.where(places, sizes, rows.sizes),
         others=torch.where(is_lowest, sizes, rows.others),
         shifts=torch.where(is_lowest, 0.0, rows.shifts),
-        unsure=rows.unsure & ~known,
+        unsure=rows.unsure & ~places,
     )
 
 
@@ -577,45 +589,3 @@ def _classified(
         lowest = labels.to(lowest.device).long().clamp(min=0)
     classes = lowest.masked_fill(~live, IGNORE_INDEX)
     return placed, replace(batch, labels=classes, kind="classifier")
-
-
-def plain_call(
-    anatomy: Anatomy,
-    batch: TokenBatch,
-    autocast: torch.dtype | None,
-    random: tuple[Tensor, ...] = (),
-    *,
-    trained_elsewhere: bool = False,
-) -> ReadCall:
-    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
-
-    Args:
-        anatomy: of the model.
-        batch: its ids and labels.
-        autocast: dtype that the step computes in; None without.
-        random: the random states that the step began with; empty where they are not known.
-        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
-    """
-    arguments: dict[str, object] = {"input_ids": batch.input_ids}
-    for name in ("attention_mask", "position_ids"):
-        if (value := getattr(batch, name)) is not None and model_runs.accepts(anatomy.model, name):
-            arguments[name] = value
-    modules = anatomy.root.modules()
-    training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
-    call = GraphCall(
-        anatomy.model, arguments, batch.input_ids, [], training, autocast, random=random
-    )
-    if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
-        return ReadCall(call, None, batch)
-    labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
-    targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
-    counted = targets != IGNORE_INDEX
-    sizes = counted / counted.sum().clamp(min=1)
-    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
-    nothing = torch.zeros_like(targets)
-    values = sizes.new_zeros(len(sizes), 2)
-    shape = sizes, sizes, torch.zeros_like(sizes), none
-    rows = RowLabels(targets, *shape, counted, none, none, nothing, nothing, none, values)
-    width = labels.shape[1]
-    placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
-    return ReadCall(call, placed, batch)

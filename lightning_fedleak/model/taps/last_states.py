@@ -68,7 +68,7 @@ class HeadMap:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
+    def from_anatomy(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
         """Return the head as it is now; None where processes hold parts of it."""
         assert anatomy.head is not None
         layer = leaf(anatomy.head)
@@ -175,7 +175,7 @@ def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def read_states(
-    states: Tensor, gradient: Tensor, head: HeadMap, given: Sequence[Tensor] = ()
+    states: Tensor, gradient: Tensor, head: HeadMap, claims: Sequence[Tensor] = ()
 ) -> RowLabels:
     """Return which label each row of dL/dh belongs to.
 
@@ -186,7 +186,7 @@ def read_states(
         states: (n, d) last hidden states, in the dtype of the step.
         gradient: (n, d) dL/dh.
         head: the map from hidden states to logits in this step.
-        given: (n,) each: labels that the rows may have, -100 where none is known.
+        claims: (n,) each: labels that the rows may have, -100 where none is known.
     """
     n, weight, device = len(states), head.weight.float(), states.device
     live = (gradient != 0).any(1) | ~gradient.isfinite().all(1)
@@ -197,7 +197,7 @@ def read_states(
     for start in range(0, len(places), step):
         block = places[start : start + step]
         rows = _prepare(states[block], gradient[block], head, weight)
-        of_rows, is_label = _labels(rows, weight, [one[block].to(device) for one in given])
+        of_rows, is_label = _labels(rows, weight, [one[block].to(device) for one in claims])
         factors, rest = _fit_labels(rows, weight, of_rows)
         is_label &= rest <= MAX_REST
         p_y = rows.p.gather(1, of_rows[:, None])[:, 0]
@@ -205,32 +205,32 @@ def read_states(
         p_others = rows.p.scatter(1, of_rows[:, None], 0.0).sum(1)
         above, shift, below = factors[:, 0], -factors[:, 1], -factors[:, 2]
         shape = torch.stack([below + shift - above * p_y, above * p_others, shift])
-        for claims in given if bool((~is_label).any()) else ():
+        for claim in claims if bool((~is_label).any()) else ():
             row = (~is_label).nonzero()[:, 0]
-            claims = claims[block[row]].to(device)
-            is_certain, sizes = _certain(rows.part(row), weight, claims)
-            row, claims, sizes = row[is_certain], claims[is_certain], sizes[is_certain]
-            of_rows[row], below[row], is_label[row] = claims, sizes, True
+            of_row = claim[block[row]].to(device)
+            is_certain, sizes = _certain(rows.part(row), weight, of_row)
+            row, of_row, sizes = row[is_certain], of_row[is_certain], sizes[is_certain]
+            of_rows[row], below[row], is_label[row] = of_row, sizes, True
             shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)
         numbers[:, block] = torch.where(is_label, shape, 0.0)
         pushed[block] = is_label & (below < 0)
     soft, never = live & (labels == IGNORE_INDEX), torch.zeros_like(live)
     none, values = torch.zeros_like(labels), numbers.new_zeros(n, 2)
-    known = labels, numbers[0], numbers[1], numbers[2], pushed, live, soft
-    return RowLabels(*known, never, none, none, never, values)
+    fields = labels, numbers[0], numbers[1], numbers[2], pushed, live, soft
+    return RowLabels(*fields, never, none, none, never, values)
 
 
-def _labels(rows: _Rows, weight: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the label that explains each row best, (n,), and whether it explains it."""
     labels = torch.zeros(len(rows.rest), dtype=torch.long, device=weight.device)
     cosines = torch.zeros(len(rows.rest), device=weight.device)
-    for claims in given:
-        valid = (claims >= 0) & (claims < len(weight))
-        claims = claims.clamp(0, len(weight) - 1)
-        of_claims = _cosines(rows, weight, claims).masked_fill(~valid, 0.0)
-        labels = torch.where(of_claims > cosines, claims, labels)
-        cosines = torch.maximum(cosines, of_claims)
+    for claim in claims:
+        valid = (claim >= 0) & (claim < len(weight))
+        ids = claim.clamp(0, len(weight) - 1)
+        of_claim = _cosines(rows, weight, ids).masked_fill(~valid, 0.0)
+        labels = torch.where(of_claim > cosines, ids, labels)
+        cosines = torch.maximum(cosines, of_claim)
     unverified = (cosines < 1 - TWINS).nonzero()[:, 0]
     if len(unverified):
         part = rows.part(unverified)
@@ -289,8 +289,8 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
     return replace(head, temperature=best) if is_better else head
 
 
-def read_texts(
-    states: Tensor, gradient: Tensor, head: HeadMap, given: Sequence[tuple[Tensor, int]]
+def read_last_states(
+    states: Tensor, gradient: Tensor, head: HeadMap, sources: Sequence[tuple[Tensor, int]]
 ) -> tuple[RowLabels, HeadMap]:
     """Return what rows of texts show, and the head with the temperature that their loss has.
 
@@ -298,11 +298,11 @@ def read_texts(
         states: (B, L, d) last hidden states.
         gradient: (B, L, d) dL/dh.
         head: the map to logits, with the temperature that is expected.
-        given: labels (B, L) that texts may have, by the place of their token, and the columns
+        sources: labels (B, L) that texts may have, by the place of their token, and the columns
             between a row and its label.
     """
     rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
-    claims = [_claims(labels, states.shape[1], shift) for labels, shift in given]
+    claims = [_claims(labels, states.shape[1], shift) for labels, shift in sources]
     read = read_states(rows, gradients, head, claims)
     if float(read.soft.sum()) > MAX_SOFT * float(read.live.sum()):
         fitted = fit_temperature(rows, gradients, head)

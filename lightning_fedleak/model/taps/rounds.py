@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.model_runs import only_needed_hooks, undisturbed
+from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation, UpdateSnapshot
 from lightning_fedleak.model.taps.control import Draw, fresh_leaves, run_backward
+from lightning_fedleak.model.taps.graph import GraphCall, PlacedRows, ReadCall
+from lightning_fedleak.model.taps.row_labels import RowLabels
 
 
 @dataclass
@@ -134,10 +138,10 @@ def control_update(
     for client in range(local.clients):
         steps = slice(client * n_steps, (client + 1) * n_steps)
         with (
-            undisturbed(anatomy) as model,
+            model_runs.undisturbed(anatomy) as model,
             torch.enable_grad(),
             fresh_leaves(anatomy.root, local.weights) as leaves,
-            only_needed_hooks(anatomy.root),
+            model_runs.only_needed_hooks(anatomy.root),
         ):
             optimizer = local.fresh_optimizer(leaves)
             for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
@@ -165,3 +169,45 @@ def control_update(
         local_steps=n_steps,
         learning_rate=learning_rate,
     )
+
+
+def plain_call(
+    anatomy: Anatomy,
+    batch: TokenBatch,
+    autocast: torch.dtype | None,
+    random: tuple[Tensor, ...] = (),
+    *,
+    trained_elsewhere: bool = False,
+) -> ReadCall:
+    """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
+
+    Args:
+        anatomy: of the model.
+        batch: its ids and labels.
+        autocast: dtype that the step computes in; None without.
+        random: the random states that the step began with; empty where they are not known.
+        trained_elsewhere: the step was another model's, all of whose modules were in training mode.
+    """
+    arguments: dict[str, object] = {"input_ids": batch.input_ids}
+    for name in ("attention_mask", "position_ids"):
+        if (value := getattr(batch, name)) is not None and model_runs.accepts(anatomy.model, name):
+            arguments[name] = value
+    modules = anatomy.root.modules()
+    training = frozenset(id(m) for m in modules if m.training or trained_elsewhere)
+    call = GraphCall(
+        anatomy.model, arguments, batch.input_ids, [], training, autocast, random=random
+    )
+    if batch.kind == "classifier" or (batch.labels is None and batch.kind != "causal"):
+        return ReadCall(call, None, batch)
+    labels, shift = model_runs.labels_of(batch), int(batch.kind == "causal")
+    targets = functional.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:].flatten().long()
+    counted = targets != IGNORE_INDEX
+    sizes = counted / counted.sum().clamp(min=1)
+    none, index = torch.zeros_like(counted), torch.arange(len(targets), device=targets.device)
+    nothing = torch.zeros_like(targets)
+    values = sizes.new_zeros(len(sizes), 2)
+    shape = sizes, sizes, torch.zeros_like(sizes), none
+    rows = RowLabels(targets, *shape, counted, none, none, nothing, nothing, none, values)
+    width = labels.shape[1]
+    placed = PlacedRows(rows, index // width, index % width, width, index, len(index))
+    return ReadCall(call, placed, batch)

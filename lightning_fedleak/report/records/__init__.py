@@ -23,8 +23,6 @@ from lightning_fedleak.report.records.fields import closing_of as closing_of
 from lightning_fedleak.report.records.fields import code_of as code_of
 from lightning_fedleak.report.records.fields import hash_line as hash_line
 from lightning_fedleak.report.records.fields import holds_own_hash as holds_own_hash
-from lightning_fedleak.report.records.fields import is_drawn as is_drawn
-from lightning_fedleak.report.records.fields import is_number as is_number
 from lightning_fedleak.report.records.fields import named as named
 from lightning_fedleak.report.records.fields import split_lines as split_lines
 from lightning_fedleak.report.records.files import CHAIN_KEY as CHAIN_KEY
@@ -39,7 +37,6 @@ from lightning_fedleak.report.records.lines import ClientLine as ClientLine
 from lightning_fedleak.report.records.lines import EndLine as EndLine
 from lightning_fedleak.report.records.lines import GateDecision as GateDecision
 from lightning_fedleak.report.records.lines import GateLine as GateLine
-from lightning_fedleak.report.records.lines import KeptLine as KeptLine
 from lightning_fedleak.report.records.lines import LookLine as LookLine
 from lightning_fedleak.report.records.lines import MetricsLine as MetricsLine
 from lightning_fedleak.report.records.lines import MetricValue as MetricValue

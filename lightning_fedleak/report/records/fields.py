@@ -151,12 +151,6 @@ def code_of(key: str, line_hash: str) -> str:
     return f"{hash_line(key.encode())[:16]}-{code}"
 
 
-def is_drawn(seed: str, share: float, step: int) -> bool:
-    """Return whether a step is among those that a secret seed draws to be kept."""
-    code = hmac.digest(seed.encode(), str(step).encode(), "sha256")
-    return int.from_bytes(code[:8], "big") < share * 2**64
-
-
 def holds_own_hash(line: bytes) -> bool:
     """Return whether the last key of a line is the hash of all that is before it."""
     start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]

@@ -237,30 +237,6 @@ class CheckpointLine(RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptLine(RunLine):
-    """A step that was to be kept is over. Codes are HMACs with a key in the kept file.
-
-    Attributes:
-        step: optimizer steps before it.
-        file: SHA-256 of the kept file; None where the step could not be kept.
-        batch: code of the step's batches.
-        loss: what each backward began with.
-        weights: code of the trained tensors after the step.
-        bytes: size of the file.
-        seconds: what keeping took.
-    """
-
-    kind: str = field(default="kept", init=False)
-    step: Count
-    file: str | None = None
-    batch: str | None = None
-    loss: tuple[Limit | None, ...] = ()
-    weights: str | None = None
-    bytes: Count | None = None
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsLine(RunLine):
     """The user's metrics or an account have changed since the last look.
 
@@ -367,7 +343,6 @@ class EndLine(RunLine):
         row_order: HMAC of the numbers of all rows of the training data as they were taken, with the
             key in ``row_order.key``; None of a federation, with differential privacy, where rows
             have no numbers, or the fit did not finish.
-        seed: what drew the kept steps; None where none were drawn.
     """
 
     kind: str = field(default="end", init=False)
@@ -378,4 +353,3 @@ class EndLine(RunLine):
     results_head: str | None = None
     weights: Mapping[str, str] | None = None
     row_order: str | None = None
-    seed: str | None = None

@@ -186,8 +186,6 @@ class BeginLine(RunLine):
         next_look: step of the first look at a step; None where none is planned.
         weights: hash of all ``trained`` and of all ``frozen`` tensors before the first step,
             but for a kind that is large; None where they are sharded or of a federation.
-        evidence: which steps are kept, from the ``first``: ``steps``, or their ``share`` and the
-            SHA-256 ``seed_hash`` of what draws them; None: none.
     """
 
     kind: str = field(default="begin", init=False)
@@ -207,7 +205,6 @@ class BeginLine(RunLine):
     settings_hash: str | None = None
     next_look: Count | None = None
     weights: Mapping[str, str] | None = None
-    evidence: JsonObject | None = None
 
     @property
     def is_federation(self) -> bool:

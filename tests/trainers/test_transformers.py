@@ -308,12 +308,15 @@ def test_what_cannot_be_watched_is_refused(
     assert "training_step" not in vars(trainer)
 
 
-def test_pairs_without_a_mark_are_refused(tmp_path: Path) -> None:
-    for name in ("CustomDPOTrainer", "CustomKTOTrainer"):
-        trainer = trainer_of(tmp_path, kind=type(name, (Sequential,), {}))
-        watched(trainer, [BagOfWords()])
-        with pytest.raises(ValueError, match="no batch says which are rejected"):
-            trainer.train()
+def test_weights_trained_on_preferences_are_not_asked(tmp_path: Path) -> None:
+    """A trainer of preferences is recognised by its class, and its steps are watched."""
+    kind = type("CustomDPOTrainer", (type("DPOTrainer", (Sequential,), {}),), {})
+    trainer = trainer_of(tmp_path, kind=kind)
+    with pytest.raises(ValueError, match=r"DPOTrainer .* leave loss_ratio out of attacks="):
+        LeakageCallback(trainer, [BagOfWords(), LossRatio()])
+    callback = watched(trainer, [BagOfWords()])
+    trainer.train()
+    assert callback.latest["leakage/bag_of_words/f1"] == 1.0
 
 
 class Raises(TrainerCallback):

@@ -155,7 +155,8 @@ class _StepTruth:
 
     def batch_begins(self, look: Look, batch: Any) -> None:
         """Keep the batch of a look as it is before any defence acts."""
-        self._random = random_states(self._run.anatomy.device)
+        # Compiled dropout draws other numbers than a step that is made again.
+        self._random = () if self._graph.why_not else random_states(self._run.anatomy.device)
         look.current, look.batch, look.batch_error = [], None, None
         try:
             look.batch = tokens = self.read(batch)
@@ -518,6 +519,10 @@ class Fit:
         controlled = any(map(self.controls.may_play, self.lineup.exposed))
         if not controlled or self.run.why_hidden((Stage.LOCAL,), optimizer) is not None:
             return None
-        view = self._tap.view(look.step, Stage.LOCAL, copies=kept)
+        try:
+            view = self._tap.view(look.step, Stage.LOCAL, copies=kept)
+        except Exception as error:
+            self._tap.error = error  # for the attacks, which read it next
+            return None
         copies = {name: one if kept else one.clone() for name, one in view.tensors.items()}
         return replace(view, tensors=copies)

@@ -53,9 +53,10 @@ def test_looks_gather_what_their_attack_reads_and_no_more(ranks) -> None:
             assert all(0 < count <= 1.1 * case["declared"] for count in case["looks"][0][1:])
             assert case["whole"] > 3 * case["declared"]
             assert case["failures"] == 0
-        # A control takes a training step, and its gradients are gathered like the step's.
+        # The step made again and its control take a training step each, whose gradients are
+        # gathered like the step's.
         lora = found["lora"]
-        controlled = 1.1 * (2 * lora["declared"] + lora["step"])
+        controlled = 1.1 * (3 * lora["declared"] + 2 * lora["step"])
         assert all(lora["step"] < count <= controlled for count in lora["looks"][1][1:])
         assert lora["f1"] == found["whole"]["f1"] == 1
 

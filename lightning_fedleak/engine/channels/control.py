@@ -54,11 +54,14 @@ A batch that is not what was trained leaves .99, an L2 penalty of common sizes .
 numbers scored against a half of other words count; lower: steps with large penalties are unknown
 where the control alone, which has the penalty in it, would decide.
 """
-ROUNDING = 1e-5
-"""Share of a gradient below which what the step made again leaves is float32's rounding.
+ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+EXACT = 1e-6
+"""Share of a gradient that rounding leaves, by the coarsest dtype of a step; in float32.
 
-It counts as 0, and is not added to the control: an attack that reads which rows are exactly 0
-would find the words of the step in it.
+Untouched steps leave 1e-7 to 5e-7, and .004 in bfloat16. So much counts as 0, and is not added to
+the control, which is rounded itself: an attack that reads which rows are exactly 0 would find the
+words of the step in it. Higher: an L2 penalty of 1e-7, which takes most words of a LoRA from
+SubspaceWords, passes for rounding.
 """
 
 _ELSEWHERE = "the control could not be made on another process"
@@ -74,15 +77,17 @@ class _Newest:
 
 
 def _explain(
-    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the share of gradients that others leave unexplained, and what they leave of each.
 
-    One factor for all of them is free, as of clipping by norm and of a loss scale.
+    One factor for all of them is free, as of clipping by norm and of a loss scale. Of what is left
+    that part is returned which is above rounding, as independent errors add up.
 
     Args:
         gradients: of a step, in float32.
         again: of the step made again; those that are absent are 0.
+        rounding: share that rounding leaves.
     """
     pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in gradients.items()}
     dot = sum(float((x * y).sum()) for x, y in pairs.values())
@@ -93,7 +98,10 @@ def _explain(
     whole = sum(float(x.square().sum()) for x in gradients.values()) * (norm / dot) ** 2
     rest = sum(float(one.square().sum()) for one in remainder.values())
     share = min(1.0, math.sqrt(rest / whole))
-    return (0.0, {}) if share <= ROUNDING else (share, remainder)
+    if share <= rounding:
+        return share * (share > EXACT), {}
+    above = math.sqrt(1 - (rounding / share) ** 2)
+    return share, {role: one * above for role, one in remainder.items()}
 
 
 class Controls:
@@ -117,8 +125,10 @@ class Controls:
         self._newest: dict[str, _Newest] = {}
         self._doubted: set[str] = set()
         self._has_warned = False
-        # Before what a defence does to a batch or to hidden states there is no gradient to compare.
-        self._replaced = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
+        # There is no gradient before what a defence does to a batch or to hidden states.
+        self._replaced = run.anatomy.kind == "classifier" or any(
+            d.acts_on_batches or d.activation_layers for d in run.defenses
+        )
         self.needs: dict[str, float] = {}
         self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
@@ -215,8 +225,8 @@ class Controls:
         """
         look = moment.look
         step, shuffled = self._draws(look)
-        remainder = self._remainder(moment, plans, step)
-        if self._anywhere(look.unexplained > MAX_UNEXPLAINED):
+        share, remainder = self._remainder(moment, plans, step)
+        if self._anywhere(share > MAX_UNEXPLAINED):
             self._doubt(look, scored)
             return
         controlled = [plan for plan in plans if self.may_play(plan)]
@@ -256,10 +266,14 @@ class Controls:
             shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
         return step, shuffled
 
-    def _remainder(self, moment: Moment, plans: Sequence[Plan], step: Draw) -> dict[str, Tensor]:
-        """Return what the step made again leaves of each gradient, in units of the step's own.
+    def _remainder(
+        self, moment: Moment, plans: Sequence[Plan], step: Draw
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Return which share of gradients the step made again leaves, and what of each of them.
 
-        It is empty where there is nothing to compare, or the step cannot be made again.
+        What is left is in units of the step made again. The share is 0 where there is nothing to
+        compare, or the step cannot be made again. Nor can that of a classifier, whose loss may be
+        any function of its few logits.
         """
         look, view = moment.look, moment.look.undefended
         is_round = look.local is not None and not (self._run.defenses or look.compression)
@@ -267,7 +281,7 @@ class Controls:
             newest = moment.gradients()
             view = newest if isinstance(newest, GradientSnapshot) else None
         if self._anywhere(view is None or self._replaced) or view is None:
-            return {}
+            return 0.0, {}
         try:
             again = self._again(look, plans, step)
         except Exception as error:
@@ -277,13 +291,22 @@ class Controls:
                     f"{self._run.watcher}: a step is not made again ({reason(error)}), so that "
                     "controls do not show what happened to its gradient after the backward"
                 )
-            return {}
+            return 0.0, {}
         roles = dict.fromkeys(role for plan in plans for role in plan.roles)
         gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
-        share, remainder = _explain(gradients, again)
+        share, remainder = _explain(gradients, again, self._rounding(view, step))
         if any(bool(gradient.any()) for gradient in gradients.values()):
             look.unexplained = max(share, 0.0 if math.isnan(look.unexplained) else look.unexplained)
-        return remainder
+            return share, remainder
+        return 0.0, {}
+
+    def _rounding(self, view: GradientSnapshot, step: Draw) -> float:
+        """Return the share of a gradient that rounding leaves in the dtypes of a step."""
+        policies = self._run.policies.values()
+        dtypes = {tensor.dtype for tensor in view.tensors.values()}
+        dtypes |= {read.call.autocast for read in step.reads if read.call.autocast is not None}
+        dtypes |= {p.param_dtype for p in policies} | {p.reduce_dtype for p in policies}
+        return max(ROUNDING.get(dtype, EXACT) for dtype in dtypes)
 
     def _again(self, look: Look, plans: Sequence[Plan], step: Draw) -> Mapping[str, Tensor]:
         """Return the gradients of the step made again, by role.

@@ -58,8 +58,8 @@ class EncoderTap(GraphTap):
         if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
-        parts = output.values() if isinstance(output, Mapping) else output
-        for states in [output] if isinstance(output, Tensor) else parts:
+        parts = [*output.values()] if isinstance(output, Mapping) else output
+        for states in parts if isinstance(parts, list | tuple) else [output]:
             if isinstance(states, Tensor) and states.requires_grad and self._calls:
                 trains = partial(self._note_trained, self._calls[-1])
                 states.register_hook(trains)  # type: ignore[no-untyped-call]

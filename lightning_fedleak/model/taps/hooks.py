@@ -37,9 +37,10 @@ def raise_kept(tap: Any) -> None:
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's generators of the CPU and of a model's device."""
-    states = (torch.get_rng_state(),)
-    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
+    """Return the states of torch's generators of the CPU and of a model's device; () for others."""
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),) if device.type == "cpu" else ()
 
 
 def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:

@@ -69,12 +69,11 @@ class HeadMap:
 
     @classmethod
     def from_anatomy(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
-        """Return the head as it is now; None where processes hold parts of it."""
+        """Return the head as it is now; None where it is no plain matrix, or a shard of one."""
         assert anatomy.head is not None
         layer = leaf(anatomy.head)
-        weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
-        assert weight is not None
-        if is_shard(weight):
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if weight is None or is_shard(weight) or not weight.is_floating_point():
             return None
         matrix = weight.detach()
         if (adapter := head_adapter(anatomy)) is not None:
@@ -209,7 +208,8 @@ def read_states(
             row = (~is_label).nonzero()[:, 0]
             of_row = claim[block[row]].to(device)
             is_certain, sizes = _certain(rows.part(row), weight, of_row)
-            row, of_row, sizes = row[is_certain], of_row[is_certain], sizes[is_certain]
+            row, of_row = row[is_certain], of_row[is_certain]
+            sizes = sizes[is_certain].clamp_min(0.0)  # the sign of rounding is no text's
             of_rows[row], below[row], is_label[row] = of_row, sizes, True
             shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)

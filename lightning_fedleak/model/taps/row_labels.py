@@ -119,17 +119,18 @@ def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
     soft = mixed & ~is_low
     shape = _shape(gradient, logits, torch.where(learned, lowest, highest))
     entries = lowest, highest, one_each, torch.stack([low, high], 1)
-    return RowLabels(labels, sizes, *shape, pushed, live, soft, unsure, *entries)
+    fields = labels, sizes, shape[0], shape[1], pushed, live, soft, unsure
+    return RowLabels(*fields, *entries)
 
 
-def _shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum and shift of each row's entries beside its label, by least squares, (n,) each."""
+def _shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return sum and shift of each row's entries beside its label, by least squares, (2, n)."""
     q = logits.float().scatter(1, labels[:, None], -torch.inf).softmax(1)
     rest, n = gradient.scatter(1, labels[:, None], 0.0), gradient.shape[1] - 1
     sums, at_q, q_norms = rest.sum(1), torch.linalg.vecdot(rest, q), q.square().sum(1)
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
-    return sums + n * shifts, shifts
+    return torch.stack([sums + n * shifts, shifts])
 
 
 def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:

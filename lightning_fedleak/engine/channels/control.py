@@ -280,7 +280,8 @@ class Controls:
         if view is None and (Stage.LOCAL in moment.stages or is_round):
             newest = moment.gradients()
             view = newest if isinstance(newest, GradientSnapshot) else None
-        if self._anywhere(view is None or self._replaced) or view is None:
+        roles = dict.fromkeys(role for plan in plans for role in plan.roles)
+        if self._anywhere(view is None or self._replaced) or view is None or not roles:
             return 0.0, {}
         try:
             again = self._again(look, plans, step)
@@ -292,7 +293,6 @@ class Controls:
                     "controls do not show what happened to its gradient after the backward"
                 )
             return 0.0, {}
-        roles = dict.fromkeys(role for plan in plans for role in plan.roles)
         gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
         share, remainder = _explain(gradients, again, self._rounding(view, step))
         if any(bool(gradient.any()) for gradient in gradients.values()):
@@ -306,7 +306,7 @@ class Controls:
         dtypes = {tensor.dtype for tensor in view.tensors.values()}
         dtypes |= {read.call.autocast for read in step.reads if read.call.autocast is not None}
         dtypes |= {p.param_dtype for p in policies} | {p.reduce_dtype for p in policies}
-        return max(ROUNDING.get(dtype, EXACT) for dtype in dtypes)
+        return max((ROUNDING.get(dtype, EXACT) for dtype in dtypes), default=EXACT)
 
     def _again(self, look: Look, plans: Sequence[Plan], step: Draw) -> Mapping[str, Tensor]:
         """Return the gradients of the step made again, by role.
@@ -411,7 +411,10 @@ class Controls:
                     gradient = view.tensors.get(role, self._zeros(role))
                     tensors[role] = run.reduced(role, gradient)
             view = replace(view, tensors=tensors)
-        added = {r: x + view.tensors[r] if r in view.tensors else x for r, x in remainder.items()}
+        added = {
+            role: (view.tensors[role] + x).to(view.tensors[role]) if role in view.tensors else x
+            for role, x in remainder.items()
+        }
         view = replace(view, tensors={**view.tensors, **added})
         rounding = run.rounding(len(draw.reads))
         return replace(view, client=run.number, rounding=rounding)

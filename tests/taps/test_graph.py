@@ -465,7 +465,7 @@ def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     sure = counted & ~rows.unsure
     assert torch.equal(rows.labels[sure], labels[sure])
     assert bool((rows.labels[~counted] == -100).all())
-    assert bool((rows.sizes[sure].sign() == weights[sure].sign()).all())
+    assert torch.equal(rows.pushed[sure], weights[sure] < 0)
     size = gradient.gather(1, labels[:, None])[:, 0].abs()
     assert torch.equal(rows.sizes[sure].abs(), size[sure])
 
@@ -481,13 +481,24 @@ def test_blocks_of_rows_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(whole.labels, torch.arange(9))
 
 
-def test_smoothed_rows_past_their_target_need_labels() -> None:
-    logits = torch.tensor([[8.0, 0.5, 0.0, -1.0]]).requires_grad_()
-    loss = functional.cross_entropy(logits, torch.tensor([0]), label_smoothing=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 80, generator=generator), torch.randint(0, 80, (200,))
+    logits = logits * scale
+    logits[torch.arange(200), labels] += torch.linspace(0, 20, 200)
+    logits = logits.to(dtype).requires_grad_()
+    loss = functional.cross_entropy(logits.float(), labels, label_smoothing=0.1)
     (gradient,) = torch.autograd.grad(loss, logits)
-    rows = read_rows(gradient, logits.detach())
-    assert bool(rows.unsure.all())
-    assert rows.labels.tolist() == [-100]
+    alone, claimed = (read_rows(gradient, logits.detach(), c) for c in (None, labels))
+    assert torch.equal(claimed.labels, labels)
+    assert not bool((claimed.soft | claimed.unsure | claimed.pushed).any())
+    known = alone.labels != -100
+    assert torch.equal(alone.labels[known], labels[known])
+    assert float(known.float().mean()) > 0.6  # below that a certain label is lost in rounding
+    others = read_rows(gradient, logits.detach(), (labels + 1) % 80)
+    assert torch.equal(others.labels, alone.labels)
 
 
 @pytest.mark.parametrize("entries", [(-0.3, 0.3), (0.3, -0.3)])

@@ -30,7 +30,7 @@ from lightning_fedleak.model.anatomy import (
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import HeadMap, read_last_states
-from lightning_fedleak.model.taps.row_labels import RowLabels, read_rows
+from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of, read_rows
 
 MIN_MATCHES = 0.5
 """Least share of labels that are the next token, where a head is called on some places alone.
@@ -221,7 +221,7 @@ class GraphTap:
         if not call.heads:
             self._watch(logits, call)  # a product with the head's matrix, not its forward
         elif len(call.heads) == 1 and self._is_behind(logits):
-            read = partial(self._read_logits, call.heads[0], "model", logits.detach())
+            read = partial(self._read_logits, call, call.heads[0], "model", logits.detach())
             logits.register_hook(read)  # type: ignore[no-untyped-call]
 
     def _is_behind(self, logits: Tensor) -> bool:
@@ -276,16 +276,25 @@ class GraphTap:
         head = _HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
         self._head_logits = logits.detach()
-        read = partial(self._read_logits, head, "head", logits.detach())
+        read = partial(self._read_logits, call, head, "head", logits.detach())
         logits.register_hook(read)  # type: ignore[no-untyped-call]
 
     @raised_when_read
     def _read_logits(
-        self, head: _HeadCall, source: Literal["head", "model"], logits: Tensor, gradient: Tensor
+        self,
+        call: GraphCall,
+        head: _HeadCall,
+        source: Literal["head", "model"],
+        logits: Tensor,
+        gradient: Tensor,
     ) -> None:
-        if head.rows is None or head.source == source:  # those behind the head come first
-            head.source = source
-            head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2))
+        if head.rows is not None and head.source != source:  # those behind the head come first
+            return
+        claims, ids = None, call.ids
+        if self._anatomy.kind == "causal" and ids is not None and head.shape[:-1] == ids.shape[:1]:
+            claims = claims_of(ids, head.shape[-1], 1)
+        head.source = source
+        head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2), claims)
 
     @raised_when_read
     def _keep_gradient(self, call: GraphCall, gradient: Tensor) -> None:

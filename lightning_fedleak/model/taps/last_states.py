@@ -21,7 +21,7 @@ from torch.nn import functional
 from lightning_fedleak.model.anatomy import Anatomy, head_adapter, leaf
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import is_shard
-from lightning_fedleak.model.taps.row_labels import RowLabels
+from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of
 
 ENTRIES_AT_ONCE = 1 << 24
 """Logits that are computed at once: 64 MiB in float32, of which three blocks are there."""
@@ -302,23 +302,10 @@ def read_last_states(
             between a row and its label.
     """
     rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
-    claims = [_claims(labels, states.shape[1], shift) for labels, shift in sources]
+    claims = [claims_of(labels, states.shape[1], shift) for labels, shift in sources]
     read = read_states(rows, gradients, head, claims)
     if float(read.soft.sum()) > MAX_SOFT * float(read.live.sum()):
         fitted = fit_temperature(rows, gradients, head)
         if fitted is not head:
             return read_states(rows, gradients, fitted, claims), fitted
     return read, head
-
-
-def _claims(labels: Tensor, width: int, shift: int) -> Tensor:
-    """Return (B width,) the labels (B, L) that rows of hidden states may have, -100 for none.
-
-    Args:
-        labels: by the place of their token; virtual tokens, which come first, have none.
-        width: columns of the hidden states.
-        shift: columns between a row and its label.
-    """
-    length = labels.shape[1]
-    labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
-    return labels[:, shift : shift + width].flatten()

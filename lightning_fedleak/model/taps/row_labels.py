@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
@@ -21,15 +22,34 @@ ENTRIES_AT_ONCE = 1 << 24
 MAX_OTHERS = 0.2
 """Largest sum of the other entries with a label's sign, in units of the label's own entry.
 
-Label smoothing of .1 leaves at most .13 until a label's probability is .9. Larger: soft targets of
-a confident teacher pass for labels; smaller: smoothed rows of a trained model are unknown.
+Rows above it are told by their shape. Larger: soft targets of a confident teacher pass for labels;
+smaller: more rows of smoothed labels have to be told by their shape.
 """
 MAX_DEVIATION = 0.01
-"""Largest squared deviation of a row from the multiple of its softmax that a pushed label leaves.
+"""Largest squared deviation of the entries beside a label from a softmax with a shift.
 
-It is relative to the row; rounding to bfloat16 gives 1e-5, label smoothing past its target above
-0.1. Larger: such rows pass for texts that are pushed away.
+It is relative to these entries; rounding to bfloat16 gives 1e-5, the row of another label above
+0.1. Larger: soft targets pass for labels; smaller: rows with a cap behind the head are unknown.
 """
+MAX_SHIFT = 0.5
+"""Largest sum of a row's shifts over the size b of a label that is told by the row's shape.
+
+Label smoothing by a share s leaves s / (1 - s). Larger: rows whose label has no gradient, since it
+is as likely as its target, have another label; smaller: smoothed rows are unknown.
+"""
+MIN_SIZE = 0.5
+"""Least size b of a label that is told by the row's shape, over the row's largest entry.
+
+A cross-entropy leaves 1, and with a third of label smoothing .67. Larger: smoothed rows are
+unknown; smaller: rows of a z-loss alone have a label.
+"""
+MIN_SUM = 2.0**-6
+"""Sum of a row's entries over the sum of their shifts, below which it may be bfloat16's rounding.
+
+Larger: certain texts that are pushed away have no sign; smaller: the sign of smoothed rows is lost.
+"""
+CERTAIN = 99.0
+"""Odds of a given label above which its size may be rounding, and does not refute it."""
 MIN_SPREAD = 1e-4
 """Least variance of a row's softmax, over that of a uniform one, that shows a shift beside it.
 
@@ -79,17 +99,26 @@ class RowLabels(NamedTuple):
 
 
 @torch.no_grad()
-def read_rows(gradient: Tensor, logits: Tensor) -> RowLabels:
-    """Return which label each row of dL/dlogits (n, V) belongs to, in blocks of rows."""
+def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) -> RowLabels:
+    """Return which label each row of dL/dlogits belongs to, in blocks of rows.
+
+    Args:
+        gradient: (n, V).
+        logits: (n, V).
+        claims: (n,) labels that rows may have, -100 for none, which are tried where a row's own
+            entries leave it open.
+    """
     step = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1]))
+    if claims is None:
+        claims = torch.full((len(gradient),), IGNORE_INDEX, device=gradient.device)
     blocks = [
-        _read_block(gradient[i : i + step].float(), logits[i : i + step])
+        _read_block(gradient[i : i + step].float(), logits[i : i + step], claims[i : i + step])
         for i in range(0, max(1, len(gradient)), step)
     ]
     return RowLabels(*map(torch.cat, zip(*blocks, strict=True)))
 
 
-def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
+def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     low, lowest = gradient.min(1)
     high, highest = gradient.max(1)
     n_below, n_above = (gradient < 0).sum(1), (gradient > 0).sum(1)
@@ -100,48 +129,95 @@ def _read_block(gradient: Tensor, logits: Tensor) -> RowLabels:
     is_high = others_above.abs() <= MAX_OTHERS * high.abs()
     finite = gradient.isfinite().all(1)
     live = (n_below > 0) | (n_above > 0) | ~finite
-    learned = (n_below == 1) & (n_above > 1)
-    one_high = (n_above == 1) & (n_below > 1)
-    pushed = torch.zeros_like(live)
-    if bool(one_high.any()):
-        rows = one_high.nonzero()[:, 0]
-        pushed[rows] = _is_pushed(
-            gradient[rows], logits[rows].float().softmax(1), lowest[rows], highest[rows]
+    mixed, one_each = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
+    learned = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
+    labels = lowest.masked_fill(~learned, IGNORE_INDEX)
+    shape, _, _ = _fit_beside(gradient, logits, lowest)
+    pushed, unsure, soft = torch.zeros(3, len(low), device=low.device).bool()
+    rows = (live & finite & ~learned).nonzero()[:, 0]
+    if len(rows):
+        part, ends = (gradient[rows], logits[rows]), torch.stack([lowest, highest])[:, rows]
+        labels[rows], shape[:, rows], pushed[rows], fits = _told_by_shape(
+            *part, claims[rows], *ends
         )
-    mixed = (n_below > 1) & (n_above > 1)
-    learned |= mixed & is_low & ~is_high
-    one_each = (n_below == 1) & (n_above == 1)
-    unsure = one_each | (one_high & ~pushed) | (mixed & is_low & is_high)
+        # With a cap behind the head nothing fits; but for smoothing the sign tells such a row.
+        p = part[1].float().softmax(1).gather(1, ends.T).sum(1)
+        capped = (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (p < 1 - MAX_OTHERS)
+        labels[rows] = torch.where(capped, ends[1], labels[rows])
+        pushed[rows] |= capped
+        is_open = labels[rows] == IGNORE_INDEX
+        soft[rows] = is_open & mixed[rows] & ~is_low[rows] & ~fits
+        unsure[rows] = is_open & ~soft[rows]
     unsure |= ~finite
-    ignored = torch.full_like(lowest, IGNORE_INDEX)
-    labels = torch.where(learned, lowest, torch.where(pushed, highest, ignored))
-    sizes = torch.where(learned, -low, torch.where(pushed, -high, torch.zeros_like(low)))
-    soft = mixed & ~is_low
-    shape = _shape(gradient, logits, torch.where(learned, lowest, highest))
+    known = labels != IGNORE_INDEX
+    sizes = -gradient.gather(1, labels.clamp_min(0)[:, None])[:, 0].masked_fill(~known, 0.0)
     entries = lowest, highest, one_each, torch.stack([low, high], 1)
     fields = labels, sizes, shape[0], shape[1], pushed, live, soft, unsure
     return RowLabels(*fields, *entries)
 
 
-def _shape(gradient: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return sum and shift of each row's entries beside its label, by least squares, (2, n)."""
-    q = logits.float().scatter(1, labels[:, None], -torch.inf).softmax(1)
-    rest, n = gradient.scatter(1, labels[:, None], 0.0), gradient.shape[1] - 1
+def _told_by_shape(
+    gradient: Tensor, logits: Tensor, claims: Tensor, lowest: Tensor, highest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the labels that alone explain the other entries of their rows.
+
+    Returns:
+        labels (n,), -100 where two or none do; sum and shift beside them (2, n), or else beside the
+        highest entry; whether they are pushed away, (n,); whether any label fits, (n,).
+    """
+    of_claim = _fit_beside(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
+    of_low, of_high = (_fit_beside(gradient, logits, entry) for entry in (lowest, highest))
+    is_claim = of_claim[2] & (claims >= 0)
+    is_low, is_high = of_low[2] & ~of_high[2] & ~is_claim, of_high[2] & ~of_low[2] & ~is_claim
+    labels, shape, size = torch.full_like(lowest, IGNORE_INDEX), of_high[0], of_high[1]
+    told = (is_claim, claims, of_claim), (is_low, lowest, of_low), (is_high, highest, of_high)
+    for is_label, entry, (of_entry, its_size, _) in told:
+        labels = torch.where(is_label, entry, labels)
+        shape, size = torch.where(is_label, of_entry, shape), torch.where(is_label, its_size, size)
+    known = labels != IGNORE_INDEX
+    return labels, shape, known & (size < 0), known | of_low[2] | of_high[2]
+
+
+def _fit_beside(
+    gradient: Tensor, logits: Tensor, labels: Tensor, *, is_claim: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit the entries beside a label of each row, by least squares.
+
+    The size of a label that the model is certain of is lost in rounding, which is no reason against
+    one that was given.
+
+    Returns:
+        their sum and shift, (2, n); the size b of the label, with its sign, (n,); and whether a row
+        of that label would be as this one is, (n,).
+    """
+    logits, at = logits.float(), labels[:, None]
+    q = logits.scatter(1, at, -torch.inf)
+    odds = (logits.gather(1, at)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
+    q = q.softmax(1)
+    rest, n = gradient.scatter(1, at, 0.0), gradient.shape[1] - 1
     sums, at_q, q_norms = rest.sum(1), torch.linalg.vecdot(rest, q), q.square().sum(1)
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
-    return torch.stack([sums + n * shifts, shifts])
+    others, norms = sums + n * shifts, rest.square().sum(1)
+    left = rest - (q * others[:, None] - shifts[:, None]).scatter_(1, at, 0.0)
+    sizes = others * odds - shifts - gradient.gather(1, at)[:, 0]
+    is_shift = others.abs() < MIN_SUM * n * shifts.abs()  # smoothing alone leaves such a row
+    sizes = torch.where(is_shift, sizes.abs(), sizes)
+    fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
+    fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
+    fits |= (odds > CERTAIN) & is_claim
+    fits &= left.square().sum(1) <= MAX_DEVIATION * norms
+    return torch.stack([others, shifts]), sizes, fits
 
 
-def _is_pushed(gradient: Tensor, p: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """Return whether rows with one positive entry are of a text that is pushed away, (n,) bool.
+def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:
+    """Return (B width,) the labels (B, L) that rows may have, -100 for none.
 
-    The others are then a multiple of the softmax, unless logits are capped behind the head. Label
-    smoothing leaves such a row too, where the label and one other token have all the probability.
+    Args:
+        labels: by the place of their token; virtual tokens, which come first, have none.
+        width: rows of a text.
+        shift: columns between a row and its label.
     """
-    both = p.gather(1, torch.stack([lowest, highest], 1)).sum(1)
-    p = p.scatter(1, highest[:, None], 0.0)
-    others = gradient.scatter(1, highest[:, None], 0.0)
-    factor = (others * p).sum(1) / (p * p).sum(1)
-    rest = (others - factor[:, None] * p).square().sum(1)
-    return (rest <= MAX_DEVIATION * others.square().sum(1)) | (both < 1 - MAX_OTHERS)
+    length = labels.shape[1]
+    labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
+    return labels[:, shift : shift + width].flatten()

@@ -140,8 +140,8 @@ class Attack(ABC):
     another one left of a gradient there is no result."""
     needs_control: bool = True
     """Whether a low number counts only beside a control, for which :meth:`run` is called again on a
-    gradient of known words. False: what it reads is exact by construction, as the rows of an input
-    embedding are."""
+    gradient of known words. False: it is called once a look, and nothing shows what a change of the
+    gradient hid from it."""
     for_uneven_losses: ClassVar[bool] = False
     """Whether it chooses itself only in steps whose labels weigh differently in the loss, by class,
     token or text: there the attacks that learn from public text read less."""

@@ -23,6 +23,7 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.engine.channels.words import WordTruth
+from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
@@ -115,7 +116,9 @@ def one_look(folder: Path, model: nn.Module, batch: dict[str, Tensor], *attacks:
 
 
 def check_words(monitor: Any, attack: Attack, *, certified: bool | None = None) -> None:
+    """Check that all words are found, in a step that is made again exactly, or has no control."""
     assert monitor.failures == 0
+    assert monitor.engine.results.look_values.get(UNEXPLAINED, 0.0) <= 1e-5
     assert monitor.latest[f"leakage/{attack.name}/f1"] == pytest.approx(1.0)
     if certified is not None:
         assert monitor.latest[f"leakage/{attack.name}/certified"] == certified
@@ -162,6 +165,7 @@ def test_labels_that_are_no_class_do_not_matter(labels: str, tmp_path: Path) -> 
     monitor = one_look(tmp_path, model, batch, BagOfWords(), subspace())
     check_words(monitor, BagOfWords())
     check_words(monitor, subspace(), certified=True)
+    assert (UNEXPLAINED in monitor.engine.results.look_values) == (labels != "places")
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])

@@ -11,9 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.integrations import activate_neftune
 
-from lightning_fedleak.attacks import SubspaceWords
+from lightning_fedleak.attacks import BagOfWords, SubspaceWords
 from lightning_fedleak.engine import GateEvent
 from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.trainers import Threshold
@@ -199,3 +200,39 @@ def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) 
 def test_dropout_is_made_again(tmp_path: Path) -> None:
     looks = look_at_each(tmp_path, adapted(dropout=0.1))
     assert looks[0][2] <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["words", "classes"])
+@pytest.mark.parametrize("penalty", [1e-8, 1e-3])
+def test_what_fills_the_rows_of_other_words_is_no_rounding(
+    tmp_path: Path, dtype: torch.dtype, kind: str, penalty: float
+) -> None:
+    with own_rng(1):
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+        )
+        model = (
+            LlamaForCausalLM(config) if kind == "words" else LlamaForSequenceClassification(config)
+        )
+    ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(4))
+    labels = ids if kind == "words" else torch.tensor([0, 1])
+    events: list[GateEvent] = []
+
+    def shrink(model: nn.Module) -> None:
+        for parameter in trained(model):
+            if parameter.grad is not None:
+                parameter.grad.add_(penalty * parameter.detach())
+
+    gate = Threshold("leakage/worst/words", at_most=HIGHEST, action=events.append)
+    batches = [{"input_ids": ids, "labels": labels}]
+    settings: dict[str, Any] = {"batches": batches, "gates": [gate], "before_step": shrink}
+    watch = watched(tmp_path, BagOfWords(), model.to(dtype), **settings)
+    assert watch.latest["leakage/bag_of_words/control"] <= HIGHEST
+    [event] = events
+    assert math.isnan(event.value)

@@ -72,7 +72,7 @@ def check_wandb(prefix: str = "") -> None:
     assert wandb.run.config["fedleak"]["attacks"]
     folder = Path(wandb.run.dir).parent
     wandb.finish()
-    wandb.teardown()  # which waits for the process that writes: the end of the file may come after `finish`
+    wandb.teardown()  # `finish` does not wait until the process that writes has written all
     [path] = folder.glob("*.wandb")
     records = [*wandb_records(path)]
     summaries = {r.metric.name: r.metric.summary for r in records if r.HasField("metric")}

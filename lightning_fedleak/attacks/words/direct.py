@@ -107,11 +107,6 @@ class BagOfWords(Attack):
         self._low_rank: tuple[str, ...] = ()
         self._before: dict[str, Tensor] = {}
 
-    @property
-    def needs_control(self) -> bool:  # type: ignore[override]
-        """Return whether it reads low-rank factors, and not the embedding's own rows."""
-        return bool(self._low_rank)
-
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Store the weights that a round begins with, if they decay."""
         if decays_apart(self._facts):

@@ -58,9 +58,8 @@ ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EXACT = 1e-6
 """Share of a gradient that rounding leaves, by the coarsest dtype of a step; in float32.
 
-Untouched steps leave 1e-7 to 5e-7, and .004 in bfloat16. So much counts as 0, and is not added to
-the control, which is rounded itself: an attack that reads which rows are exactly 0 would find the
-words of the step in it. Higher: an L2 penalty of 1e-7, which takes most words of a LoRA from
+Untouched steps leave 1e-7 to 5e-7, and .004 in bfloat16. So much is not added to the control, which
+would be rounded twice. Higher: an L2 penalty of 1e-7, which takes most words of a LoRA from
 SubspaceWords, passes for rounding.
 """
 
@@ -82,7 +81,8 @@ def _explain(
     """Return the share of gradients that others leave unexplained, and what they leave of each.
 
     One factor for all of them is free, as of clipping by norm and of a loss scale. Of what is left
-    that part is returned which is above rounding, as independent errors add up.
+    that part is returned which is above rounding, as independent errors add up, and all of it where
+    the step made again is exactly 0.
 
     Args:
         gradients: of a step, in float32.
@@ -98,10 +98,10 @@ def _explain(
     whole = sum(float(x.square().sum()) for x in gradients.values()) * (norm / dot) ** 2
     rest = sum(float(one.square().sum()) for one in remainder.values())
     share = min(1.0, math.sqrt(rest / whole))
-    if share <= rounding:
-        return share * (share > EXACT), {}
-    above = math.sqrt(1 - (rounding / share) ** 2)
-    return share, {role: one * above for role, one in remainder.items()}
+    above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
+    for role, one in remainder.items():  # rounding leaves an exact 0 as it is
+        remainder[role] = torch.where(pairs[role][1] == 0, one, one * above)
+    return share * (share > EXACT), remainder
 
 
 class Controls:
@@ -123,12 +123,9 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
-        self._doubted: set[str] = set()
         self._has_warned = False
         # There is no gradient before what a defence does to a batch or to hidden states.
-        self._replaced = run.anatomy.kind == "classifier" or any(
-            d.acts_on_batches or d.activation_layers for d in run.defenses
-        )
+        self._replaced = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
         self.needs: dict[str, float] = {}
         self._together = run.processes > 1 and (run.client == "world" or run.is_sharded)
         # Under DP the moments of controls must not depend on the data.
@@ -145,21 +142,14 @@ class Controls:
         optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
         stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
         scored = [plan for plan in stepped if self._is_scored(plan)]
-        reads = (*look.calls, *look.current)
-        from_batch = any(read.placed is not None and not read.call.heads for read in reads)
-        believed = from_batch and not self._replaced
-        due = [
-            plan
-            for plan in scored
-            if self._anywhere((believed or self.may_play(plan)) and self._is_due(look, plan))
-        ]
+        due = [p for p in scored if self._anywhere(self.may_play(p) and self._is_due(look, p))]
         if not due:
             return
         try:
             self._play(moment, due, scored)
         except Exception as error:
             why = reason(error)
-            for plan in filter(self.may_play, due):
+            for plan in due:
                 self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _anywhere(self, here: bool) -> bool:
@@ -171,14 +161,9 @@ class Controls:
         return self._run.on_any_process(here) if self._together else here
 
     def may_play(self, plan: Plan) -> bool:
-        """Return whether an attack is given controls.
-
-        One that needs none, since it is exact, is given one once its truth was in doubt.
-        """
+        """Return whether an attack is given controls."""
         name = plan.attack.name
-        if not self._is_scored(plan):
-            return False
-        return name in self._doubted or gives_control(self._channels[name], name)
+        return self._is_scored(plan) and gives_control(self._channels[name], name)
 
     def _is_scored(self, plan: Plan) -> bool:
         """Return whether an attack reads what a step is made again for, and is scored by it."""
@@ -229,16 +214,11 @@ class Controls:
         if self._anywhere(share > MAX_UNEXPLAINED):
             self._doubt(look, scored)
             return
-        controlled = [plan for plan in plans if self.may_play(plan)]
-        likely = [p for p in controlled if getattr(p.attack, "prefers_likely_texts", False)]
-        if others := [plan for plan in controlled if plan not in likely]:
+        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
+        if others := [plan for plan in plans if plan not in likely]:
             self._ask(look, others, shuffled, remainder)
         for plan in likely:
             self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
-        for plan in plans:
-            if plan not in controlled:  # it is exact, and its words are of this step
-                self._newest[plan.attack.name] = _Newest(1.0, self._number(look, plan))
-        self._doubted -= {plan.attack.name for plan in controlled}
 
     def _draws(self, look: Look) -> tuple[Draw, list[Draw]]:
         """Return the step's own words, and those of its controls.
@@ -272,8 +252,7 @@ class Controls:
         """Return which share of gradients the step made again leaves, and what of each of them.
 
         What is left is in units of the step made again. The share is 0 where there is nothing to
-        compare, or the step cannot be made again. Nor can that of a classifier, whose loss may be
-        any function of its few logits.
+        compare, or the step cannot be made again.
         """
         look, view = moment.look, moment.look.undefended
         is_round = look.local is not None and not (self._run.defenses or look.compression)
@@ -330,10 +309,10 @@ class Controls:
         why = (
             f"the step made again leaves {look.unexplained:.0%} of the gradient unexplained, so "
             "that the words may not be those of this step: a batch that is not what was trained on "
-            "(pass batch_adapter=), or a gradient that was changed after the backward"
+            "(pass settings=WatchSettings(batch_adapter=...)), or a gradient that was changed "
+            "after the backward"
         )
         for plan in plans:
-            self._doubted.add(plan.attack.name)
             self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _ask(

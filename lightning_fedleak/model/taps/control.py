@@ -161,7 +161,8 @@ def _draw_call(
         words = torch.where(counted, labels.to(ids.dtype), ids)
         words = words.flatten()[source].view_as(ids)
     else:
-        source = _permutation(counted, None, generator)
+        # A classifier's labels stay with the gradient of their logits.
+        source = _permutation(counted & (batch.kind != "classifier"), None, generator)
         words = labels.flatten()[source].view_as(labels)
     if with_words and words.dim() == 2:
         shift = int(batch.kind == "causal")
@@ -415,9 +416,18 @@ def run_backward(
     targets = _targets(placed, read.batch)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)
     all_shapes = torch.split(shapes.new_zeros(3, n_rows).index_copy(1, index, shapes), counts, 1)
-    temperature = call.read_heads[0].temperature if call.read_heads else None
-    parts = zip(logits, all_targets, all_shapes, strict=True)
-    torch.autograd.backward(logits, [_label_rows(*part, temperature) for part in parts])
+    gradient = call.read_heads[0].gradient if call.read_heads else None
+    if gradient is not None:
+        if fails(gradient.shape != logits[0].shape):
+            raise UnusableObservation("the classifier gives logits of another shape than before")
+        shares = shapes[0] / placed.rows.sizes  # 0 where a part leaves a row out
+        shares = shares.nan_to_num(0.0).view(gradient.shape[:-1])
+        rows = [gradient * shares[..., None].to(gradient)]
+    else:
+        temperature = call.read_heads[0].temperature if call.read_heads else None
+        parts = zip(logits, all_targets, all_shapes, strict=True)
+        rows = [_label_rows(*part, temperature) for part in parts]
+    torch.autograd.backward(logits, rows)
 
 
 def _logits_again(anatomy: Anatomy, model: nn.Module, read: ReadCall) -> list[Tensor]:

@@ -37,6 +37,7 @@ MIN_MATCHES = 0.5
 
 Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
 """
+Source = Literal["head", "model", "states"]
 
 
 def arguments_of(
@@ -61,13 +62,15 @@ class _HeadCall:
             capped behind it, or off the last hidden states.
         temperature: that the loss divides logits by; read off hidden states alone, else 1.
         rows: what the gradient's rows show; None until the backward.
+        gradient: of a classifier, whose loss may be any function of its few logits.
     """
 
     shape: torch.Size
     n_entries: int
-    source: Literal["head", "model", "states"] = "head"
+    source: Source = "head"
     temperature: float = 1.0
     rows: RowLabels | None = None
+    gradient: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -281,12 +284,7 @@ class GraphTap:
 
     @raised_when_read
     def _read_logits(
-        self,
-        call: GraphCall,
-        head: _HeadCall,
-        source: Literal["head", "model"],
-        logits: Tensor,
-        gradient: Tensor,
+        self, call: GraphCall, head: _HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
         if head.rows is not None and head.source != source:  # those behind the head come first
             return
@@ -294,6 +292,8 @@ class GraphTap:
         if self._anatomy.kind == "causal" and ids is not None and head.shape[:-1] == ids.shape[:1]:
             claims = claims_of(ids, head.shape[-1], 1)
         head.source = source
+        if self._anatomy.kind == "classifier":
+            head.gradient = gradient.detach().clone()
         head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2), claims)
 
     @raised_when_read

@@ -7,8 +7,11 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.engine.channels.base import Channel, entity_series, guess, kind_of, worst_of
@@ -18,10 +21,16 @@ from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting,
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Counts, precision_recall_f1, word_counts
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, naming_p_value
-from lightning_fedleak.model.anatomy import matrix_shape
+from lightning_fedleak.messages import rank_zero_info
+from lightning_fedleak.model.anatomy import leaf, matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    is_shard,
+)
 from lightning_fedleak.model.taps import Draw
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import WORDS
@@ -31,6 +40,18 @@ SOFT_LABELS = (
     "past their target), so that the words it was computed on are not known"
 )
 
+
+TWINS = 1e-4
+"""Distance of two embeddings, over their norm, up to which no attack tells their tokens apart.
+
+Tokens that were in no text of the pretraining differ by 1e-5 of their norm, trained ones by a half.
+Larger: a word counts as found where another one was named; smaller: certain finds count as wrong.
+"""
+DIRECTIONS, NEIGHBOURS = 8, 8
+"""Random directions in which embeddings are compared, and with how many that come next in one.
+
+Fewer directions: unlike tokens agree by chance; fewer neighbours: unlike tokens separate twins.
+"""
 
 NO_WORD = (
     "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
@@ -134,6 +155,7 @@ class WordsChannel(Channel):
         super().__init__(attacks, settings)
         self._truth: WordTruth | None = None
         self._one_way = False
+        self._twins: dict[str, tuple[Tensor, Tensor]] = {}
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of all words, and those of values by kind."""
@@ -148,8 +170,25 @@ class WordsChannel(Channel):
         # Rows of the head, or of the embedding if more.
         self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
+        matrices = {"input": _matrix(run.anatomy.embedding), "output": _matrix(run.anatomy.head)}
+        for surface, matrix in matrices.items():
+            twins = None if matrix is None else _find_twins(matrix.detach())
+            if matrix is not None and twins is not None:
+                self._twins[surface] = matrix, twins
+        counts = [len(twins) - len(torch.unique(twins)) for _, twins in self._twins.values()]
+        if counts:
+            rank_zero_info(
+                f"{run.watcher}: {max(counts)} tokens have the embedding of another one, as if "
+                "never trained: a word counts as found where one of its twins is named"
+            )
 
     # ---- a look -----------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Forget twins that training has told apart, before the step that is looked at."""
+        for surface, (matrix, twins) in self._twins.items():
+            if matrix.requires_grad:
+                self._twins[surface] = matrix, _still_equal(twins, matrix.detach())
 
     def _holds_nothing(self, look: Look) -> bool:
         """Read the words of the look, and return whether the loss was computed on no token."""
@@ -210,8 +249,15 @@ class WordsChannel(Channel):
         assert isinstance(answer, WordGuess)
         return self._rates(answer, truth)
 
+    def _counts(self, answer: WordGuess, types: Tensor) -> Counts:
+        """Count a guess against true types, in which one type stands for all of its twins."""
+        if (found := self._twins.get(answer.surface)) is not None:
+            twins = torch.cat([found[1], torch.arange(len(found[1]), self._size)])
+            types, answer = twins[types.cpu()], replace(answer, types=twins[answer.types.cpu()])
+        return word_counts(answer, types, self._size)
+
     def _rates(self, answer: WordGuess, truth: WordTruth) -> dict[str, float]:
-        counts = word_counts(answer, truth.types(answer.surface), self._size)
+        counts = self._counts(answer, truth.types(answer.surface))
         return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
@@ -219,7 +265,7 @@ class WordsChannel(Channel):
         assert isinstance(answer, WordGuess)
         assert self._truth is not None
         types = self._truth.types(answer.surface, kind := kind_of(series))
-        counts = word_counts(answer, types, self._size)
+        counts = self._counts(answer, types)
         if kind is None:
             look.notes[series] = partial(_reveal, answer, types)
         return [float(count) for count in astuple(counts)]
@@ -234,10 +280,11 @@ class WordsChannel(Channel):
         if (kind := kind_of(series)) is not None:
             return Outcome({"recall": rates["recall"]}, n) if n else pending(NO_WORD.format(kind))
         each, by_guessing = [], []
+        n_types = min((len(torch.unique(t)) for _, t in self._twins.values()), default=self._size)
         for alone in clients:
             each.append({name: one.value for name, one in precision_recall_f1(alone).items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
-            by_guessing.append(naming_p_value(right, right + wrong, right + missed, self._size))
+            by_guessing.append(naming_p_value(right, right + wrong, right + missed, n_types))
         return Outcome(
             rates,
             n,
@@ -245,6 +292,49 @@ class WordsChannel(Channel):
             extra=pooled.means(),
             p_value=lowest_p_value(by_guessing),
         )
+
+
+def _matrix(layer: nn.Module | None) -> Tensor | None:
+    """Return the (V, d) weight of a layer; None where it has none, or a shard of one."""
+    weight = None if layer is None else leaf(layer)._parameters.get("weight")
+    if weight is None or is_shard(weight):
+        return None
+    return weight if weight.dim() == 2 and weight.is_floating_point() else None
+
+
+def _find_twins(matrix: Tensor) -> Tensor | None:
+    """Return for each row of a matrix (V, d) the last one that nearly equals it, or None.
+
+    The last tokens of a vocabulary are the rarest, which training changes last.
+    """
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator)
+    parts = (matrix.float() @ directions.to(matrix.device)).cpu()
+    order = parts[:, 0].argsort()
+    parts, sizes = parts[order], parts[order].norm(dim=1)
+    links = []
+    for k in range(1, min(NEIGHBOURS, len(parts) - 1) + 1):
+        distances = (parts[k:] - parts[:-k]).norm(dim=1)
+        at = (distances <= TWINS * torch.minimum(sizes[k:], sizes[:-k])).nonzero()[:, 0]
+        links.append(torch.stack([order[at], order[at + k]]))
+    pairs = torch.cat(links, 1)
+    if not pairs.numel():
+        return None
+    shape = len(matrix), len(matrix)
+    graph = coo_array((np.ones(pairs.shape[1]), tuple(pairs.numpy())), shape=shape)
+    classes = torch.from_numpy(connected_components(graph, directed=False)[1]).long()
+    last = torch.zeros_like(classes).index_reduce(
+        0, classes, torch.arange(len(classes)), "amax", include_self=False
+    )
+    return last[classes]
+
+
+def _still_equal(twins: Tensor, matrix: Tensor) -> Tensor:
+    """Return twins without tokens whose row has moved away from that of its twin."""
+    members = (twins != torch.arange(len(twins))).nonzero()[:, 0]
+    rows, others = (matrix[ids.to(matrix.device)].float() for ids in (members, twins[members]))
+    moved = ((rows - others).norm(dim=1) > 2 * TWINS * rows.norm(dim=1)).cpu()
+    return twins.index_copy(0, members[moved], members[moved])
 
 
 def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:

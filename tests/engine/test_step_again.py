@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.integrations import activate_neftune
 
@@ -236,3 +237,50 @@ def test_what_fills_the_rows_of_other_words_is_no_rounding(
     assert watch.latest["leakage/bag_of_words/control"] <= HIGHEST
     [event] = events
     assert math.isnan(event.value)
+
+
+def shaped(kind: str) -> Callable[[nn.Module, Any], Tensor]:
+    """Return a loss whose rows of logits are those of no plain cross-entropy."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        ids = batch["input_ids"]
+        if kind == "fused":
+            core = model.get_base_model()
+            states = core.model(input_ids=ids).last_hidden_state[:, :-1]
+            logits = functional.linear(states, core.lm_head.weight).float()
+        else:
+            logits = model(input_ids=ids).logits[:, :-1].float()
+        rows, labels = logits.flatten(0, 1), ids[:, 1:].flatten()
+        if kind == "temperature":
+            rows = rows / 0.7
+        smoothing = 0.1 if kind == "smoothed" else 0.0
+        value = functional.cross_entropy(rows, labels, label_smoothing=smoothing)
+        if kind == "z-loss":
+            value = value + 1e-3 * rows.logsumexp(1).square().mean()
+        if kind == "entropy":
+            value = value + 1e-2 * (rows.softmax(1) * rows.log_softmax(1)).sum(1).mean()
+        return value
+
+    return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", ["plain", "smoothed", "z-loss", "temperature", "entropy", "fused"])
+def test_a_step_comes_out_again_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, kind: str
+) -> None:
+    """A change that is as small as bfloat16's rounding shows in a step of that precision too."""
+    monkeypatch.setattr("tests.engine.test_step_again.HIGHEST", 0.0)  # the gate has its own tests
+    model = adapted().to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    settings = {"loss": shaped(kind), "precision": precision}
+
+    def touch(model: nn.Module) -> None:
+        for parameter in trained(model):
+            if parameter.grad is not None:
+                parameter.grad.copy_(to_int8(parameter.grad))
+
+    looks = look_at_each(tmp_path / "untouched", model, **settings)
+    assert looks[0][2] <= 1e-6
+    looks = look_at_each(tmp_path / "touched", model, before_step=touch, **settings)
+    assert looks[0][1] < 0.9
+    assert looks[0][2] > 1e-4

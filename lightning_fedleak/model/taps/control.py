@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from lightning_fedleak.model.taps.graph import (
 )
 from lightning_fedleak.model.taps.hooks import set_random_states
 from lightning_fedleak.model.taps.last_states import capped, logit_cap
+from lightning_fedleak.model.taps.row_labels import make_rows
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
@@ -62,11 +64,13 @@ class Draw:
         shapes: for each, (3, N) the shapes of the rows of its logits' gradient, see
             ``RowLabels.shapes``; 0 where there is no label.
         is_part: whether they are a part of a step's.
+        is_step: whether they are the step's own.
     """
 
     reads: Sequence[ReadCall]
     shapes: Sequence[Tensor]
     is_part: bool = False
+    is_step: bool = False
 
     @classmethod
     def of_step(cls, reads: Sequence[ReadCall]) -> Draw:
@@ -75,7 +79,7 @@ class Draw:
         Raises:
             UnusableObservation: the labels' gradients of a call are not known.
         """
-        return cls(reads, [_rows(read).rows.shapes for read in reads])
+        return cls(reads, [_rows(read).rows.shapes for read in reads], is_step=True)
 
     @property
     def batches(self) -> list[TokenBatch]:
@@ -279,13 +283,14 @@ def control_gradient(
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
         together = any(is_shard(p) for p in anatomy.root.parameters())
         for read, shapes in zip(draw.reads, draw.shapes, strict=True):
-            if together or bool(shapes[0].any()):
-                run_backward(anatomy, model, read, shapes / scale, fails)
+            if together or draw.is_step or bool(shapes[0].any()):
+                run_backward(anatomy, model, read, shapes, fails, is_step=draw.is_step)
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
                 gradient = whole_tensor(gradient)
-                tensors[role] = gradient.to_dense() if gradient.is_sparse else gradient
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                tensors[role] = gradient / scale
     return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
 
 
@@ -311,7 +316,7 @@ def control_states(
             tap.arm()
             for read, shapes in zip(draw.reads, draw.shapes, strict=True):
                 if bool(shapes[0].any()):
-                    run_backward(anatomy, model, read, shapes / scale)
+                    run_backward(anatomy, model, read, shapes, scale=scale)
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
@@ -385,14 +390,30 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 
 def run_backward(
-    anatomy: Anatomy, model: nn.Module, read: ReadCall, shapes: Tensor, fails: Fails = bool
+    anatomy: Anatomy,
+    model: nn.Module,
+    read: ReadCall,
+    shapes: Tensor,
+    fails: Fails = bool,
+    *,
+    scale: float = 1.0,
+    is_step: bool = False,
 ) -> None:
     """Run one call on the control's words, and its backward from the logits.
+
+    Args:
+        anatomy: of the model.
+        model: to be called.
+        read: the call.
+        shapes: (3, N) of the rows of its logits' gradient.
+        fails: see :data:`Fails`.
+        scale: loss scale that is in the sizes; divided out.
+        is_step: the words are the step's own, so that gradients are exactly those that it had.
 
     Raises:
         UnusableObservation: it cannot be made again, on this process or on another one.
     """
-    call, placed = read.call, _rows(read)
+    call = read.call
     for module in anatomy.root.modules():
         module.training = id(module) in call.training
     has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
@@ -401,7 +422,26 @@ def run_backward(
     device, dtype = anatomy.device, call.autocast
     set_random_states(call.random, device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        logits = _logits_again(anatomy, model, read)
+        states, logits = _logits_again(anatomy, model, read, is_step=is_step)
+    heads = call.read_heads
+    unlike = [head.shape for head in heads] != [one.shape[:-1] for one in logits]
+    if is_step and not fails(unlike):
+        rows = [head.gradient_of(one) for head, one in zip(heads, logits, strict=True)]
+    else:
+        rows = _control_rows(read, shapes, logits, fails)
+    if is_step and states is not None:
+        assert call.gradient is not None
+        kept = [one.requires_grad for one in logits]  # where the head is trained
+        logits = [states, *compress(logits, kept)]
+        rows = [call.gradient, *compress(rows, kept)]
+    torch.autograd.backward(logits, [row / scale for row in rows])
+
+
+def _control_rows(
+    read: ReadCall, shapes: Tensor, logits: Sequence[Tensor], fails: Fails
+) -> list[Tensor]:
+    """Return the gradients of logits, each (..., V), whose rows have given shapes (3, N)."""
+    call, placed = read.call, _rows(read)
     counts = [part.shape[:-1].numel() for part in logits]
     index, n_rows = placed.index, sum(counts)
     width = n_rows // max(1, len(read.batch.input_ids))
@@ -413,25 +453,26 @@ def run_backward(
             f"the model's call could not be made again: it gave {n_rows} rows of logits, and "
             f"{placed.n_rows} in the step"
         )
+    gradient = call.read_heads[0].gradient if call.read_heads else None
+    if gradient is not None:  # of a classifier, whatever its labels are
+        shares = shapes[0] / placed.rows.sizes  # 0 where a part leaves a row out
+        return [gradient * shares.nan_to_num(0.0).view(*gradient.shape[:-1], 1).to(gradient)]
     targets = _targets(placed, read.batch)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)
     all_shapes = torch.split(shapes.new_zeros(3, n_rows).index_copy(1, index, shapes), counts, 1)
-    gradient = call.read_heads[0].gradient if call.read_heads else None
-    if gradient is not None:
-        if fails(gradient.shape != logits[0].shape):
-            raise UnusableObservation("the classifier gives logits of another shape than before")
-        shares = shapes[0] / placed.rows.sizes  # 0 where a part leaves a row out
-        shares = shares.nan_to_num(0.0).view(gradient.shape[:-1])
-        rows = [gradient * shares[..., None].to(gradient)]
-    else:
-        temperature = call.read_heads[0].temperature if call.read_heads else None
-        parts = zip(logits, all_targets, all_shapes, strict=True)
-        rows = [_label_rows(*part, temperature) for part in parts]
-    torch.autograd.backward(logits, rows)
+    temperature = call.read_heads[0].temperature if call.read_heads else None
+    parts = zip(logits, all_targets, all_shapes, strict=True)
+    return [make_rows(*part, temperature) for part in parts]
 
 
-def _logits_again(anatomy: Anatomy, model: nn.Module, read: ReadCall) -> list[Tensor]:
-    """Return the logits of a call that is made again, where the step's rows were read."""
+def _logits_again(
+    anatomy: Anatomy, model: nn.Module, read: ReadCall, *, is_step: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Return the logits of a call that is made again, where the step's rows were read.
+
+    Where the last hidden states were read, they come first, and in the step itself, where their
+    gradient is known, the logits hang on the head alone.
+    """
     call, heads, backbone = read.call, list[Tensor](), backbone_of(anatomy)
     source = call.read_heads[0].source if call.read_heads else "model"
     target: Any = call.module if call.module is not None else model
@@ -440,13 +481,16 @@ def _logits_again(anatomy: Anatomy, model: nn.Module, read: ReadCall) -> list[Te
     if backbone is not None and (source == "states" or target is backbone):
         if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
             arguments["labels"] = call.arguments["labels"]
-        return [capped(head(_last_states(target, backbone, arguments)), logit_cap(anatomy))]
+        states = _last_states(target, backbone, arguments)
+        below = is_step and source == "states"
+        logits = capped(head(states.detach() if below else states), logit_cap(anatomy))
+        return states if below else None, [logits]
     handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
     try:
         logits = model_runs.logits_in(target(**arguments))
     finally:
         handle.remove()
-    return [logits] if source == "model" or not heads else heads
+    return None, [logits] if source == "model" or not heads else heads
 
 
 class _Reached(Exception):
@@ -498,30 +542,3 @@ def _targets(placed: PlacedRows, batch: TokenBatch) -> Tensor:
     shift = int(batch.kind == "causal")
     padded = functional.pad(labels, (0, shift), value=IGNORE_INDEX)
     return padded[placed.text, placed.place + shift].clamp(min=0).to(placed.text.device)
-
-
-def _label_rows(
-    logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float | None
-) -> Tensor:
-    """Return the gradient of logits (..., V) whose rows have given shapes.
-
-    Args:
-        logits: of the call.
-        targets: (N,) labels.
-        shapes: (3, N), see ``RowLabels.shapes``.
-        temperature: that the loss divides the logits by; None: the rows are those of a plain
-            cross-entropy, of the weights that the first of the shapes has.
-    """
-    values = logits.detach().flatten(0, -2)
-    rows, most = torch.empty_like(values), model_runs.LOGITS_AT_ONCE // values.shape[1]
-    for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
-        part = slice(start, start + max(1, most))
-        labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
-        scores = values[part].float() / (temperature or 1.0)
-        sizes, others, shifts = shapes[:, part, None].float()
-        if temperature is None:
-            at_labels = scores.softmax(1).gather(1, labels)
-            sizes, others = sizes * (1 - at_labels), others * (1 - at_labels)
-        part_rows = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
-        rows[part] = part_rows.scatter_(1, labels, -sizes)
-    return rows.view(logits.shape)

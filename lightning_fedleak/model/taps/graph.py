@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,20 @@ from lightning_fedleak.model.anatomy import (
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import HeadMap, read_last_states
-from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of, read_rows
+from lightning_fedleak.model.taps.row_labels import (
+    HeadCall,
+    RowLabels,
+    Source,
+    claims_of,
+    find_rest,
+    read_rows,
+)
 
 MIN_MATCHES = 0.5
 """Least share of labels that are the next token, where a head is called on some places alone.
 
 Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
 """
-Source = Literal["head", "model", "states"]
 
 
 def arguments_of(
@@ -49,28 +54,6 @@ def arguments_of(
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         names = names or [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-@dataclass(eq=False)
-class _HeadCall:
-    """The logits of one call, and what their gradient shows.
-
-    Attributes:
-        shape: of the logits but for their last dimension.
-        n_entries: of a row.
-        source: where rows were read: off the head's output, off logits that the model has scaled or
-            capped behind it, or off the last hidden states.
-        temperature: that the loss divides logits by; read off hidden states alone, else 1.
-        rows: what the gradient's rows show; None until the backward.
-        gradient: of a classifier, whose loss may be any function of its few logits.
-    """
-
-    shape: torch.Size
-    n_entries: int
-    source: Source = "head"
-    temperature: float = 1.0
-    rows: RowLabels | None = None
-    gradient: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -95,7 +78,7 @@ class GraphCall:
     module: nn.Module | None
     arguments: Mapping[str, object]
     ids: Tensor | None = None
-    heads: list[_HeadCall] = field(default_factory=list)
+    heads: list[HeadCall] = field(default_factory=list)
     training: frozenset[int] = frozenset()
     autocast: torch.dtype | None = None
     text_logits: bool = False
@@ -105,7 +88,7 @@ class GraphCall:
     random: tuple[Tensor, ...] = ()
 
     @property
-    def read_heads(self) -> list[_HeadCall]:
+    def read_heads(self) -> list[HeadCall]:
         """Return the calls of the head that got a gradient."""
         return [head for head in self.heads if head.rows is not None]
 
@@ -276,7 +259,7 @@ class GraphTap:
             self._watch(output, self._calls[-1])
 
     def _watch(self, logits: Tensor, call: GraphCall) -> None:
-        head = _HeadCall(logits.shape[:-1], logits.shape[-1])
+        head = HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
         self._head_logits = logits.detach()
         read = partial(self._read_logits, call, head, "head", logits.detach())
@@ -284,7 +267,7 @@ class GraphTap:
 
     @raised_when_read
     def _read_logits(
-        self, call: GraphCall, head: _HeadCall, source: Source, logits: Tensor, gradient: Tensor
+        self, call: GraphCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
         if head.rows is not None and head.source != source:  # those behind the head come first
             return
@@ -294,7 +277,9 @@ class GraphTap:
         head.source = source
         if self._anatomy.kind == "classifier":
             head.gradient = gradient.detach().clone()
-        head.rows = read_rows(gradient.flatten(0, -2), logits.flatten(0, -2), claims)
+        rows = gradient.flatten(0, -2), logits.flatten(0, -2)
+        head.rows = read_rows(*rows, claims)
+        head.rest = find_rest(*rows, head.rows)
 
     @raised_when_read
     def _keep_gradient(self, call: GraphCall, gradient: Tensor) -> None:
@@ -307,7 +292,7 @@ class GraphTap:
 
     def _read_below_head(self, call: GraphCall, read: TokenBatch | None) -> None:
         """Read labels off the last hidden states of a call, and forget these."""
-        states, gradient, call.states, call.gradient = call.states, call.gradient, None, None
+        states, gradient, call.states = call.states, call.gradient, None
         assert states is not None
         assert gradient is not None
         head = HeadMap.from_anatomy(self._anatomy, self._temperature)
@@ -319,7 +304,7 @@ class GraphTap:
             sources.append((labels, shift))
         rows, head = read_last_states(states, gradient, head, sources)
         self._temperature, width = head.temperature, len(head.weight)
-        call.heads = [_HeadCall(states.shape[:-1], width, "states", head.temperature, rows)]
+        call.heads = [HeadCall(states.shape[:-1], width, "states", head.temperature, rows)]
 
     @raised_when_read
     def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:

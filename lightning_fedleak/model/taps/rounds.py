@@ -147,8 +147,9 @@ def control_update(
             for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
                 calls = zip(draw.reads[first:last], draw.shapes[first:last], strict=True)
                 for read, shapes in calls:
-                    if bool(shapes[0].any()):
-                        run_backward(anatomy, model, read, shapes / scale)
+                    if draw.is_step or bool(shapes[0].any()):
+                        again = anatomy, model, read, shapes
+                        run_backward(*again, scale=scale, is_step=draw.is_step)
                 first = last
                 if clip_value is not None:
                     nn.utils.clip_grad_value_(leaves.values(), clip_value)

@@ -9,7 +9,8 @@ batch has to be read.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 
 ENTRIES_AT_ONCE = 1 << 24
 """Entries of dL/dlogits that are read at once: 64 MiB in float32, one block above training."""
+MOST_KEPT = 1 << 22
+"""Entries of a call's rows that are kept as they were: 48 MiB, a thousandth of a large call's.
+
+Rounding to bfloat16 changes a thousandth. Larger: losses of any shape are made again in larger
+batches, for more memory; smaller: rounding passes for a change of the gradient.
+"""
 MAX_OTHERS = 0.2
 """Largest sum of the other entries with a label's sign, in units of the label's own entry.
 
@@ -55,6 +62,9 @@ MIN_SPREAD = 1e-4
 
 Below it both are one direction, and any division between them makes the row again.
 """
+
+
+Source = Literal["head", "model", "states"]
 
 
 class RowLabels(NamedTuple):
@@ -221,3 +231,101 @@ def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:
     length = labels.shape[1]
     labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
     return labels[:, shift : shift + width].flatten()
+
+
+# ---- rows made again ---------------------------------------------------------------------------
+
+
+def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float | None) -> Tensor:
+    """Return the gradient of logits (..., V) whose rows have given shapes.
+
+    Args:
+        logits: of the call.
+        targets: (N,) labels.
+        shapes: (3, N), see ``RowLabels.shapes``.
+        temperature: that the loss divides the logits by; None: the rows are those of a plain
+            cross-entropy, of the weights that the first of the shapes has.
+    """
+    values = logits.detach().flatten(0, -2)
+    rows, most = torch.empty_like(values), ENTRIES_AT_ONCE // max(1, values.shape[1])
+    for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
+        part = slice(start, start + max(1, most))
+        labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
+        scores = values[part].float() / (temperature or 1.0)
+        sizes, others, shifts = shapes[:, part, None].float()
+        if temperature is None:
+            at_labels = scores.softmax(1).gather(1, labels)
+            sizes, others = sizes * (1 - at_labels), others * (1 - at_labels)
+        part_rows = scores.scatter_(1, labels, -torch.inf).softmax(1).mul_(others).sub_(shifts)
+        rows[part] = part_rows.scatter_(1, labels, -sizes)
+    return rows.view(logits.shape)
+
+
+class RowRest(NamedTuple):
+    """Entries of dL/dlogits, flattened, that the shapes of its rows do not make again."""
+
+    places: Tensor
+    values: Tensor
+
+
+def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest | None:
+    """Return what the shapes of rows leave of a gradient (n, V); None where it is too much."""
+    step, width = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1])), gradient.shape[1]
+    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
+    places, values, n_entries = [], [], 0
+    for start in range(0, len(gradient), step):
+        part = slice(start, start + step)
+        own = RowLabels(*(column[part] for column in rows))
+        made, true = rows_of_step(own, logits[part]), gradient[part]
+        limits = tolerance * true.abs().amax(1, keepdim=True)
+        at = ((made - true).abs() > limits).flatten().nonzero()[:, 0]
+        n_entries += len(at)
+        if n_entries > MOST_KEPT:
+            return None
+        places.append(at + start * width)
+        values.append(true.flatten()[at])
+    return RowRest(torch.cat(places), torch.cat(values)) if places else None
+
+
+def rows_of_step(rows: RowLabels, logits: Tensor, rest: RowRest | None = None) -> Tensor:
+    """Return the gradient of logits (..., V) that a step had, by what its rows showed."""
+    known = rows.labels != IGNORE_INDEX
+    targets = torch.where(known, rows.labels, rows.highest)  # beside which its shape was read
+    sizes = torch.where(known, rows.sizes, -rows.values[:, 1])
+    shapes = torch.stack([sizes, rows.others, rows.shifts])
+    made = make_rows(logits, targets, shapes, 1.0)
+    if rest is not None:
+        made.view(-1).index_copy_(0, rest.places, rest.values)
+    return made
+
+
+@dataclass(eq=False)
+class HeadCall:
+    """The logits of one call, and what their gradient shows.
+
+    Attributes:
+        shape: of the logits but for their last dimension.
+        n_entries: of a row.
+        source: where rows were read: off the head's output, off logits that the model has scaled or
+            capped behind it, or off the last hidden states.
+        temperature: that the loss divides logits by; read off hidden states alone, else 1.
+        rows: what the gradient's rows show; None until the backward.
+        rest: what the shapes of these rows leave of the gradient.
+        gradient: of a classifier, whose loss may be any function of its few logits.
+    """
+
+    shape: torch.Size
+    n_entries: int
+    source: Source = "head"
+    temperature: float = 1.0
+    rows: RowLabels | None = None
+    rest: RowRest | None = None
+    gradient: Tensor | None = None
+
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        """Return the gradient that these logits had in the step."""
+        assert self.rows is not None
+        if self.gradient is not None:
+            return self.gradient
+        scores = logits.detach() if self.source != "states" else logits.detach() / self.temperature
+        return rows_of_step(self.rows, scores, self.rest)

@@ -317,7 +317,7 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
         distances = (parts[k:] - parts[:-k]).norm(dim=1)
         at = (distances <= TWINS * torch.minimum(sizes[k:], sizes[:-k])).nonzero()[:, 0]
         links.append(torch.stack([order[at], order[at + k]]))
-    pairs = torch.cat(links, 1)
+    pairs = torch.cat(links, 1) if links else torch.empty(2, 0, dtype=torch.long)
     if not pairs.numel():
         return None
     shape = len(matrix), len(matrix)

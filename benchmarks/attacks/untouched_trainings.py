@@ -28,7 +28,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,7 +48,9 @@ from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchS
 SMOKE = ("--runs 3",)
 
 BOUNDS = {"32-true": 1e-5, "bf16-true": 0.02, "bf16-mixed": 0.02}
-VOCABULARY, BLOCKS, POSITIONS = 128, 2, 64
+VOCABULARY = 128
+DROPOUTS = ["resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "hidden_dropout_prob"]
+DROPOUTS += ["attention_probs_dropout_prob", "attention_dropout"]
 FACES = ["loop", "transformers", "lightning"]
 TRL = ["trl sft", "trl dpo", "trl grpo"]
 FAMILIES = {
@@ -64,6 +66,28 @@ FAMILIES = {
 """Of each: the prefix and the end of its class, PEFT's task, and what LoRA adapts."""
 
 
+OPTIONS: dict[str, list[Any]] = {
+    "part": ["whole", "whole", "LoRA", "LoRA", "biases"],
+    "adapted": ["some", "all-linear"],
+    "lora_dropout": [0.0, 0.1],
+    "width": [32, 48],
+    "tied": [False, False, True],
+    "dropout": [0.0, 0.1],
+    "checkpointing": ["none", "none", "plain", "reentrant"],
+    "accumulate": [1, 2, 3],
+    "precision": ["32-true", "32-true", "bf16-true", "bf16-mixed"],
+    "clip": [0.0, 0.5],
+    "smoothing": [0.0, 0.0, 0.1],
+    "optimizer": ["SGD", "AdamW"],
+    "warm_up": [0, 2],
+    "neftune": [0.0, 5.0],
+    "packed": [False, False, True],
+    "padded": [False, True],
+    "steps": [3, 4, 5],
+    "every": [1, 2],
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """What a draw fixes."""
@@ -71,12 +95,14 @@ class Training:
     seed: int
     face: str
     family: str
+    rows: int
+    length: int
     part: str
+    adapted: str
+    lora_dropout: float
     width: int
     tied: bool
     dropout: float
-    lora_dropout: float
-    adapted: str
     checkpointing: str
     accumulate: int
     precision: str
@@ -86,8 +112,6 @@ class Training:
     warm_up: int
     neftune: float
     packed: bool
-    rows: int
-    length: int
     padded: bool
     steps: int
     every: int
@@ -95,36 +119,18 @@ class Training:
     @classmethod
     def drawn(cls, seed: int) -> Training:
         draw = random.Random(seed)
-        has_trl = importlib.util.find_spec("trl") is not None
-        face = draw.choice(FACES + TRL if has_trl else FACES)
+        face = draw.choice(FACES + TRL if importlib.util.find_spec("trl") else FACES)
         family = draw.choice(list(FAMILIES)[: 4 if face in TRL else None])
-        parts = ["whole", "whole", "LoRA", "LoRA", "biases"]
         rows, length = draw.choice([(1, 6), (2, 8), (4, 8), (3, 12), (4, 16)])
-        return cls(
-            seed,
-            face,
-            family,
-            draw.choice(parts[:4] if family == "t5" else parts),
-            draw.choice([32, 48]),
-            draw.random() < 0.3,
-            draw.choice([0.0, 0.1]),
-            draw.choice([0.0, 0.1]),
-            draw.choice(["some", "all-linear"]),
-            draw.choice(["none", "none", "plain", "reentrant"]),
-            draw.choice([1, 2, 3]),
-            draw.choice(["32-true", "32-true", "bf16-true", "bf16-mixed"]),
-            draw.choice([0.0, 0.5]),
-            draw.choice([0.0, 0.0, 0.1]) if face in FACES else 0.0,
-            draw.choice(["SGD", "AdamW"]),
-            draw.choice([0, 2]),
-            draw.choice([0.0, 5.0]) if face in ("transformers", "trl sft") else 0.0,
-            draw.random() < 0.3 and face == "trl sft",
-            max(2, rows // 2 * 2) if face == "trl grpo" else rows,
-            length,
-            draw.random() < 0.5,
-            draw.choice([3, 4, 5]),
-            draw.choice([1, 2]),
-        )
+        drawn = {name: draw.choice(options) for name, options in OPTIONS.items()}
+        drawn["packed"] &= face == "trl sft"
+        drawn["smoothing"] *= face in FACES
+        drawn["neftune"] *= face in ("transformers", "trl sft")
+        if family == "t5" and drawn["part"] == "biases":  # it has none
+            drawn["part"] = "whole"
+        if face == "trl grpo":  # two texts for each prompt
+            rows = max(2, rows // 2 * 2)
+        return cls(seed, face, family, rows, length, **drawn)
 
     @property
     def adapter(self) -> LoraConfig | None:
@@ -137,26 +143,16 @@ class Training:
     def model(self) -> Any:
         torch.manual_seed(self.seed)
         prefix, end, _, _ = FAMILIES[self.family]
-        sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": self.tied, "pad_token_id": 0}
-        more: dict[str, Any] = {
-            "hidden_size": self.width, "intermediate_size": 2 * self.width, "num_labels": 3,
-            "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "eos_token_id": 1,
-            "max_position_embeddings": POSITIONS,
+        sizes: dict[str, Any] = {  # by the names of all families; each takes its own
+            "vocab_size": VOCABULARY, "hidden_size": self.width, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": self.width // 4,
+            "intermediate_size": 2 * self.width, "d_ff": 2 * self.width, "num_labels": 3,
+            "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
+            "decoder_start_token_id": 0, "tie_word_embeddings": self.tied,
+            "attention_bias": self.part == "biases",
         }  # fmt: skip
-        if prefix == "GPT2":
-            more = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
-            more |= {"n_embd": self.width, "n_layer": BLOCKS, "n_head": 4, "eos_token_id": 1}
-        elif prefix == "T5":
-            more = {"d_model": self.width, "d_kv": 8, "d_ff": 2 * self.width, "num_heads": 4}
-            more |= {"num_layers": BLOCKS, "decoder_start_token_id": 0}
-            more["dropout_rate"] = self.dropout
-        elif prefix == "Bert":
-            more |= {"hidden_dropout_prob": self.dropout}
-            more |= {"attention_probs_dropout_prob": self.dropout}
-        else:
-            more |= {"num_key_value_heads": 2, "head_dim": self.width // 4}
-            more |= {"attention_dropout": self.dropout, "attention_bias": self.part == "biases"}
-        model = getattr(hf, prefix + end)(getattr(hf, prefix + "Config")(**sizes, **more))
+        sizes |= dict.fromkeys(DROPOUTS, self.dropout)
+        model = getattr(hf, prefix + end)(getattr(hf, prefix + "Config")(**sizes))
         with torch.no_grad():  # as after some training: not all norms are alike
             for name, parameter in model.named_parameters():
                 if "norm" in name.lower() or "ln_" in name:
@@ -184,17 +180,15 @@ class Training:
         n, texts = self.steps * self.accumulate * self.rows, []
         for ids in torch.randint(5, VOCABULARY, (n, self.length), generator=generator):
             drawn = torch.rand(self.length, generator=generator)
-            end = max(3, int(self.length * (1 - drawn[0] / 2))) if self.padded else self.length
+            end = max(3, int(self.length * (1 - self.padded * drawn[0] / 2)))
             mask = torch.arange(self.length) < end
-            labels = ids.masked_fill(~mask, -100)
-            ids = ids.masked_fill(~mask, 0)
+            labels, ids = ids.masked_fill(~mask, -100), ids.masked_fill(~mask, 0)
             if self.family == "bert":
                 asked = (drawn < 0.3) & mask
                 asked[1] = True
                 labels, ids = labels.masked_fill(~asked, -100), ids.masked_fill(asked, 4)
             elif self.family == "t5":
-                labels = labels.flip(0)[: self.length - 1].roll(1)
-                labels = torch.where(labels == -100, 3, labels)
+                labels = torch.where(labels == -100, 3, labels).flip(0)[:-1]
             elif "classes" in self.family:
                 labels = ids[0] % 3
             texts.append({"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
@@ -228,9 +222,9 @@ class Training:
         return optimizer, rates
 
 
-# ---- the faces: each trains, watched or not, and returns its model, losses and engine -----------
+# ---- the faces: each trains, watched or not, and returns what it ends with -----------
 
-Trained = tuple[nn.Module, list[float], Any]
+Trained = tuple[nn.Module, list[float], Tensor]
 GATE = ("leakage/worst/words", 0.5)
 
 
@@ -258,7 +252,7 @@ def by_loop(training: Training, folder: Path, watched: bool) -> Trained:
                     optimizer.step()
                     optimizer.zero_grad()
                     rates.step()
-    return model, losses, watch and watch.engine
+    return model, losses, torch.get_rng_state()
 
 
 class Module(L.LightningModule):
@@ -293,7 +287,7 @@ def by_lightning(training: Training, folder: Path, watched: bool) -> Trained:
     torch.manual_seed(training.seed)
     loader: Any = torch.utils.data.DataLoader(training.batches(), batch_size=None)
     trainer.fit(module, loader)
-    return module.model, module.losses, monitor.engine if watched else None
+    return module.model, module.losses, torch.get_rng_state()
 
 
 def arguments_of(training: Training, folder: Path) -> dict[str, Any]:
@@ -359,29 +353,18 @@ def by_trainer(training: Training, folder: Path, watched: bool) -> Trained:
         arguments["label_smoothing_factor"] = training.smoothing
         texts: Any = training.texts()
         trainer = hf.Trainer(training.model(), hf.TrainingArguments(**arguments), None, texts)
-    engine = None
     if watched:
         gates = [Threshold(*GATE, action=lambda event: None)]
         looks = {"folder": folder, "every_n_steps": training.every}
         settings = WatchSettings(tensorboard=False)
         callback = LeakageCallback(trainer, "auto", gates, settings=settings, **looks)
         trainer.add_callback(callback)
-        engine = callback.engine
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    return trainer.model, losses, engine
+    return trainer.model, losses, torch.get_rng_state()
 
 
 # ---- what a pair shows -------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    """What came of one draw, trained twice."""
-
-    differs: list[str] = field(default_factory=list)
-    shares: dict[int, float] = field(default_factory=dict)
-    missing: Counter[str] = field(default_factory=Counter)
 
 
 @contextmanager
@@ -419,28 +402,27 @@ def why_none(folder: Path, step: int) -> str:
     return f"not due: {played[0]}" if played else "no attack read words of the step"
 
 
-def trained_twice(training: Training, folder: Path) -> Pair:
-    faces = {"loop": by_loop, "lightning": by_lightning}
-    train, pair = faces.get(training.face, by_trainer), Pair()
-    ends = []
+def differences(one: Trained, other: Trained) -> list[str]:
+    """Return in what two trainings differ."""
+    (model, losses, numbers), (model_on, losses_on, numbers_on) = one, other
+    pairs = [*zip(model.state_dict().values(), model_on.state_dict().values(), strict=True)]
+    equal = {
+        "weights": all(torch.equal(*pair) for pair in pairs),
+        "losses": bool(losses) and [*map(repr, losses)] == [*map(repr, losses_on)],
+        "random numbers": torch.equal(numbers, numbers_on),
+    }
+    return [name for name, is_equal in equal.items() if not is_equal]
+
+
+def trained_twice(training: Training, folder: Path) -> tuple[list[str], list[float], list[str]]:
+    """Return in what a pair differs, the shares of its looks, and why others have none."""
+    train = {"loop": by_loop, "lightning": by_lightning}.get(training.face, by_trainer)
     with each_look_compared() as (shares, reasons):
-        for watched in (False, True):
-            model, losses, engine = train(training, folder / str(watched), watched)
-            state = {n: t.detach().clone() for n, t in model.state_dict().items()}
-            ends.append((state, losses, torch.get_rng_state()))
-    (state, losses, numbers), (state_on, losses_on, numbers_on) = ends
-    same = state.keys() == state_on.keys()
-    same = same and all(torch.equal(state[name], state_on[name]) for name in state)
-    same_losses = losses == losses_on or [*map(repr, losses)] == [*map(repr, losses_on)]
-    what = {"weights": same, "losses": same_losses and len(losses) >= training.steps}
-    what["random numbers"] = torch.equal(numbers, numbers_on)
-    pair.differs = [name for name, equal in what.items() if not equal]
-    pair.shares = {step: share for step, share in shares.items() if not math.isnan(share)}
+        ends = [train(training, folder / str(watched), watched) for watched in (False, True)]
     looked = {*range(0, training.steps, training.every)} | shares.keys()
-    for step in looked - pair.shares.keys():
-        pair.missing[reasons.get(step) or why_none(folder, step)] += 1
-    assert engine.results.looks or pair.missing
-    return pair
+    known = {step: share for step, share in shares.items() if not math.isnan(share)}
+    missing = [reasons.get(n) or why_none(folder, n) for n in looked - known.keys()]
+    return differences(*ends), [*known.values()], missing
 
 
 def main() -> int:
@@ -451,7 +433,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    cells: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    cells: dict[tuple[str, str], list[tuple[bool, list[float]]]] = defaultdict(list)
     refused: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     violations, start = 0, time.monotonic()
@@ -459,28 +441,22 @@ def main() -> int:
         training = Training.drawn(seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             try:
-                pair = trained_twice(training, Path(folder))
-            except Exception as error:
-                refused[f"{type(error).__name__}: {error}"] += 1
-                print(
-                    f"refused: {type(error).__name__}: {error}\n    {training}",
-                    flush=True,
-                    file=sys.stderr,
-                )
+                differs, shares, why = trained_twice(training, Path(folder))
+            except ValueError as error:
+                refused[f"{error}"] += 1
                 continue
-        cells[training.face, training.precision].append(pair)
-        missing += pair.missing
+        cells[training.face, training.precision].append((not differs, shares))
+        missing.update(why)
         bound = BOUNDS[training.precision]
-        above = [f"unexplained {s:.2g} at step {n}" for n, s in pair.shares.items() if s > bound]
-        if wrong := pair.differs + above:
+        if wrong := differs + [f"unexplained {share:.2g}" for share in shares if share > bound]:
             violations += 1
             print("VIOLATION", "; ".join(wrong), f"\n    {training}", flush=True)
     print(f"{options.runs} draws, {time.monotonic() - start:.0f} s, {violations} violations")
     print("face         precision   pairs  identical  compared  median   largest unexplained")
     for (face, precision), pairs in sorted(cells.items()):
-        shares = [share for pair in pairs for share in pair.shares.values()]
+        shares = [share for _, of_pair in pairs for share in of_pair]
         ends = f"{statistics.median(shares):<9.1e}{max(shares):.1e}" if shares else "-"
-        counts = len(pairs), sum(not p.differs for p in pairs), sum(bool(p.shares) for p in pairs)
+        counts = len(pairs), sum(same for same, _ in pairs), sum(bool(some) for _, some in pairs)
         print(f"{face:13}{precision:12}{counts[0]:5}  {counts[1]:9}  {counts[2]:8}  {ends}")
     print(f"looks without a comparison: {missing.total()}")
     for title, counter in (("no comparison", missing), ("refused", refused)):

@@ -221,7 +221,9 @@ class LoopRun(Run):
         return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
-        """Check on the next forward that autocast matches ``precision``.
+        """Check on the next forward with a graph that autocast matches ``precision``.
+
+        Forwards before it, such as those of TRL's trainers that write texts, may have none.
 
         Returns:
             A function that removes the check.
@@ -232,6 +234,8 @@ class LoopRun(Run):
         kind = self.device.type
 
         def check(*_: object) -> None:
+            if not torch.is_grad_enabled():
+                return
             handle.remove()
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             if dtype != AUTOCAST.get(self.precision):

@@ -205,6 +205,27 @@ def test_rows_of_any_loss(
     )
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
+    """The token that pads has such a row where the head is tied, and a trainer may write it."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(4, 24, generator=generator).requires_grad_()
+    weight = (0.2 * torch.randn(50, 24, generator=generator)).index_fill(0, torch.tensor(0), 0.0)
+    labels, weights = torch.tensor([0, 3, 0, 7]), torch.tensor([0.5, 0.5, -0.5, 0.5])
+    logits = capped(functional.linear(states, weight), cap)
+    each = functional.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad((each * weights).sum(), states)
+    read = read_states(states.detach(), gradient, HeadMap(weight, None, cap), [labels])
+    assert torch.equal(read.labels, labels)
+    assert torch.equal(read.pushed, weights < 0)
+    expected = weights * (1 - (-each.detach()).exp())
+    torch.testing.assert_close(read.sizes, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(read.others, expected, rtol=1e-3, atol=1e-5)
+    read = read_states(states.detach(), gradient, HeadMap(weight, None, cap), [labels * 0])
+    assert torch.equal(read.labels, labels)
+    assert read_states(states.detach(), gradient, HeadMap(weight, None, cap)).soft.sum() == 2
+
+
 @given(rows(), st.integers(0, 2**20))
 @settings(max_examples=100)
 def test_a_false_label_is_not_believed(

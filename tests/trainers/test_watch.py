@@ -217,6 +217,20 @@ def test_autocast_that_was_not_declared_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
+def test_a_step_may_write_texts_without_autocast(tmp_path: Path) -> None:
+    batch = batches(1)[0]
+    model, optimizer = model_and_optimizer()
+    settings = WatchSettings(precision="bf16-mixed", tensorboard=False)
+    with Watch(model, optimizer, [BagOfWords()], folder=tmp_path, settings=settings) as watch:
+        with watch.step(batch):
+            with torch.no_grad():
+                model(**batch)
+            with torch.autocast("cpu", torch.bfloat16):
+                model(**batch).loss.backward()
+            optimizer.step()
+        assert watch.latest["leakage/bag_of_words/f1"] == 1.0
+
+
 def test_a_loop_goes_on_from_its_state(tmp_path: Path) -> None:
     model, state = tiny_gpt2(tied=False), None
     for steps in (3, 8):

@@ -101,6 +101,8 @@ class GraphTap:
         temperature: that a fused loss is expected to divide logits by.
 
     Attributes:
+        given: labels of the user's batch, which are tried where a row's own entries leave its label
+            open; None where they are not known.
         why_not: why the graph cannot be read here; None where it can.
         error: what a hook raised; :meth:`take` raises it.
     """
@@ -113,6 +115,7 @@ class GraphTap:
         self._calls: list[GraphCall] = []
         self._depth = 0
         self._head_logits: Tensor | None = None
+        self.given: Tensor | None = None
         self.error: Exception | None = None
         self.why_not = None
         if anatomy.head is None:
@@ -271,15 +274,25 @@ class GraphTap:
     ) -> None:
         if head.rows is not None and head.source != source:  # those behind the head come first
             return
-        claims, ids = None, call.ids
-        if self._anatomy.kind == "causal" and ids is not None and head.shape[:-1] == ids.shape[:1]:
-            claims = claims_of(ids, head.shape[-1], 1)
         head.source = source
         if self._anatomy.kind == "classifier":
             head.gradient = gradient.detach().clone()
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)
-        head.rows = read_rows(*rows, claims)
+        head.rows = read_rows(*rows, self._claims(call, head.shape, gradient.device))
         head.rest = find_rest(*rows, head.rows)
+
+    def _claims(self, call: GraphCall, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """Return (n,) the labels that rows of logits may have; None where nothing says any."""
+        if self._anatomy.kind == "causal":
+            ids, shift = call.ids, 1
+            is_known = ids is not None and shape[:-1] == ids.shape[:1]
+        else:  # at the places of the logits
+            labels = call.arguments.get("labels")
+            ids, shift = labels if isinstance(labels, Tensor) else self.given, 0
+            is_known = ids is not None and len(shape) == 2 and ids.shape == shape
+        if ids is None or not is_known:
+            return None
+        return claims_of(ids.to(device), shape[-1], shift)
 
     @raised_when_read
     def _keep_gradient(self, call: GraphCall, gradient: Tensor) -> None:

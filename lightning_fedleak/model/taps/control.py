@@ -290,7 +290,7 @@ def control_gradient(
             if gradient is not None:
                 gradient = whole_tensor(gradient)
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                tensors[role] = gradient / scale
+                tensors[role] = gradient if scale == 1 else gradient / scale
     return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
 
 

@@ -24,7 +24,7 @@ from lightning_fedleak.defenses.accounting.accounting import (
 from lightning_fedleak.defenses.accounting.ledger import Event, LedgerFile, check_release
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.defenses.checks import check_number
 
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
 
@@ -218,7 +218,7 @@ class Accountant(Ledger):
             DefenseError: delta or slack out of range.
         """
         check_probability(delta)
-        check_number("slack", slack, at_least=0, below=1, error=DefenseError)
+        check_number("slack", slack, at_least=0, below=1)
         history = self.history
         if self.kind == "rdp" or not history:
             return epsilon_of(history, delta, self.kind, self.sampling)
@@ -301,8 +301,8 @@ class RenyiFilter(Ledger):
         sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
-        self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
+        self.epsilon = check_number("epsilon", epsilon, above=0)
+        self.delta = check_number("delta", delta, above=0, below=1)
         self.sampling: SamplingScheme = sampling
         self.order: float | None = None
         self._restored = False

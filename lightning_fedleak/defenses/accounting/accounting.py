@@ -46,7 +46,7 @@ from lightning_fedleak.defenses.accounting.renyi import (
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
-from lightning_fedleak.validate import check_choice, check_number
+from lightning_fedleak.defenses.checks import check_choice, check_number
 
 PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
 PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
@@ -293,14 +293,8 @@ def noise_multiplier_for(
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
-    check_number(
-        "target_epsilon",
-        target_epsilon,
-        above=0,
-        at_most=LARGEST_EPSILON,
-        hint="usual values are 1 to 10",
-        error=DefenseError,
-    )
+    name, hint = "target_epsilon", "usual values are 1 to 10"
+    check_number(name, target_epsilon, above=0, at_most=LARGEST_EPSILON, hint=hint)
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
@@ -363,11 +357,11 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
 def check_kind(kind: str, sampling: object = "poisson") -> None:
     """Raise an error for an unknown accountant or sampling."""
     hint = "'prv' is tight, 'rdp' is fast"
-    check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
+    check_choice("accountant", kind, ("prv", "rdp"), hint=hint)
+    check_choice("sampling", sampling, ("poisson", "without_replacement"))
 
 
 def check_probability(delta: float, name: str = "delta") -> None:
     """Raise an error for a delta outside (0, 1)."""
     hint = "well below one over the number of examples"
-    check_number(name, delta, above=0, below=1, hint=hint, error=DefenseError)
+    check_number(name, delta, above=0, below=1, hint=hint)

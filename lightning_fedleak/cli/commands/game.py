@@ -20,12 +20,7 @@ from torch import Tensor
 from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.cli.finetuning import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    load_tokenizer,
-    read_texts,
-)
+from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
@@ -76,7 +71,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         ValueError: model, text, layer and settings do not go together.
     """
     console = console or Console(highlight=False)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = finetuning.load_tokenizer(options.model)
     anatomy = find_model(options.model)
     anatomy = with_lora(anatomy, options.lora_r, options.targets, options.seed)
     if options.lora_r:
@@ -179,7 +174,7 @@ def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
     """Return what randomises the client's tokens, in every game again unless ``memoize`` is set."""
     specs = parse_defenses(text)
     if [spec.kind for spec in specs] != [TokenLDP.name]:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"--defense {text}: a game is played with one defence of the client's tokens, grr, "
             "rappor, the or dbitflip, as grr:epsilon=5. Others are measured in a fit: fedleak "
             "sweep --defense"
@@ -207,14 +202,14 @@ def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
 
 def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | None]:
     """Return the game's corpus, and the server's text, which is no part of it."""
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column)
+    texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
     if all(name.startswith("fc") for name in options.attack):
         return [texts[i] for i in sorted(order[:_POOL])], None
     n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
     if n == 0:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"{len(texts)} texts are too few to give the server some to calibrate on: give more"
         )
     public_texts, order = [texts[i] for i in order[:n]], order[n:]

@@ -20,11 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import (
-    DefenseContext,
-    DefenseError,
-    parameter_name,
-)
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces, with_loss

@@ -28,6 +28,9 @@ from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 
+Training = Callable[[], tuple[State, Sequence[Any]]]
+"""Returns what a client has made of a model, and the batches that it was trained on."""
+
 log = logging.getLogger(__name__)
 
 _NEXT = "next_look"
@@ -230,11 +233,7 @@ class OutgoingUpdates:
         return leaving
 
     def answer(
-        self,
-        round_: int,
-        sent: State,
-        train: Callable[[], tuple[State, Sequence[Any]]],
-        start: float | None = None,
+        self, round_: int, sent: State, train: Training, start: float | None = None
     ) -> Leaving:
         """Return what may leave of a round that another engine trains, whatever happens in it.
 

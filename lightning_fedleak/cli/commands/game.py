@@ -83,15 +83,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         defense.before_setup(_context(anatomy, options.seed))
     texts, public = _texts(options, tokenizer)
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
-    adversaries = _make_adversaries(
-        options.attack,
-        options.layer or [max(1, len(anatomy.blocks) // 2)],
-        public,
-        tokens=options.tokens,
-        batch=options.batch,
-        randomised=defense is not None,
-        seed=options.seed,
-    )
+    layers = options.layer or [max(1, len(anatomy.blocks) // 2)]
+    adversaries = _make_adversaries(options, layers, public, randomised=defense is not None)
     config = GameConfig(
         games=options.games,
         batch=options.batch,
@@ -119,27 +112,18 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def _make_adversaries(
-    names: Sequence[str],
-    layers: Sequence[int],
-    public: PublicText | None,
-    *,
-    tokens: int,
-    batch: int,
-    randomised: bool = False,
-    seed: int = 0,
+    options: Namespace, layers: Sequence[int], public: PublicText | None, *, randomised: bool
 ) -> list[Adversary]:
     """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
     Args:
-        names: out of ``GAME_ATTACKS``.
+        options: of the command; its seed is that of the calibration.
         layers: blocks whose output the active ones read.
         public: the server's public text, for attacks that calibrate; None where none does.
-        tokens: largest number of tokens in a sentence.
-        batch: number of sentences in the client's batch.
         randomised: whether the client's tokens are replaced before training. FCMembership then
             gets a longer ladder, ``RANDOMISED_LADDER``.
-        seed: seed of the calibration.
     """
+    names, tokens, seed = options.attack, options.tokens, options.seed
     ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if randomised else {}
     adversaries: list[Adversary] = []
     for layer, name in itertools.product(layers, [n for n in names if n not in PASSIVE]):
@@ -152,9 +136,8 @@ def _make_adversaries(
         if name.startswith("trained"):
             adversaries.append(TrainedMembership(layer, public, full, seed=seed, **common))
         else:
-            adversaries.append(
-                attacks.AttentionMembership(layer, public, batch=batch, seed=seed, **common)
-            )
+            common["batch"] = options.batch
+            adversaries.append(attacks.AttentionMembership(layer, public, seed=seed, **common))
     for name in (n for n in names if n in PASSIVE):
         assert public is not None
         adversaries.append(PASSIVE[name](public, tokens=tokens, seed=seed, name=name))

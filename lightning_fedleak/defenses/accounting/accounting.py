@@ -55,6 +55,7 @@ PRV_LARGEST_LOSS = 650.0  # privacy loss; exp of one above 709 is no float64
 AccountantKind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
 History = tuple[tuple[float, float, int], ...]
+Releases = Sequence[tuple[float, float, int]]
 """Noise multiplier, sample rate and count of every kind of release."""
 
 LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
@@ -65,11 +66,7 @@ LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it ref
 
 
 def prv_epsilon(
-    history: Sequence[tuple[float, float, int]],
-    delta: float,
-    epsilon: float,
-    rdp: Floats,
-    sampling: SamplingScheme,
+    history: Releases, delta: float, epsilon: float, rdp: Floats, sampling: SamplingScheme
 ) -> float:
     """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
 
@@ -98,7 +95,7 @@ def prv_epsilon(
 
 
 def read_prv(
-    history: Sequence[tuple[float, float, int]],
+    history: Releases,
     delta: float,
     epsilon: float,
     rdp: Floats,
@@ -184,10 +181,7 @@ def _fast_length(least: int) -> int:
 
 
 def epsilon_of(
-    history: Sequence[tuple[float, float, int]],
-    delta: float,
-    kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
+    history: Releases, delta: float, kind: AccountantKind, sampling: SamplingScheme = "poisson"
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -218,16 +212,14 @@ def epsilon_of(
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
-def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
+def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
     """Return (len(ORDERS),) Renyi DP of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
 
 def curve_of(
-    history: Sequence[tuple[float, float, int]],
-    kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
+    history: Releases, kind: AccountantKind, sampling: SamplingScheme = "poisson"
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 

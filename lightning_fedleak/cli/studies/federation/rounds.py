@@ -23,6 +23,7 @@ from lightning_fedleak.federation import (
     recording,
     trained_state,
 )
+from lightning_fedleak.federation.updates import State
 from lightning_fedleak.report.records import STANDARD_FAMILIES
 
 Values = Mapping[str | int, float]
@@ -128,10 +129,7 @@ class _Server:
         return everyone if self._terms is None else self._terms.drawn(everyone)
 
     def close(
-        self,
-        round_: int,
-        returned: Mapping[int, Mapping[str, Tensor] | None],
-        observer: RoundObserver,
+        self, round_: int, returned: Mapping[int, State | None], observer: RoundObserver
     ) -> tuple[dict[int, str], RoundLook]:
         """Compute the next model; return why clients count for nothing, and a look at the sum.
 
@@ -141,7 +139,7 @@ class _Server:
             observer: looks at the sum.
         """
         sent = self.state
-        updates: dict[int, Mapping[str, Tensor]] = {}
+        updates: dict[int, State] = {}
         silent: dict[int, str] = {}
         for client, state in returned.items():
             if state is None:
@@ -161,22 +159,17 @@ class _Server:
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        return silent, self._look(round_, sent, self.state, list(updates), observer)
+        return silent, self._look(round_, sent, list(updates), observer)
 
     def _look(
-        self,
-        round_: int,
-        sent: Mapping[str, Tensor],
-        returned: Mapping[str, Tensor],
-        clients: list[int],
-        observer: RoundObserver,
+        self, round_: int, sent: State, clients: list[int], observer: RoundObserver
     ) -> RoundLook:
         """Attack the sum: all that a server sees behind a secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
         look = observer.look(
-            returned,
+            self.state,
             SUM,
             batches=batches,
             noise_std=0.0 if self._terms is None else self._terms.mean_noise_std,
@@ -211,7 +204,7 @@ def train_in_process(
         stack.push(lambda error, *_: observer.end(error.__name__ if error else "finished"))
         for round_ in range(1, federation.rounds + 1):
             sent = server.state
-            returned: dict[int, Mapping[str, Tensor] | None] = {}
+            returned: dict[int, State | None] = {}
             looks: list[RoundLook | None] = []
             withheld: list[str | int] = []
             for client in server.draw_clients():

@@ -124,7 +124,10 @@ def verify_run(
     else:
         _check_weights(fits, weights, verdict)
         checked.append("weights")
-        checked += _check_leakage(run, fits, weights, verdict)
+        beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
+        if beside.exists():
+            _check_report(beside, run, fits, leakage_file, verdict)
+            checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
     elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
@@ -456,15 +459,6 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
-
-
-def _check_leakage(run: Path, fits: Sequence[FitLog], place: Path, verdict: Verdict) -> list[str]:
-    """Check the file beside the weights that says what they leak; name it if there is one."""
-    beside = (place if place.is_dir() else place.parent) / LEAKAGE
-    if not beside.exists():
-        return []
-    _check_report(beside, run, fits, leakage_file, verdict)
-    return [LEAKAGE]
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:

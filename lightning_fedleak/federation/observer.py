@@ -420,11 +420,7 @@ class RoundObserver:
         return self.round_ >= self.next_look.get(client, self.round_)
 
     def paid(
-        self,
-        client: str | int,
-        look_seconds: float,
-        round_seconds: float,
-        beside_seconds: float = 0.0,
+        self, client: str | int, seconds: float, round_seconds: float, beside_seconds: float = 0.0
     ) -> None:
         """Fix a client's next look by what this one cost.
 
@@ -432,7 +428,7 @@ class RoundObserver:
 
         Args:
             client: whose update was looked at.
-            look_seconds: that it took.
+            seconds: that it took.
             round_seconds: what the round took to train.
             beside_seconds: what each round costs beside that, looked at or not.
         """
@@ -441,7 +437,7 @@ class RoundObserver:
         if self._cadence is not None and not waiting:
             # A hundredth at least, so that a next look comes where the rest takes all of the share.
             free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
-            self.next_look[client] = self._cadence.after_look(self.round_, look_seconds, free)
+            self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
 
     def forget(self, look: RoundLook) -> None:
         """Take back a look that was not written down, the newest of its client.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.files import short
@@ -102,13 +102,13 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """
     problems: list[str] = []
     fits: list[FitLog] = []
+    files = (records.RESULTS, records.RECORD)
     for place in places:
-        if not place.is_dir() and (
-            not place.exists() or place.name not in (records.RESULTS, records.RECORD)
-        ):
+        if not place.is_dir() and (not place.exists() or place.name not in files):
             what = "is no log of a run" if place.exists() else "does not exist"
             raise NothingToReport(f"'{place}' {what}: name the folder of a run's logs")
-        for folder in [place.parent] if place.is_file() else _folders(place):
+        paths = [place] if place.is_file() else [p for name in files for p in place.rglob(name)]
+        for folder in sorted({path.parent for path in paths}):
             fits += _fits(folder, problems)
     if not fits:
         names = ", ".join(f"'{place}'" for place in places)
@@ -123,12 +123,6 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
     return Logs(tuple(fits), tuple(problems))
-
-
-def _folders(place: Path) -> list[Path]:
-    return sorted(
-        {path.parent for name in (records.RESULTS, records.RECORD) for path in place.rglob(name)}
-    )
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
@@ -261,14 +255,7 @@ def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.Monitor
     )
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-N = TypeVar("N", bound=_Named)
-
-
-def _each_once(lists: Sequence[Sequence[N]]) -> tuple[N, ...]:
+def _each_once(lists: Sequence[Sequence[V]]) -> tuple[V, ...]:
     """Return the entries of all lists, of several with one name the last."""
-    return tuple({one.name: one for each in lists for one in each}.values())
+    name_of = attrgetter("name")
+    return tuple({name_of(one): one for each in lists for one in each}.values())

@@ -145,11 +145,6 @@ def _merged(parts: Parts) -> list[Part]:
     return [*outer, *rows, *full]
 
 
-def forms_of(parts: Mapping[Tensor, Parts], clipping: Clipping) -> dict[Tensor, Parts]:
-    """Return all parameters' gradients :func:`in_form`."""
-    return {p: in_form(of_uses, p.shape, clipping) for p, of_uses in parts.items()}
-
-
 def in_full(parts: Parts, shape: torch.Size) -> Tensor:
     """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -220,12 +219,6 @@ def find_collisions(
     return collisions
 
 
-def client_batch(anatomy: Anatomy, ids: Tensor, mask: Tensor | None) -> TokenBatch:
-    """Return the batch of ids (B, L) whose labels are the ids themselves, except where masked."""
-    labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
-    return TokenBatch(ids, labels, mask, anatomy.kind)
-
-
 def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:
     """Return random numbers of the size of a mean loss's gradients, none of them zero.
 
@@ -321,15 +314,6 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
         attack.refresh(anatomy, 0)
 
 
-@dataclass(frozen=True)
-class _Client:
-    """One batch of the client: ids and mask (B, L), hidden states (B, L, d) by layer."""
-
-    ids: Tensor
-    mask: Tensor | None
-    hidden: dict[int, Tensor]
-
-
 class _GameRun:
     """One challenger, all adversaries, and their guesses so far."""
 
@@ -385,9 +369,9 @@ class _GameRun:
 
     def play(self, number: int, challenge: Challenge) -> None:
         """Play the games of one challenge."""
-        client = self._client_batch(number, challenge)
+        ids, mask, states = self._client_batch(challenge)
         query, embedded = self._server_states(challenge)
-        shared = self._shared(client) if self.passive else None
+        shared = self._shared(ids, mask) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
         for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
             start = time.perf_counter()
@@ -396,14 +380,14 @@ class _GameRun:
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
             else:
-                hidden, kind = client.hidden[attack.layer], (attack.layer, attack.granularity)
+                hidden, kind = states[attack.layer], (attack.layer, attack.granularity)
                 if kind not in upstreams:
                     whole = attack.granularity == "full"
                     upstreams[kind] = generic_upstream(hidden, whole, self.client_generator)
                     start = time.perf_counter()
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-                gradient = attack.gradient(targets, hidden, client.mask, upstreams[kind]).sum(0)
+                gradient = attack.gradient(targets, hidden, mask, upstreams[kind]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
                     challenge,
@@ -420,9 +404,10 @@ class _GameRun:
         self.truth["positions"].append(challenge.positions)
         self.truth["batches"].append(torch.full_like(challenge.positions, number))
 
-    def _shared(self, client: _Client) -> GradientSnapshot:
+    def _shared(self, ids: Tensor, mask: Tensor | None) -> GradientSnapshot:
         """Return the gradient of the client's batch in the parameters that are read."""
-        batch = client_batch(self.anatomy, client.ids, client.mask)
+        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
+        batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
         gradients = gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
@@ -432,16 +417,16 @@ class _GameRun:
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
         for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
+            reads: tuple[int | None, str] = (None, "text")
+            if isinstance(attack, MembershipAttack):
+                reads = (attack.layer, attack.granularity)
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
             if self.config.protocol == "authors":
                 all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
             results.append(
                 GameResult(
-                    attack=attack.name,
-                    layer=attack.layer if isinstance(attack, MembershipAttack) else None,
-                    granularity=(
-                        attack.granularity if isinstance(attack, MembershipAttack) else "text"
-                    ),
+                    attack.name,
+                    *reads,
                     **truth,
                     **all_columns,
                     protocol=self.config.protocol,
@@ -452,15 +437,18 @@ class _GameRun:
             )
         return results
 
-    def _client_batch(self, number: int, challenge: Challenge) -> _Client:
+    def _client_batch(
+        self, challenge: Challenge
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        """Return ids and mask (B, L) of the client's batch, and its states by layer."""
         ids, mask = self._pad(challenge.data)
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if not self.layers:
-            return _Client(ids, mask, {})
+            return ids, mask, {}
         if self.pooled is not None:
-            return _Client(ids, mask, self.pooled.batch_states(challenge.data))
-        return _Client(ids, mask, client_states(self.anatomy, self.layers, ids, mask))
+            return ids, mask, self.pooled.batch_states(challenge.data)
+        return ids, mask, client_states(self.anatomy, self.layers, ids, mask)
 
     def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return ids and mask on the model's device; the authors' model reads the padding."""

@@ -24,16 +24,9 @@ from lightning_fedleak.evidence.repetition import check_repetition, last_fit
 from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret
-from lightning_fedleak.report import (
-    Findings,
-    FitLog,
-    ReportError,
-    findings,
-    leakage_file,
-    read,
-    records,
-)
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
 from lightning_fedleak.report.files import LEAKAGE
+from lightning_fedleak.report.html import leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"

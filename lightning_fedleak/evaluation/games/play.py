@@ -28,14 +28,9 @@ from lightning_fedleak.evaluation.games.pool import (
     game_challenges,
     pad,
 )
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import (
-    context_length,
-    hidden_states,
-    stop_behind,
-    undisturbed,
-)
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.validate import check_integer, explain_errors
 
@@ -66,8 +61,8 @@ def client_states(
     inputs = {"input_ids": ids.to(device)}
     if mask is not None:
         inputs["attention_mask"] = mask.to(device)
-    with undisturbed(anatomy) as model, torch.no_grad():
-        states = stop_behind(model, places)(**inputs)
+    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
+        states = model_runs.stop_behind(model, places)(**inputs)
     return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
 
 
@@ -135,7 +130,7 @@ def _key(row: Tensor) -> tuple[int, ...]:
 
 def tells_positions_apart(anatomy: Anatomy) -> bool:
     """Return whether one word at two positions has two states at layer 0 (not so under rotary)."""
-    states = hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
+    states = model_runs.hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
     return _differ(states[0, 0], states[0, 1])
 
 
@@ -143,7 +138,7 @@ def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
     """Return whether a token's hidden state at ``layer`` depends on the tokens after it."""
     prefix, one, other = _some_ids(anatomy, 3 * PROBE_TOKENS).reshape(3, PROBE_TOKENS)
     texts = torch.stack([torch.cat([prefix, one]), torch.cat([prefix, other])])
-    states = hidden_states(anatomy, layer, texts)
+    states = model_runs.hidden_states(anatomy, layer, texts)
     return _differ(states[0, PROBE_TOKENS - 1], states[1, PROBE_TOKENS - 1])
 
 
@@ -329,7 +324,7 @@ class _GameRun:
         if defend is not None and config.forwards == "pooled":
             raise ValueError("defend= changes every batch and needs forwards='fresh'")
         hint = "of the pool's sentences, which must fit into the model's context"
-        check_integer("tokens", pool.tokens, at_most=context_length(anatomy), hint=hint)
+        check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy), hint=hint)
         facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
         for attack in attacks:
             attack.meet(facts)
@@ -462,10 +457,12 @@ class _GameRun:
         ids, mask = self._pad(challenge.targets)
         query = Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
-            return query, {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
-        with undisturbed(self.anatomy):
+            return query, {k: model_runs.hidden_states(self.anatomy, k, ids) for k in self.layers}
+        with model_runs.undisturbed(self.anatomy):
             states = {
-                k: [hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets]
+                k: [
+                    model_runs.hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets
+                ]
                 for k in self.layers
             }
         return query, {

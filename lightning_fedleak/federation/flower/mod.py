@@ -8,12 +8,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
-)
+from flwr.common.secure_aggregation import secaggplus_constants as secagg
 from torch import Tensor
 
 from lightning_fedleak import federation
@@ -227,16 +222,16 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
         ValueError: this mod stands before that of SecAgg+.
         DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
     """
-    configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
-    if configs is not None and Key.STAGE in configs:
+    configs = message.content.config_records.get(secagg.RECORD_KEY_CONFIGS)
+    if configs is not None and secagg.Key.STAGE in configs:
         raise ValueError(
             "FedLeakMod stands before a secure aggregation: mods=[secaggplus_mod, FedLeakMod(...)]"
         )
-    node_state = context.state.config_records.get(RECORD_KEY_STATE)
+    node_state = context.state.config_records.get(secagg.RECORD_KEY_STATE)
     if node_state is None:
         return None
     kind, stage = message.metadata.message_type, node_state.get("current_stage")
-    if configs is None or kind != MessageType.TRAIN or stage != Stage.SHARE_KEYS:
+    if configs is None or kind != MessageType.TRAIN or stage != secagg.Stage.SHARE_KEYS:
         raise DefenseError(
             f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
             f"this message of type '{kind}': train by SecAggPlusWorkflow alone"
@@ -264,7 +259,7 @@ def check_masks(
     needed, share = MIN_CLIENTS, dp is not None and dp.trust == "secure_aggregation"
     if dp is not None and share:
         needed = max(needed, int(dp.per_round) - dp.dropouts)
-    together = len({*protocol[Key.SOURCE_LIST], protocol["nid"]})
+    together = len({*protocol[secagg.Key.SOURCE_LIST], protocol["nid"]})
     modulus = protocol["mod_range"]
     if min(together, protocol["threshold"]) < needed or modulus < MIN_MODULUS:
         raise DefenseError(

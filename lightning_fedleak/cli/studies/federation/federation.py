@@ -324,12 +324,6 @@ class Federation:
             ledger=ledger,
         )
 
-    def client_account(self, folder: Path, client: int) -> federation.ClientDP | None:
-        """Return a client's own account where clients add noise; None elsewhere."""
-        if self.trust == "central":
-            return None
-        return self.account(folder / f"client_{client}.ledger")
-
     def epsilon_spent(self, folder: Path) -> float:
         """Return the epsilon of the client that has released most, by its ledger below a folder."""
         ledgers = {path.read_bytes(): path for path in folder.glob("client_*.ledger")}

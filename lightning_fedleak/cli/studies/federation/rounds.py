@@ -197,7 +197,9 @@ def train_in_process(
     server = _Server(federation, folder)
     closed(Round(0, server.loss))
     model = federation.make_model()
-    accounts = [federation.client_account(folder, c) for c in range(federation.clients)]
+    ledgers = [folder / f"client_{c}.ledger" for c in range(federation.clients)]
+    own = federation.trust != "central"  # where clients add noise
+    accounts = [federation.account(path) if own else None for path in ledgers]
     observer, gates = federation.observer(folder), federation.gates()
     outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
     with ExitStack() as stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,7 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import accounting, renyi
-from lightning_fedleak.defenses.accounting.ledger import Event, LedgerFile, check_release
+from lightning_fedleak.defenses.accounting.ledger import (
+    Event,
+    LedgerFile,
+    LedgerPath,
+    check_release,
+)
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
 from lightning_fedleak.defenses.checks import check_number
@@ -36,7 +40,7 @@ class Ledger:
         DefenseError: the file cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: LedgerPath | None = None) -> None:
         self._file = None if path is None else LedgerFile(path)
         self._counts = Counter[Event]() if self._file is None else self._file.counts
 
@@ -135,7 +139,7 @@ class Accountant(Ledger):
     def __init__(
         self,
         kind: accounting.AccountantKind = "prv",
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: LedgerPath | None = None,
         *,
         sampling: SamplingScheme = "poisson",
     ) -> None:
@@ -290,7 +294,7 @@ class RenyiFilter(Ledger):
         self,
         epsilon: float,
         delta: float,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: LedgerPath | None = None,
         *,
         sampling: SamplingScheme = "poisson",
     ) -> None:

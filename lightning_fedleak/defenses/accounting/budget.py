@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.account import Accountant, RenyiFilter
-from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.ledger import LedgerPath, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
@@ -138,11 +137,7 @@ class Budget:
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
     def open_ledger(
-        self,
-        path: str | os.PathLike[str],
-        client: int = 0,
-        clients: int = 1,
-        unit: str | None = None,
+        self, path: LedgerPath, client: int = 0, clients: int = 1, unit: str | None = None
     ) -> None:
         """Record every release in a file from now on, and continue with its releases.
 
@@ -338,7 +333,7 @@ class Budget:
         self._covered = 0
         self.accountant.load_state_dict(account)
 
-    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
+    def _new_accountant(self, ledger: LedgerPath | None) -> AnyAccountant:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None

@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.checks import check_integer, check_number
 
 Event = tuple[float, float]
+LedgerPath = str | os.PathLike[str]
 """Noise multiplier and sample rate of a release."""
 
 TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
@@ -46,7 +47,7 @@ class LedgerFile:
             else or cannot be read. It does not change.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: LedgerPath) -> None:
         self.path = Path(path)
         self.counts, self._size, self._half = _read(self.path)
 
@@ -61,9 +62,7 @@ class LedgerFile:
         self._size = _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n", self._size)
 
 
-def client_path(
-    path: str | os.PathLike[str], client: int, clients: int, unit: str = "example"
-) -> Path:
+def client_path(path: LedgerPath, client: int, clients: int, unit: str = "example") -> Path:
     """Return the file of one client.
 
     Where the unit of privacy is a user, ``.users`` is appended, and with several clients

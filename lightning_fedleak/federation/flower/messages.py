@@ -136,10 +136,8 @@ def arrays_of(message: Message) -> tuple[str, _Arrays]:
 def arrays_in(message: Message, key: str) -> list[Tensor]:
     """Return the arrays of a message of the older interface, from the record of this key."""
     record = message.content.array_records[key]
-    arrays = common.parameters_to_ndarrays(
-        compat.arrayrecord_to_parameters(record, keep_input=True)
-    )
-    return [torch.from_numpy(array) for array in arrays]
+    parameters = compat.arrayrecord_to_parameters(record, keep_input=True)
+    return [torch.from_numpy(array) for array in common.parameters_to_ndarrays(parameters)]
 
 
 def _round_of(message: Message) -> int:

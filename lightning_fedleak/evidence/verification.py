@@ -30,6 +30,7 @@ from lightning_fedleak.report.html import leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
+Maker = Callable[[Findings], records.JsonObject]
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
@@ -376,11 +377,7 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
 
 
 def _check_report(
-    path: Path,
-    run: Path,
-    fits: Sequence[FitLog],
-    make: Callable[[Findings], records.JsonObject],
-    verdict: Verdict,
+    path: Path, run: Path, fits: Sequence[FitLog], make: Maker, verdict: Verdict
 ) -> None:
     """Check that a file says what the logs of a folder give, as ``make`` writes it."""
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import sweep
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.sweep import Cell, Setting
 from tests.helpers.commands import options_of, run_command

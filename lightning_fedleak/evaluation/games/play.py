@@ -12,22 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import (
-    MembershipAttack,
-    PassiveMembership,
-    Query,
-    RunFacts,
-    gradient_of,
-)
+from lightning_fedleak import attacks as known
+from lightning_fedleak.evaluation.games import pool as pools
 from lightning_fedleak.evaluation.games.config import GameConfig, GameResult
-from lightning_fedleak.evaluation.games.pool import (
-    AUTHORS_POSITION,
-    Challenge,
-    SentencePool,
-    authors_challenges,
-    game_challenges,
-    pad,
-)
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
@@ -114,7 +101,7 @@ class _PooledStates:
         key = _key(row)
         if key not in self.states:
             group = self.groups[self.group_of[key]]
-            ids, mask = pad(group, self.pad_id, self.length)
+            ids, mask = pools.pad(group, self.pad_id, self.length)
             states = client_states(
                 self.anatomy, self.layers, ids, mask if self.length is None else None
             )
@@ -156,7 +143,7 @@ def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
 
 
 def find_collisions(
-    challenge: Challenge,
+    challenge: pools.Challenge,
     *,
     layer: int,
     reads: Callable[[int], slice | None],
@@ -229,7 +216,7 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
     return numbers.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)
 
 
-Adversary = MembershipAttack | PassiveMembership
+Adversary = known.MembershipAttack | known.PassiveMembership
 
 Defend = Callable[[Tensor, Tensor | None], Tensor]
 """Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
@@ -238,7 +225,7 @@ Defend = Callable[[Tensor, Tensor | None], Tensor]
 def play(
     anatomy: Anatomy,
     attacks: Sequence[Adversary],
-    pool: SentencePool,
+    pool: pools.SentencePool,
     config: GameConfig | None = None,
     *,
     planted: Tensor | None = None,
@@ -286,18 +273,20 @@ def play(
 
 
 def _challenges(
-    pool: SentencePool, config: GameConfig, planted: Tensor | None, spare: int
-) -> Iterator[Challenge]:
+    pool: pools.SentencePool, config: GameConfig, planted: Tensor | None, spare: int
+) -> Iterator[pools.Challenge]:
     if config.protocol == "authors":
         if planted is None:
             raise ValueError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        return authors_challenges(pool.rows, planted, config.batch, config.games, AUTHORS_POSITION)
-    return game_challenges(pool, config, spare)
+        return pools.authors_challenges(
+            pool.rows, planted, config.batch, config.games, pools.AUTHORS_POSITION
+        )
+    return pools.game_challenges(pool, config, spare)
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     """Run A_init."""
-    passive = isinstance(attack, PassiveMembership)
+    passive = isinstance(attack, known.PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
             f"reads the gradient of a loss, whose labels this game does not have for a "
@@ -316,7 +305,7 @@ class _GameRun:
         self,
         anatomy: Anatomy,
         attacks: Sequence[Adversary],
-        pool: SentencePool,
+        pool: pools.SentencePool,
         config: GameConfig,
         planted: Tensor | None,
         defend: Defend | None = None,
@@ -325,15 +314,17 @@ class _GameRun:
             raise ValueError("defend= changes every batch and needs forwards='fresh'")
         hint = "of the pool's sentences, which must fit into the model's context"
         check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy), hint=hint)
-        facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
+        facts = (
+            known.RunFacts() if defend is None else known.RunFacts(defended=frozenset({"batches"}))
+        )
         for attack in attacks:
             attack.meet(facts)
             with explain_errors(f"attack '{attack.name}'", ValueError, error=ValueError):
                 _prepare(attack, anatomy)
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.defend = config, defend
-        self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
-        self.passive = [a for a in attacks if isinstance(a, PassiveMembership)]
+        self.layers = sorted({a.layer for a in attacks if isinstance(a, known.MembershipAttack)})
+        self.passive = [a for a in attacks if isinstance(a, known.PassiveMembership)]
         self.roles = tuple(
             dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
         )
@@ -362,7 +353,7 @@ class _GameRun:
             self.pool.tokens if authors else None,
         )
 
-    def play(self, number: int, challenge: Challenge) -> None:
+    def play(self, number: int, challenge: pools.Challenge) -> None:
         """Play the games of one challenge."""
         ids, mask, states = self._client_batch(challenge)
         query, embedded = self._server_states(challenge)
@@ -370,7 +361,7 @@ class _GameRun:
         upstreams: dict[tuple[int, str], Tensor] = {}
         for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
             start = time.perf_counter()
-            if isinstance(attack, PassiveMembership):
+            if isinstance(attack, known.PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
@@ -403,7 +394,7 @@ class _GameRun:
         """Return the gradient of the client's batch in the parameters that are read."""
         labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
-        gradients = gradient_of(self.anatomy, batch, self.roles)
+        gradients = known.gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
@@ -412,16 +403,15 @@ class _GameRun:
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
         for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
-            reads: tuple[int | None, str] = (None, "text")
-            if isinstance(attack, MembershipAttack):
-                reads = (attack.layer, attack.granularity)
+            crafted = attack if isinstance(attack, known.MembershipAttack) else None
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
             if self.config.protocol == "authors":
                 all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
             results.append(
                 GameResult(
-                    attack.name,
-                    *reads,
+                    attack=attack.name,
+                    layer=crafted and crafted.layer,
+                    granularity=crafted.granularity if crafted else "text",
                     **truth,
                     **all_columns,
                     protocol=self.config.protocol,
@@ -433,7 +423,7 @@ class _GameRun:
         return results
 
     def _client_batch(
-        self, challenge: Challenge
+        self, challenge: pools.Challenge
     ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         """Return ids and mask (B, L) of the client's batch, and its states by layer."""
         ids, mask = self._pad(challenge.data)
@@ -448,14 +438,14 @@ class _GameRun:
     def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return ids and mask on the model's device; the authors' model reads the padding."""
         authors = self.config.protocol == "authors"
-        ids, mask = pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
+        ids, mask = pools.pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
         device = self.anatomy.device
         return ids.to(device), None if authors else mask.to(device)
 
-    def _server_states(self, challenge: Challenge) -> tuple[Query, dict[int, Tensor]]:
+    def _server_states(self, challenge: pools.Challenge) -> tuple[known.Query, dict[int, Tensor]]:
         """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
         ids, mask = self._pad(challenge.targets)
-        query = Query(ids, mask, challenge.positions.to(self.anatomy.device))
+        query = known.Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
             return query, {k: model_runs.hidden_states(self.anatomy, k, ids) for k in self.layers}
         with model_runs.undisturbed(self.anatomy):

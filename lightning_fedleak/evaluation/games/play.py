@@ -410,7 +410,7 @@ class _GameRun:
             results.append(
                 GameResult(
                     attack=attack.name,
-                    layer=crafted and crafted.layer,
+                    layer=crafted.layer if crafted else None,
                     granularity=crafted.granularity if crafted else "text",
                     **truth,
                     **all_columns,

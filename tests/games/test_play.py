@@ -16,7 +16,6 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from tests.games.toy import ToyMembership
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
-GAMES = importlib.import_module("lightning_fedleak.evaluation.games.play")
 POOLS = importlib.import_module("lightning_fedleak.evaluation.games.pool")
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
 

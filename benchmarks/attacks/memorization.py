@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks.memorization import MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks, tokenize
+from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
@@ -58,7 +58,10 @@ def trained_pool(
     """Return a pool of texts, split by a coin."""
     words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
     order = np.random.default_rng(0).permutation(len(words))
-    rows = tokenize([words[i] for i in order[: 3 * options.texts]], tokenizer, options.length)
+    chosen = [words[i] for i in order[: 3 * options.texts]]
+    encoded = tokenizer(chosen, truncation=True, max_length=options.length, verbose=False)
+    ids = [torch.tensor(row, dtype=torch.long) for row in encoded["input_ids"] if row]
+    rows = [Text(row, row) for row in ids]
     whole = [row for row in rows if len(row.ids) == options.length] if options.whole else rows
     coins = np.random.default_rng([seed, 7]).random(len(whole)) < options.share
     sides: dict[bool, list[Text]] = {True: [], False: []}

@@ -80,15 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if not _is_meant_for_users(error):
             raise
-        return _fail(error)
+        print(f"fedleak: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("fedleak: interrupted", file=sys.stderr)
         return 130
-
-
-def _fail(error: object) -> int:
-    print(f"fedleak: {error}", file=sys.stderr)
-    return 1
 
 
 def _is_meant_for_users(error: ValueError) -> bool:

@@ -2,9 +2,6 @@
 
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
-from lightning_fedleak.defenses.accounting.accounting import (
-    noise_multiplier_for as noise_multiplier_for,
-)
 from lightning_fedleak.defenses.accounting.budget import BudgetSpent as BudgetSpent
 from lightning_fedleak.defenses.activation_compression import (
     ActivationCompression as ActivationCompression,

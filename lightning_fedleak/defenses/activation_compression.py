@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fedleak.defenses.activations import ActivationDefense, ActivationNoise
 from lightning_fedleak.defenses.base import Defense, DefenseError, State
-from lightning_fedleak.validate import check_integer
+from lightning_fedleak.defenses.checks import check_integer
 
 
 class ActivationCompression(ActivationDefense):
@@ -55,7 +55,7 @@ class ActivationCompression(ActivationDefense):
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
         name = "ActivationCompression: keep_dims"
-        self.keep_dims = check_integer(name, keep_dims, error=DefenseError)
+        self.keep_dims = check_integer(name, keep_dims)
         self.seed = seed
         self._span: Tensor | None = None
 

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import noise
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.checks import check_integer, check_number
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
 from lightning_fedleak.model.model_runs import is_observed, reset_compiled
-from lightning_fedleak.validate import check_integer, check_number
 
 
 class ActivationDefense(Defense):
@@ -45,13 +45,8 @@ class ActivationDefense(Defense):
     acts_in_inference = True
 
     def __init__(self, layer: int, *, anatomy: Mapping[str, str] | None = None) -> None:
-        self.layer = check_integer(
-            f"{type(self).__name__}: layer",
-            layer,
-            at_least=0,
-            hint="0 for the input of the first block, k for the output of block k",
-            error=DefenseError,
-        )
+        hint = "0 for the input of the first block, k for the output of block k"
+        self.layer = check_integer(f"{type(self).__name__}: layer", layer, at_least=0, hint=hint)
         self.activation_layers = (layer,)
         self._anatomy_names = dict(anatomy or {})
         self._handle: RemovableHandle | None = None
@@ -228,10 +223,8 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
     ) -> None:
         super().__init__(layer, anatomy=anatomy)
         hint = "None is for no clipping"
-        check_number("ActivationNoise: sigma", sigma, at_least=0, error=DefenseError)
-        check_number(
-            "ActivationNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
-        )
+        check_number("ActivationNoise: sigma", sigma, at_least=0)
+        check_number("ActivationNoise: clip", clip, above=0, optional=True, hint=hint)
         if relative and clip is not None:
             raise DefenseError(
                 "ActivationNoise: relative noise guarantees nothing, whatever the clip. Give "
@@ -288,7 +281,7 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         Raises:
             ValueError: an argument out of range.
         """
-        check_integer("positions", positions)
+        check_integer("positions", positions, error=ValueError)
         if self.clip is None or self.sigma == 0:
             return math.inf
         return noise.gaussian_epsilon(sigma=self.sigma / (2 * math.sqrt(positions)), delta=delta)

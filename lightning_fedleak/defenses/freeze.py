@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
+from lightning_fedleak.defenses.checks import check_choice
 from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
-from lightning_fedleak.validate import check_choice
 
 Part = Literal["head", "embeddings", "head+embeddings"]
 _PARTS: tuple[Part, ...] = ("head", "embeddings", "head+embeddings")
@@ -61,14 +61,14 @@ class Freeze(Defense):
         parameters: Sequence[str] | None = None,
         when: Literal["always", "hardened"] = "always",
     ) -> None:
-        self.part = check_choice("Freeze: part", part, _PARTS, optional=True, error=DefenseError)
+        self.part = check_choice("Freeze: part", part, _PARTS, optional=True)
         patterns = tuple(parameters or ())
         if part is None and not patterns:
             raise DefenseError(
                 "Freeze: nothing is named; give a part, such as Freeze('head'), or patterns of "
                 "names, such as Freeze(parameters=['*.attn.*'])"
             )
-        self.when = check_choice("Freeze: when", when, ("always", "hardened"), error=DefenseError)
+        self.when = check_choice("Freeze: when", when, ("always", "hardened"))
         self.parameters = patterns
         self._call = (
             f"Freeze({part!r}, parameters={[*patterns]})" if patterns else f"Freeze({part!r})"

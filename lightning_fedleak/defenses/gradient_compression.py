@@ -17,8 +17,8 @@ from lightning_fedleak.defenses.base import (
     DefenseError,
     State,
 )
+from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
 from lightning_fedleak.model.compression import Compression, Method, compression_error, low_rank
-from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 _RESIDUAL, _FACTOR = "residual/", "factor/"
 
@@ -81,11 +81,9 @@ class GradientCompression(Defense):
         self, method: Method, *, share: float = 0.1, rank: int = 4, error_feedback: bool = True
     ) -> None:
         name = "GradientCompression: "
-        self.method: Method = check_choice(
-            f"{name}method", method, get_args(Method), error=DefenseError
-        )
-        self.share = check_number(f"{name}share", share, above=0, at_most=1, error=DefenseError)
-        self.rank = check_integer(f"{name}rank", rank, error=DefenseError)
+        self.method: Method = check_choice(f"{name}method", method, get_args(Method))
+        self.share = check_number(f"{name}share", share, above=0, at_most=1)
+        self.rank = check_integer(f"{name}rank", rank)
         self._rule = Compression(self.method, self.share, self.rank)
         self.error_feedback = error_feedback
         self.memory: dict[str, Tensor] = {}

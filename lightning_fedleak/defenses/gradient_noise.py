@@ -16,7 +16,7 @@ from lightning_fedleak.defenses.base import (
     State,
     parameter_name,
 )
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.defenses.checks import check_number
 
 
 class GradientNoise(noise.HardenedNoise):
@@ -90,10 +90,8 @@ class GradientNoise(noise.HardenedNoise):
         max_hardenings: int | None = None,
     ) -> None:
         hint = "None is for no clipping"
-        self.clip = check_number(
-            "GradientNoise: clip", clip, above=0, optional=True, hint=hint, error=DefenseError
-        )
-        self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0, error=DefenseError)
+        self.clip = check_number("GradientNoise: clip", clip, above=0, optional=True, hint=hint)
+        self.sigma = check_number("GradientNoise: sigma", sigma, at_least=0)
         self.seed = seed
         self._allow_hardening(max_hardenings)
         self.releases = 0

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
+from lightning_fedleak.defenses.checks import check_choice
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
-from lightning_fedleak.validate import check_choice
 
 Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
@@ -48,13 +48,8 @@ class UpdateRelease:
     """
 
     def __init__(self, defenses: Iterable[Defense], client: Client, owner: str) -> None:
-        check_choice(
-            f"{owner}: client",
-            client,
-            get_args(Client),
-            hint="'rank' makes each process a client, 'world' all processes together one",
-            error=DefenseError,
-        )
+        hint = "'rank' makes each process a client, 'world' all processes together one"
+        check_choice(f"{owner}: client", client, get_args(Client), hint=hint)
         if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
             raise DefenseError(f"{owner}: defenses={defenses!r} must be a list, even of one: [...]")
         defenses = tuple(defenses)  # once: a generator would be empty the second time

@@ -4,6 +4,5 @@ from lightning_fedleak.evidence.signing import sign_run as sign_run
 from lightning_fedleak.evidence.verdict import CONTRADICTED as CONTRADICTED
 from lightning_fedleak.evidence.verdict import HOLDS as HOLDS
 from lightning_fedleak.evidence.verdict import OPEN as OPEN
-from lightning_fedleak.evidence.verdict import Verdict as Verdict
 from lightning_fedleak.evidence.verification import Verification as Verification
 from lightning_fedleak.evidence.verification import verify_run as verify_run

@@ -7,18 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.report import ReportError
-from lightning_fedleak.report.records import (
-    BEFORE,
-    NOT_PLAYED,
-    RECORD,
-    RESULTS,
-    JsonObject,
-    hash_line,
-    holds_own_hash,
-    parse_json,
-    split_lines,
-)
+from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
 CHAINED = 4
@@ -37,12 +26,12 @@ class ChainedFile:
 
     name: str
     hashes: list[str] = field(default_factory=list)
-    contents: list[JsonObject | None] = field(default_factory=list)
+    contents: list[records.JsonObject | None] = field(default_factory=list)
 
     @property
     def head(self) -> str:
         """The hash of the last line; of no bytes where there is none."""
-        return self.hashes[-1] if self.hashes else hash_line(b"")
+        return self.hashes[-1] if self.hashes else records.hash_line(b"")
 
 
 def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
@@ -56,21 +45,21 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         ReportError: the file cannot be read.
     """
     log = ChainedFile(path.name)
-    hint = f"Name the folder that holds {RESULTS} and {RECORD}"
+    hint = f"Name the folder that holds {records.RESULTS} and {records.RECORD}"
     with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
-        data = path.read_bytes() if path.exists() or path.name != RESULTS else b""
+        data = path.read_bytes() if path.exists() or path.name != records.RESULTS else b""
     unchained = 0
-    for number, line in enumerate(split_lines(data), 1):
+    for number, line in enumerate(records.split_lines(data), 1):
         content = _object_of(line)
-        before, log_head = (content or {}).get(BEFORE), log.head
-        log.hashes.append(hash_line(line))
+        before, log_head = (content or {}).get(records.BEFORE), log.head
+        log.hashes.append(records.hash_line(line))
         log.contents.append(content)
         if content is None:
             continue  # the next line's hash says whether it was so when that was written
         if before is None and _schema(content) < CHAINED:
             unchained += 1
             continue
-        if not holds_own_hash(line):
+        if not records.holds_own_hash(line):
             verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
         if before != log_head:
             verdict.contradict(
@@ -91,15 +80,15 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     return log
 
 
-def _object_of(line: bytes) -> JsonObject | None:
+def _object_of(line: bytes) -> records.JsonObject | None:
     try:
-        content = parse_json(line.decode())
+        content = records.parse_json(line.decode())
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def _schema(content: JsonObject) -> int:
+def _schema(content: records.JsonObject) -> int:
     schema = content.get("schema", 1)
     return schema if isinstance(schema, int) else CHAINED
 
@@ -156,33 +145,35 @@ def _check_results(
         run = str((line or {}).get("run", ""))
         place = f"{results.name}, line {number}"
         reason = str((line or {}).get("unknown", ""))
-        if line is not None and run not in begins and reason.startswith(NOT_PLAYED):
+        if line is not None and run not in begins and reason.startswith(records.NOT_PLAYED):
             verdict.note(f"{place}: run {run} was refused before it began")
         elif line is not None and run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {RECORD}")
+            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
         elif (closed := ends.get(run)) is not None and number > closed:
             verdict.contradict(f"{place}: run {run} had ended before")
 
 
-def count_of(line: JsonObject, key: str) -> int | None:
+def count_of(line: records.JsonObject, key: str) -> int | None:
     """Return a number of steps or lines; None where a line says no such number."""
     count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
 
-def _check_closing(line: JsonObject, results: ChainedFile, place: str, verdict: Verdict) -> None:
+def _check_closing(
+    line: records.JsonObject, results: ChainedFile, place: str, verdict: Verdict
+) -> None:
     """Compare what a line says of the end of ``leakage.jsonl`` with that file."""
     count, head = count_of(line, "results"), line.get("results_head")
     if _schema(line) < CHAINED:
         return
     if count is None:
-        verdict.leave_open(f"{place}: it does not say how far {RESULTS} goes")
+        verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
     elif count > len(results.hashes):
         verdict.contradict(
             f"{results.name} has {len(results.hashes)} lines, and had {count} at {place}: its end "
             "was cut"
         )
-    elif head != (results.hashes[count - 1] if count else hash_line(b"")):
+    elif head != (results.hashes[count - 1] if count else records.hash_line(b"")):
         verdict.contradict(
             f"{results.name}, line {count}: it is not the one that was the last at {place}"
         )

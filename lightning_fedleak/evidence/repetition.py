@@ -15,7 +15,7 @@ from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import FitLog, ReportError, read
 from lightning_fedleak.report.records import RECORD, BeginLine, JsonObject, LookLine, MetricsLine
 
-Value = tuple[int, tuple[str, ...]]
+Values = dict[tuple[int, tuple[str, ...]], object]
 """A value of a run: the step, and what it is."""
 
 _TRAINING = "model", "training", "defenses"
@@ -79,12 +79,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
     return [f"repetition: {values_of}"]
 
 
-def _compare_values(
-    values: Mapping[Value, object],
-    repeated: Mapping[Value, object],
-    verdict: Verdict,
-    first_apart: float,
-) -> None:
+def _compare_values(values: Values, repeated: Values, verdict: Verdict, first_apart: float) -> None:
     """Name the first value that differs, and the first that one run alone has.
 
     Args:
@@ -177,7 +172,7 @@ def _has_budget(config: JsonObject | None) -> bool:
     return any("seconds" in setting for setting in config or ())
 
 
-def _losses(fit: FitLog) -> dict[Value, object]:
+def _losses(fit: FitLog) -> Values:
     """Return the losses of a run; those between looks are logged at other moments of a step."""
     lines: list[LookLine | MetricsLine] = [*fit.looks, *fit.metrics]
     return {
@@ -188,16 +183,16 @@ def _losses(fit: FitLog) -> dict[Value, object]:
     }
 
 
-def _weights(fit: FitLog) -> dict[Value, object]:
+def _weights(fit: FitLog) -> Values:
     """Return the hash of each checkpoint, and of each trained tensor that a run ended with."""
     hashes = fit.end.weights if fit.end is not None else None
     step = fit.end.step if fit.end is not None else 0
     saved = [one for one in fit.checkpoints if one.weights is not None]
-    values: dict[Value, object] = {(one.step, (_SAVED,)): one.weights for one in saved}
+    values: Values = {(one.step, (_SAVED,)): one.weights for one in saved}
     return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
 
 
-def _results_before(fit: FitLog, before: float) -> dict[Value, object]:
+def _results_before(fit: FitLog, before: float) -> Values:
     """Return what attacks without a budget of time read before a step."""
     return {
         (line.step, ("leakage", line.stage, line.attack, name)): value

@@ -20,10 +20,7 @@ from lightning_fedleak.report.records import RECORD, RESULTS, JsonObject, split_
 from lightning_fedleak.validate import explain_errors
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
+    from cryptography.hazmat.primitives.asymmetric import ed25519
 
 STATEMENT = "fedleak.dsse.json"
 """The file of the envelope, beside the logs."""
@@ -46,7 +43,7 @@ def sign_run(run: Path, key: Path) -> Path:
         ReportError: a file cannot be read or is no such key, or the logs contradict themselves.
         ImportError: the package ``cryptography`` is not installed.
     """
-    private: Ed25519PrivateKey = _load_key(key, private=True)
+    private: ed25519.Ed25519PrivateKey = _load_key(key, private=True)
     verdict = Verdict()
     logs = [read_chain(run / name, verdict) for name in (RECORD, RESULTS)]
     files = {n: (run / n).read_bytes() for n in (RECORD, RESULTS, *OTHERS) if (run / n).exists()}
@@ -91,7 +88,7 @@ def check_signature(run: Path, key: Path, verdict: Verdict) -> None:
         ReportError: the key cannot be read.
         ImportError: the package ``cryptography`` is not installed.
     """
-    public: Ed25519PublicKey = _load_key(key, private=False)
+    public: ed25519.Ed25519PublicKey = _load_key(key, private=False)
     if not (run / STATEMENT).exists():
         verdict.contradict(f"{run / STATEMENT} is missing: the run was not signed")
         return
@@ -125,7 +122,7 @@ def check_signature(run: Path, key: Path, verdict: Verdict) -> None:
             verdict.contradict(f"{name} is not the file that was signed")
 
 
-def _signed_statement(path: Path, key: Ed25519PublicKey) -> JsonObject | None:
+def _signed_statement(path: Path, key: ed25519.Ed25519PublicKey) -> JsonObject | None:
     """Return the statement in an envelope; None where the key did not sign it."""
     from cryptography.exceptions import InvalidSignature
 

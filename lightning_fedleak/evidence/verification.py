@@ -24,20 +24,13 @@ from lightning_fedleak.evidence.repetition import check_repetition, last_fit
 from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret
-from lightning_fedleak.report import Findings, FitLog, ReportError, findings, leakage_file, read
+from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
 from lightning_fedleak.report.files import LEAKAGE
-from lightning_fedleak.report.records import (
-    CHAIN_KEY,
-    RECORD,
-    RESULTS,
-    GateFacts,
-    JsonObject,
-    as_json,
-    code_of,
-)
+from lightning_fedleak.report.html import leakage_file
 from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
+Maker = Callable[[Findings], records.JsonObject]
 _OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
@@ -94,23 +87,23 @@ def verify_run(
     verdict = Verdict()
     checked = ["order and completeness of the logs", "gates on attacks on what is shared"]
     not_checked = ["gates on trained weights and of rounds, or that had to act on an unknown"]
-    logs = {name: read_chain(run / name, verdict) for name in (RECORD, RESULTS)}
-    check_closings(logs[RECORD], logs[RESULTS], verdict)
+    logs = {name: read_chain(run / name, verdict) for name in (records.RECORD, records.RESULTS)}
+    check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
     if others := runs_below(run):
         verdict.leave_open(f"{others}: they are not checked; verify each")
-    if check_plans(logs[RECORD], verdict):
+    if check_plans(logs[records.RECORD], verdict):
         checked.append("looks at the planned steps")
     else:
         not_checked.append("looks: no run says at which steps they are planned")
-    compared, missing = check_clients(run, logs[RECORD], clients, verdict)
+    compared, missing = check_clients(run, logs[records.RECORD], clients, verdict)
     checked, not_checked = checked + compared, not_checked + missing
     for head in {*heads}.difference(*(log.hashes for log in logs.values())):
         verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
-    fits = [] if verdict.contradictions else read([run / RECORD]).fits
+    fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
     if (run / REPORT).exists():
-        _check_report(run / REPORT, run, fits, as_json, verdict)
+        _check_report(run / REPORT, run, fits, records.as_json, verdict)
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
@@ -125,7 +118,10 @@ def verify_run(
     else:
         _check_weights(fits, weights, verdict)
         checked.append("weights")
-        checked += _check_leakage(run, fits, weights, verdict)
+        beside = (weights if weights.is_dir() else weights.parent) / LEAKAGE
+        if beside.exists():
+            _check_report(beside, run, fits, leakage_file, verdict)
+            checked.append(LEAKAGE)
     if repetition is None:
         not_checked.append("whether training again gives this: --repetition DIR, of the last run")
     elif (last := last_fit(fits)) is None or verify_run(repetition).verdict.contradictions:
@@ -197,7 +193,7 @@ def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
     return bool(planned)
 
 
-def _steps_between_looks(line: JsonObject) -> int | None:
+def _steps_between_looks(line: records.JsonObject) -> int | None:
     """Return n of the setting ``every_n_steps=n``; None where looks are set by their cost."""
     monitor = line.get("monitor")
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
@@ -228,7 +224,7 @@ def check_clients(
     names = {c: " and ".join(sorted({name for _, name, _ in rows})) for c, rows in noted.items()}
     beside = [run, *run.glob("*/"), *run.resolve().parent.glob("*/")] if noted else []
     compared: dict[str, str] = {}
-    for folder in folders or [one for one in beside if (one / CHAIN_KEY).is_file()]:
+    for folder in folders or [one for one in beside if (one / records.CHAIN_KEY).is_file()]:
         try:
             chain, codes, client = _codes_in(folder)
         except ReportError:
@@ -286,20 +282,22 @@ def _codes_in(folder: Path) -> tuple[str, list[tuple[str, object]], Verdict]:
         f"'{folder}' cannot be compared with the server's log",
         *(OSError, ValueError, LookupError, TypeError),
         error=ReportError,
-        hint=f"Name a folder of a client's logs, with its {CHAIN_KEY}",
+        hint=f"Name a folder of a client's logs, with its {records.CHAIN_KEY}",
     ):
-        key = str(read_secret(folder / CHAIN_KEY, "the key")["key"])
-        record, results = (read_chain(folder / name, verdict) for name in (RECORD, RESULTS))
+        key = str(read_secret(folder / records.CHAIN_KEY, "the key")["key"])
+        record, results = (
+            read_chain(folder / name, verdict) for name in (records.RECORD, records.RESULTS)
+        )
     check_closings(record, results, closings)
     verdict.contradictions += closings.contradictions
     verdict.notes += closings.open + closings.notes
     lines = zip(record.hashes, record.contents, strict=True)
     codes = [
-        (code_of(key, one), content.get("step"))
+        (records.code_of(key, one), content.get("step"))
         for one, content in lines
         if content and content.get("kind") == "sent"
     ]
-    return code_of(key, "")[:16], codes, verdict
+    return records.code_of(key, "")[:16], codes, verdict
 
 
 # ---- gates --------------------------------------------------------------------------------------
@@ -329,7 +327,7 @@ def _check_gates(fit: FitLog, verdict: Verdict) -> None:
             )
 
 
-def _missed(fit: FitLog, gate: GateFacts) -> Iterator[tuple[int, float]]:
+def _missed(fit: FitLog, gate: records.GateFacts) -> Iterator[tuple[int, float]]:
     """Yield the steps at which a gate had to act by the logged values and did not.
 
     A run that was cut off may have ended before its gate was asked. One that goes on from a
@@ -379,11 +377,7 @@ def _watched_values(fit: FitLog, metric: str) -> dict[int, float | None]:
 
 
 def _check_report(
-    path: Path,
-    run: Path,
-    fits: Sequence[FitLog],
-    make: Callable[[Findings], JsonObject],
-    verdict: Verdict,
+    path: Path, run: Path, fits: Sequence[FitLog], make: Maker, verdict: Verdict
 ) -> None:
     """Check that a file says what the logs of a folder give, as ``make`` writes it."""
     try:
@@ -397,7 +391,7 @@ def _check_report(
         return
     states = []
     for name in (None, *(fit.run for fit in fits)):
-        content = as_json(make(findings(read([run / RECORD], run=name))))
+        content = records.as_json(make(findings(read([run / records.RECORD], run=name))))
         if _statements(content) == _statements(report):
             return
         states.append(_standing_of(content))
@@ -409,14 +403,14 @@ def _check_report(
         )
 
 
-def _standing_of(report: JsonObject) -> list[tuple[object, ...]]:
+def _standing_of(report: records.JsonObject) -> list[tuple[object, ...]]:
     """Return which runs a report is of, and how far they were."""
     runs, keys = report["runs"], ("run", "name", "ended", "steps")
     looks = [[count for _, count, *_ in run.get("costs", ())] for run in runs]
     return [(*map(run.get, keys), count) for run, count in zip(runs, looks, strict=True)]
 
 
-def _statements(report: JsonObject) -> JsonObject:
+def _statements(report: records.JsonObject) -> records.JsonObject:
     """Return what a report says of its runs, wherever they are and whoever they are of."""
     parts = {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
     without = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
@@ -455,15 +449,6 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
             f"'{place}' holds {len(shared) - len(types)} of the {len(trained)} trained tensors: "
             f"{unknown} are not there, or saved in another type"
         )
-
-
-def _check_leakage(run: Path, fits: Sequence[FitLog], place: Path, verdict: Verdict) -> list[str]:
-    """Check the file beside the weights that says what they leak; name it if there is one."""
-    beside = (place if place.is_dir() else place.parent) / LEAKAGE
-    if not beside.exists():
-        return []
-    _check_report(beside, run, fits, leakage_file, verdict)
-    return [LEAKAGE]
 
 
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:

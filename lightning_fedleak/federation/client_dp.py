@@ -12,7 +12,6 @@ import os
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -22,10 +21,10 @@ from torch import Tensor
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError, Privacy, RenyiFilter
 from lightning_fedleak.defenses.accounting import Accountant, AccountantKind, Budget, SamplingScheme
 from lightning_fedleak.defenses.accounting.ledger import check_terms
+from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
 from lightning_fedleak.defenses.noise import base_of, noise_key, standard_normal
 from lightning_fedleak.federation.updates import Release, Update, UpdateError, UpdateSum, clipped
 from lightning_fedleak.messages import rank_zero_warn
-from lightning_fedleak.validate import check_choice, check_integer, check_number
 
 C = TypeVar("C")
 
@@ -34,10 +33,6 @@ MAX_HARDENINGS = 10  # so that the noise grows at most 1024 times before an upda
 
 ClientSampling = Literal["all", "poisson", "fixed"]
 Trusted = Literal["central", "local", "secure_aggregation"]
-
-_number = partial(check_number, error=DefenseError)
-_integer = partial(check_integer, error=DefenseError)
-_choice = partial(check_choice, error=DefenseError)
 
 
 @dataclass(frozen=True)
@@ -131,14 +126,14 @@ class ClientDP(Defense):
         release: ClientReleaseSettings | None = None,
     ) -> None:
         release = release or ClientReleaseSettings()
-        self.clip = float(_number("ClientDP: clip", clip, above=0))
-        _number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
-        _number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
-        _integer("ClientDP: rounds", rounds, optional=True)
-        _integer("ClientDP: clients", clients)
+        self.clip = float(check_number("ClientDP: clip", clip, above=0))
+        check_number("ClientDP: target_epsilon", target_epsilon, above=0, optional=True)
+        check_number("ClientDP: noise_multiplier", noise_multiplier, above=0, optional=True)
+        check_integer("ClientDP: rounds", rounds, optional=True)
+        check_integer("ClientDP: clients", clients)
         hint = "publishing one client's data at random must not count as private"
-        _number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
-        _choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
+        check_number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
+        check_choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
         is_found, is_budget = noise_multiplier is None, accountant == "filter"
         if (is_found and rounds is None) or (target_epsilon is None and (is_found or is_budget)):
             raise DefenseError(
@@ -330,7 +325,7 @@ class ClientDP(Defense):
             )
         most = int(self.per_round) if self.sampling == "fixed" else self.clients
         name, hint = "ClientDP: number of clients in a round", "use drawn()"
-        _integer(name, len(clients), at_least=0, at_most=most, hint=hint)
+        check_integer(name, len(clients), at_least=0, at_most=most, hint=hint)
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
@@ -509,14 +504,14 @@ class ClientDP(Defense):
 
 def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> float:
     """Return the expected number of clients in a round."""
-    _choice("ClientDP: sampling", sampling, get_args(ClientSampling))
+    check_choice("ClientDP: sampling", sampling, get_args(ClientSampling))
     if sampling == "all":
         hint = "with sampling='all' each client takes part"
-        _choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
+        check_choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
     hint = f"sampling={sampling!r} needs per_round=, clients of a round"
     number: Any = per_round
-    drawn = _number("ClientDP: per_round", number, above=0, at_most=clients, hint=hint)
+    drawn = check_number("ClientDP: per_round", number, above=0, at_most=clients, hint=hint)
     if sampling == "fixed" and drawn % 1:
         raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
     return float(drawn)
@@ -526,12 +521,12 @@ def _check_trust(
     trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
 ) -> None:
     """Refuse settings under which the noise, or its account, is not that of the whole sum."""
-    _choice("ClientDP: trust", trust, get_args(Trusted))
+    check_choice("ClientDP: trust", trust, get_args(Trusted))
     shared = trust == "secure_aggregation"
     if shared:
         hint = "shares of noise add up only where it is known how many clients take part"
         name = "ClientDP: with trust='secure_aggregation' sampling"
-        _choice(name, sampling, ("fixed", "all"), hint=hint)
+        check_choice(name, sampling, ("fixed", "all"), hint=hint)
     most = math.ceil(per_round) - 1 if shared else 0
     hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
-    _integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)
+    check_integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)

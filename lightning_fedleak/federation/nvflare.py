@@ -14,23 +14,10 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from lightning_fedleak import federation
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
 from lightning_fedleak.extras import require_package
-from lightning_fedleak.federation import (
-    HEAD,
-    ClientDP,
-    HandOver,
-    HeadRecord,
-    Leaving,
-    OutgoingUpdates,
-    RoundGate,
-    RoundObserver,
-    UpdateError,
-    UpdateSum,
-    head_of,
-    moved,
-)
 from lightning_fedleak.federation.updates import State, array_in, convert_like, read_state
 from lightning_fedleak.private_files import read_secret, write_secret
 from lightning_fedleak.validate import check_choice
@@ -133,8 +120,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self.dp = dp
         self.withheld: Withheld = withheld
         self.secure_aggregation = secure_aggregation
-        self._outgoing: OutgoingUpdates | None = None
-        self._hand_over: HandOver | None = None
+        self._outgoing: federation.OutgoingUpdates | None = None
+        self._hand_over: federation.HandOver | None = None
         self._memory_file: Path | None = None
         self._sent: tuple[str, int | None, State, float] | None = None
         self._data_kind = DataKind.WEIGHTS
@@ -173,16 +160,16 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
     def _set_up(self, fl_ctx: FLContext) -> None:
         site, job = fl_ctx.get_identity_name(), fl_ctx.get_job_id()
-        observer: RoundObserver = _call_job_code(self.observer, site)
+        observer: federation.RoundObserver = _call_job_code(self.observer, site)
         observer.federation = observer.federation or f"nvflare-{job}"
-        dp: ClientDP | None = _call_job_code(self.dp, site) if self.dp else None
+        dp: federation.ClientDP | None = _call_job_code(self.dp, site) if self.dp else None
         if dp is not None and dp.trust != "central":
             dp.check_client(
                 masked=self.secure_aggregation,
                 mend="put NVFlare's encrypting filter after this one and say "
                 "FedLeakFilter(secure_aggregation=True)",
             )
-        self._outgoing = OutgoingUpdates(
+        self._outgoing = federation.OutgoingUpdates(
             observer,
             _make_gates(self.gates),
             dp,
@@ -193,7 +180,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(job))
         memory = self._memory_file = folder / _MEMORY_FILE
         self._outgoing.recall(read_secret(memory, "the memory") if memory.exists() else None)
-        self._hand_over = HandOver(folder / "fedleak_local_steps")
+        self._hand_over = federation.HandOver(folder / "fedleak_local_steps")
         self._hand_over.open()
 
     def _note_sent(self, fl_ctx: FLContext) -> None:
@@ -286,9 +273,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
         def train() -> tuple[State, Sequence[Any]]:
             if result is None:
-                raise UpdateError(f"no model came back ({shareable.get_return_code()})")
+                raise federation.UpdateError(f"no model came back ({shareable.get_return_code()})")
             if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
-                raise UpdateError(f"'{name}' was to leave beside the model; no attack reads it")
+                raise federation.UpdateError(
+                    f"'{name}' was to leave beside the model; no attack reads it"
+                )
             before = sent if result.data_kind == DataKind.WEIGHT_DIFF else None
             return read_state(result.data, before), hand_over.take()
 
@@ -297,14 +286,14 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
         if leaving.withheld or outgoing.dp or outgoing.compression:
             shareable = self._reply(shareable, leaving, sent, meta, fl_ctx)
-        if outgoing.dp is None and (code := head_of(outgoing.observer, outgoing.client)):
-            shareable.set_header(HEAD, code)
+        if outgoing.dp is None and (code := federation.head_of(outgoing.observer, outgoing.client)):
+            shareable.set_header(federation.HEAD, code)
         return shareable
 
     def _reply(
         self,
         shareable: Shareable,
-        leaving: Leaving,
+        leaving: federation.Leaving,
         sent: State,
         meta: dict[str, object],
         fl_ctx: FLContext,
@@ -345,7 +334,7 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
 
     def __init__(self) -> None:
         super().__init__()
-        self._record: HeadRecord | None = None
+        self._record: federation.HeadRecord | None = None
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
         """Add the component to a job. NVFlare calls this method."""
@@ -356,14 +345,14 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
         """Open the log at the start of the run, write what arrives, and close it."""
         if event_type == EventType.START_RUN:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
-            self._record = HeadRecord(workspace / "fedleak")
+            self._record = federation.HeadRecord(workspace / "fedleak")
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._record is not None:
             result: Shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             name = str(result.get_peer_prop(ReservedKey.IDENTITY_NAME, ""))
             round_ = result.get_header(AppConstants.CURRENT_ROUND)
             if not isinstance(round_, int) or not 0 <= round_ < 2**31:  # a client wrote it
                 round_ = 0
-            self._record.note(round_, name, result.get_header(HEAD))
+            self._record.note(round_, name, result.get_header(federation.HEAD))
         elif event_type == EventType.END_RUN and self._record is not None:
             self._record.end()
             self._record = None
@@ -398,12 +387,12 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
             )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
-        self._account: ClientDP | None = None
+        self._account: federation.ClientDP | None = None
         self._sites: list[str] = []
         self._drawn_clients: list[str] = []
         self._sent_arrays: Mapping[str, object] = {}
         self._sent_state: State = {}
-        self._update_sum: UpdateSum[str] | None = None
+        self._update_sum: federation.UpdateSum[str] | None = None
 
     def add_to_fed_job(self, job: Any, ctx: Any) -> None:
         """Add the workflow to a job. NVFlare calls this method."""
@@ -455,7 +444,7 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         assert self._update_sum is not None
         release, self._update_sum = self._update_sum.end(), None
         self.info(f"{len(release.zeros)} of {len(self._drawn_clients)} drawn clients count as zero")
-        params = convert_like(moved(self._sent_state, release.update), self._sent_arrays)
+        params = convert_like(federation.moved(self._sent_state, release.update), self._sent_arrays)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
 
 
@@ -478,8 +467,8 @@ def _call_job_code(path: str, site: str) -> Any:
     return function(site)
 
 
-def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[RoundGate]:
-    return [RoundGate(**gate) for gate in settings]
+def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[federation.RoundGate]:
+    return [federation.RoundGate(**gate) for gate in settings]
 
 
 def _dxo_of(shareable: Shareable | None) -> DXO | None:

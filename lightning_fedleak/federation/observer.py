@@ -19,27 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import (
-    AUTOCAST,
-    WORST,
-    BoardLogger,
-    Channel,
-    Destination,
-    Engine,
-    Games,
-    Look,
-    Run,
-    Unknown,
-    WatchSettings,
-    announce,
-    cadence_of,
-    optimizers_of,
-    parts_of,
-    reason,
-    why_never_judged,
-)
 from lightning_fedleak.federation import updates
 from lightning_fedleak.federation.client_engine import ClientEngine
 from lightning_fedleak.federation.hand_over import Recorded
@@ -61,7 +43,7 @@ Side = Literal["client", "server"]
 
 
 @dataclass(frozen=True)
-class RoundSettings(WatchSettings):
+class RoundSettings(core.WatchSettings):
     """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
 
     Stages, clients and rounds are its own, and it writes neither texts nor a report.
@@ -87,7 +69,7 @@ class RoundSettings(WatchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RoundRun(Run):
+class _RoundRun(core.Run):
     """Describe a federation to the engine: one process, in which a client is a number, its rank.
 
     Attributes:
@@ -116,7 +98,7 @@ class _RoundRun(Run):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast, where clients train in it."""
-        dtype = AUTOCAST.get(self.precision)
+        dtype = core.AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
@@ -176,7 +158,7 @@ class RoundObserver:
         folder: str | Path = "fedleak_runs/federation",
         side: Side = "client",
         defenses: Sequence[Defense] = (),
-        games: Games | None = None,
+        games: core.Games | None = None,
         max_overhead: float | None = None,
         settings: RoundSettings | None = None,
     ) -> None:
@@ -187,7 +169,7 @@ class RoundObserver:
         check_choice("side", side, get_args(Side))
         unused = ("stages", "reveal", "report", "utility", "client", "scaler")
         settings.refuse(type(self).__name__, *unused, "memorization")
-        self.engine = Engine(*parts_of(attacks, settings, games, local_steps=local_steps))
+        self.engine = core.Engine(*core.parts_of(attacks, settings, games, local_steps=local_steps))
         if any(c.attacks for c in self.engine.channels if c.at_weights):
             raise ValueError(
                 "attacks on trained weights read no update of a round: run `fedleak memorization`"
@@ -197,7 +179,7 @@ class RoundObserver:
         self.folder = Path(folder)
         self.federation = settings.federation
         self.settings = settings
-        self._cadence = None if max_overhead is None else cadence_of(None, max_overhead)
+        self._cadence = None if max_overhead is None else core.cadence_of(None, max_overhead)
         self.next_look: dict[str | int, int] = {}
         trained = [p for p in model.parameters() if p.requires_grad]
         anatomy = find_anatomy(model, **dict(settings.anatomy or {}))
@@ -251,11 +233,11 @@ class RoundObserver:
             self.engine.begin(self.run, self._destination(round_))
         self._is_stale, self._sent, self.round_ = True, sent, round_
 
-    def _destination(self, round_: int) -> Destination:
-        return Destination(
+    def _destination(self, round_: int) -> core.Destination:
+        return core.Destination(
             self.folder,
             training={
-                "optimizers": optimizers_of(self.run.optimizers),
+                "optimizers": core.optimizers_of(self.run.optimizers),
                 "strategy": "federation",
                 "precision": self.run.precision,
                 "local_steps": self.local_steps,
@@ -315,7 +297,7 @@ class RoundObserver:
             raise RuntimeError("begin(round_, sent) comes before a client's update is looked at")
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
-        look, utility = Look(self.round_), utility or {}
+        look, utility = core.Look(self.round_), utility or {}
         before: Mapping[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
@@ -360,12 +342,12 @@ class RoundObserver:
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
         except Exception as error:  # of ours, which is to end no round
-            round_look = failed_look(look, engine, client, before, reason(error), utility)
+            round_look = failed_look(look, engine, client, before, core.reason(error), utility)
         if logged:
             try:
                 self.log(round_look)
             except Exception as error:  # the update leaves all the same
-                announce(f"RoundObserver: not all of a look was written: {reason(error)}")
+                core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
         return round_look
 
     def _declared_compression(self, client: str | int) -> str:
@@ -383,7 +365,7 @@ class RoundObserver:
             raise UpdateError(f"the client returned what it returned in round {round_} already")
         self._returned[client, stage] = (self.round_, digest)
 
-    def _refresh(self, look: Look, engine: Engine) -> None:
+    def _refresh(self, look: core.Look, engine: core.Engine) -> None:
         """Let the attacks follow the model that was sent, at the first look of a round."""
         assert engine.fit is not None
         if self._is_stale:
@@ -393,7 +375,7 @@ class RoundObserver:
             self._is_stale = False
         for series in engine.series:
             if series.attack in self._failures:
-                look.answers[series] = Unknown(self._failures[series.attack])
+                look.answers[series] = core.Unknown(self._failures[series.attack])
 
     def log(
         self,
@@ -420,11 +402,7 @@ class RoundObserver:
         return self.round_ >= self.next_look.get(client, self.round_)
 
     def paid(
-        self,
-        client: str | int,
-        look_seconds: float,
-        round_seconds: float,
-        beside_seconds: float = 0.0,
+        self, client: str | int, seconds: float, round_seconds: float, beside_seconds: float = 0.0
     ) -> None:
         """Fix a client's next look by what this one cost.
 
@@ -432,7 +410,7 @@ class RoundObserver:
 
         Args:
             client: whose update was looked at.
-            look_seconds: that it took.
+            seconds: that it took.
             round_seconds: what the round took to train.
             beside_seconds: what each round costs beside that, looked at or not.
         """
@@ -441,7 +419,7 @@ class RoundObserver:
         if self._cadence is not None and not waiting:
             # A hundredth at least, so that a next look comes where the rest takes all of the share.
             free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
-            self.next_look[client] = self._cadence.after_look(self.round_, look_seconds, free)
+            self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
 
     def forget(self, look: RoundLook) -> None:
         """Take back a look that was not written down, the newest of its client.
@@ -467,7 +445,7 @@ class RoundObserver:
     def _engine_of(self, client: str | int, stage: Stage) -> ClientEngine:
         """Return the engine of a client, and create it at the first look."""
         if (client, stage) not in self._clients:
-            destination = Destination(self.folder, (), self._boards(client), client=client)
+            destination = core.Destination(self.folder, (), self._boards(client), client=client)
             # Games are drawn by it: the same whoever was looked at before, and in which process.
             run = replace(self.run, rank=zlib.crc32(str(client).encode()))
             self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
@@ -479,9 +457,9 @@ class RoundObserver:
             return []
         name = f"client_{client}" if client != SUM else SUM
         try:
-            return [BoardLogger(self.folder / "tensorboard" / name).writer]
+            return [core.BoardLogger(self.folder / "tensorboard" / name).writer]
         except Exception as error:  # a disk that is full must not end a round
-            announce(f"RoundObserver: no TensorBoard of client {client}: {reason(error)}")
+            core.announce(f"RoundObserver: no TensorBoard of client {client}: {core.reason(error)}")
             return []
 
     # ---- what is written --------------------------------------------------------------------
@@ -508,20 +486,20 @@ class RoundObserver:
     def headlines(self) -> list[str]:
         """Return the log names of each family's worst, and of the values it is taken from."""
         results = self.engine.results
-        worst = [f"{WORST}/{family}" for family in results.families]
+        worst = [f"{core.WORST}/{family}" for family in results.families]
         return worst + [n for family in results.families for n in results.headlines(family)]
 
     def never_judged(self, name: str) -> str | None:
         """Return why no update can ever be judged by a value's log name; None where one can."""
-        return why_never_judged(self.engine, name, fresh=self.settings.fresh)
+        return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
-def _in_rounds(engine: Engine) -> list[Channel]:
+def _in_rounds(engine: core.Engine) -> list[core.Channel]:
     """Return the channels that read updates of rounds."""
     return [channel for channel in engine.channels if not channel.at_weights]
 
 
-def _state_of(engine: Engine) -> dict[str, Any]:
+def _state_of(engine: core.Engine) -> dict[str, Any]:
     """Return what one look adds to: results, and the games that rates are pooled over."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
     assert engine.fit is not None

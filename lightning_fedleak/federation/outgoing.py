@@ -13,20 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fedleak import engine
 from lightning_fedleak.defenses import DefenseError, GradientCompression
-from lightning_fedleak.engine import (
-    GateDecision,
-    GateEvent,
-    LeakageLimitExceeded,
-    announce,
-    decision_of,
-    reason,
-)
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.gate import RoundGate
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
+
+Training = Callable[[], tuple[State, Sequence[Any]]]
+"""Returns what a client has made of a model, and the batches that it was trained on."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +55,7 @@ class Leaving:
 
     state: dict[str, Tensor] | None
     withheld: bool
-    events: tuple[GateEvent, ...]
+    events: tuple[engine.GateEvent, ...]
     look: RoundLook | None
     answer: str = "withheld (the update cannot be read)"
 
@@ -183,7 +179,7 @@ class OutgoingUpdates:
         if self.dp is None:
             update = {}  # it was to be checked; a look makes its own
 
-        def leave(look: RoundLook | None, events: Sequence[GateEvent] = ()) -> Leaving:
+        def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
             state = self._release(sent, returned, update, shared)
             return Leaving(state, False, tuple(events), look)
 
@@ -212,10 +208,10 @@ class OutgoingUpdates:
         try:
             look, events, action = self._judge(look_once)
         except Exception as error:  # which the client's data may have provoked
-            why = f"the look failed: {reason(error)}"
+            why = f"the look failed: {engine.reason(error)}"
             if self.gates:
                 return self._withhold(sent, shared, why)
-            announce(f"RoundObserver: in round {round_} {why}. The update leaves")
+            engine.announce(f"RoundObserver: in round {round_} {why}. The update leaves")
             return leave(None)
         if action in ("withhold", "raise"):
             zero = self._zero(sent, shared) if action == "withhold" else None
@@ -230,11 +226,7 @@ class OutgoingUpdates:
         return leaving
 
     def answer(
-        self,
-        round_: int,
-        sent: State,
-        train: Callable[[], tuple[State, Sequence[Any]]],
-        start: float | None = None,
+        self, round_: int, sent: State, train: Training, start: float | None = None
     ) -> Leaving:
         """Return what may leave of a round that another engine trains, whatever happens in it.
 
@@ -255,7 +247,7 @@ class OutgoingUpdates:
         try:
             returned, batches = train()
         except Exception as error:  # whose words, of private text perhaps, are not to be sent
-            answer = f"training failed: {reason(error)}"
+            answer = f"training failed: {engine.reason(error)}"
             why = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
             log.error("lightning-fedleak: %s\n%s", why, trace)  # lines of code, no words or values
@@ -266,7 +258,7 @@ class OutgoingUpdates:
         seconds = time.perf_counter() - start
         try:
             return self.leaves(round_, sent, returned, batches, seconds=seconds)
-        except LeakageLimitExceeded as exceeded:
+        except engine.LeakageLimitExceeded as exceeded:
             log.error("%s", exceeded)
             return Leaving(None, True, (), None, "a gate ended this client's round")
 
@@ -285,7 +277,9 @@ class OutgoingUpdates:
 
     # ---- looks and gates --------------------------------------------------------------------
 
-    def _judge(self, look_once: Callable[[], RoundLook]) -> tuple[RoundLook, list[GateEvent], str]:
+    def _judge(
+        self, look_once: Callable[[], RoundLook]
+    ) -> tuple[RoundLook, list[engine.GateEvent], str]:
         """Return a look at the update, the gates that act on it, and what is done.
 
         The noise is turned up, and the update looked at again, as long as a gate asks for that.
@@ -302,10 +296,12 @@ class OutgoingUpdates:
             if change is None:  # nothing is left to be turned up, or no noise would help
                 return look, events, "withhold"
             for event in events:
-                self.observer.engine.record_decision(decision_of(event, "hardened", (change,)))
+                self.observer.engine.record_decision(
+                    engine.decision_of(event, "hardened", (change,))
+                )
             self.observer.forget(look)
 
-    def _event(self, gate: RoundGate, look: RoundLook) -> GateEvent | None:
+    def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
         """Return what a gate measured where it acts, with its patience counted; else None."""
         event = gate.read(look)
         if math.isnan(event.value):
@@ -321,33 +317,33 @@ class OutgoingUpdates:
         is_first = self.unread.get(gate.name, look.round_) == look.round_
         return is_first and gate.why_not_yet(look) is not None
 
-    def _write(self, look: RoundLook, events: Sequence[GateEvent], action: str) -> None:
+    def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
         """Write a look and what the gates did; announce it once."""
         record = self.observer.engine.record_decision
         for gate in self.gates if action not in ("withhold", "raise") else ():
             event = gate.read(look)
             if math.isnan(event.value) and self._leaves_unread(gate, look):
                 self.unread[gate.name] = look.round_
-                record(decision_of(event, "not yet"))
+                record(engine.decision_of(event, "not yet"))
         acted = {event.gate: event for event in events}
         values = {f"gate/{gate.name}": float(gate.name in acted) for gate in self.gates}
         self.observer.log(look, values, () if self.dp is None else (self.dp,))
         for event in events:
-            record(decision_of(event, "withheld" if action == "withhold" else action))
+            record(engine.decision_of(event, "withheld" if action == "withhold" else action))
         strongest = (g for g in self.gates if g.name in acted and g.action in (action, "harden"))
         for gate in [*strongest][:1]:
             event = acted[gate.name]
             if action == "raise":
-                raise LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
+                raise engine.LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
             if action == "withhold":
                 self._announce(f"RoundGate '{event.gate}' withheld the update {event}")
             else:
-                announce(f"RoundGate '{event.gate}' warns {event}")
+                engine.announce(f"RoundGate '{event.gate}' warns {event}")
 
     def _announce(self, message: str) -> None:
         if self.dp is None and not self.secure_aggregation:
             message += f"\n  Note: {TELLS}." + (f"\n  Note: {DILUTES}." if self.zero else "")
-        announce(message)
+        engine.announce(message)
 
     # ---- what leaves ------------------------------------------------------------------------
 
@@ -374,7 +370,7 @@ class OutgoingUpdates:
         """Record why an update that cannot be read or looked at is withheld."""
         round_ = self.observer.round_
         self.observer.engine.record_decision(
-            GateDecision(
+            engine.GateDecision(
                 gate="",
                 did="withheld",
                 step=round_,

@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
-from lightning_fedleak.attacks.membership.base import (
-    Granularity,
-    check_targets,
-    sentence_rows,
-    threat_with_public_text,
-)
+from lightning_fedleak.attacks.membership import base
 from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
@@ -207,7 +202,7 @@ class TrainedMembership(MembershipAttack):
         14
     """
 
-    threat_model = threat_with_public_text(
+    threat_model = base.threat_with_public_text(
         "a dishonest server that adds layers trained on a text it holds and on public text"
     )
     default_name = "trained_membership"
@@ -220,7 +215,7 @@ class TrainedMembership(MembershipAttack):
         self,
         layer: int,
         public_text: TextSource,
-        granularity: Granularity = "token",
+        granularity: base.Granularity = "token",
         *,
         tokenizer: Any = None,
         hidden_units: int = 1000,
@@ -266,7 +261,7 @@ class TrainedMembership(MembershipAttack):
             states = hidden_states(anatomy, self.layer, batch.input_ids, mask)
             states = states.to(torch.promote_types(states.dtype, torch.float32))
             if self.granularity == "full":
-                samples.append(sentence_rows(states, mask, self.tokens))
+                samples.append(base.sentence_rows(states, mask, self.tokens))
             else:
                 samples.append(states[mask.to(states.device) != 0])
             if sum(map(len, samples)) >= 4 * self.public_rows:
@@ -307,7 +302,7 @@ class TrainedMembership(MembershipAttack):
         assert self._public is not None
         dtype = torch.promote_types(target.dtype, torch.float32)
         target = target.detach().to(dtype)
-        check_targets(target)
+        base.check_targets(target)
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
         if key not in self._neurons:
             public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)

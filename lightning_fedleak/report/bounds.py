@@ -202,6 +202,9 @@ def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
     epsilon: float | str | None = math.inf
     if all(account.holds for account in accounts):
         epsilon, delta = _composed(fits, delta) or (added, deltas)
+    units = {account.unit for account in accounts}
+    # Hiding all rows of a user hides each example.
+    mixed = NOT_RECORDED if NOT_RECORDED in units else "example"
     return JointAccount(
         defense=defense,
         fits=len(fits),
@@ -209,7 +212,7 @@ def _joint(defense: str, fits: Mapping[str, _FitAccount]) -> JointAccount:
         epsilon=epsilon,
         sum_of_epsilons=added,
         sum_of_deltas=deltas,
-        unit=common_unit({account.unit for account in accounts}),
+        unit=next(iter(units)) if len(units) == 1 else mixed,
         whole=all(account.whole for account in accounts),
     )
 
@@ -228,10 +231,3 @@ def _composed(
     history = [one for name, fit in fits.items() for one in fit.new_releases(origins[name])]
     kind = "prv" if accountants == {"prv"} else "rdp"
     return composed_epsilon(history, delta, kind, *samplings), delta
-
-
-def common_unit(units: set[str]) -> str:
-    """Return what all of them protect: hiding all rows of a user hides each example."""
-    if len(units) == 1:
-        return next(iter(units))
-    return NOT_RECORDED if NOT_RECORDED in units else "example"

@@ -53,21 +53,16 @@ def _named_attack(
         a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
     ]
     places = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
-    silent = _without_result(attacks) if metric and not measured else []
-    if silent:
+    silent = [a.name for a in attacks if _is_on_texts(a) and not a.looks]
+    if silent and metric and not measured:
         places.append(f"unknown for the trained model: no result of {', '.join(silent)}")
     return NamedAttack(
         name,
         "; ".join(places) or NOT_TRIED,
-        [*model_results(attacks, metric), *(_result(a, a.headline) for a in of_updates)],
+        [_result(a, metric) for a in measured] + [_result(a, a.headline) for a in of_updates],
         [f"{a.name}: {_visible(a, unit)}" for a in measured]
         + [f"{a.name}: {_visible(a)}" for a in of_updates],
     )
-
-
-def model_results(attacks: Sequence[AttackSummary], metric: str) -> list[str]:
-    """Return the latest value of a metric of the trained model, in words, by each attack."""
-    return [_result(attack, metric) for attack in _measured(attacks, metric)]
 
 
 def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSummary]:
@@ -84,11 +79,6 @@ def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
 def _is_on_texts(attack: AttackSummary) -> bool:
     """Return whether an attack asks the trained model about the data's own texts."""
     return attack.stage == RELEASED and attack.family.name not in PLANTED
-
-
-def _without_result(attacks: Sequence[AttackSummary]) -> list[str]:
-    """Return the attacks on the trained model that gave no result at all."""
-    return [a.name for a in attacks if _is_on_texts(a) and not a.looks]
 
 
 def _result(attack: AttackSummary, metric: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.files import short
@@ -102,13 +102,13 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     """
     problems: list[str] = []
     fits: list[FitLog] = []
+    files = (records.RESULTS, records.RECORD)
     for place in places:
-        if not place.is_dir() and (
-            not place.exists() or place.name not in (records.RESULTS, records.RECORD)
-        ):
+        if not place.is_dir() and (not place.exists() or place.name not in files):
             what = "is no log of a run" if place.exists() else "does not exist"
             raise NothingToReport(f"'{place}' {what}: name the folder of a run's logs")
-        for folder in [place.parent] if place.is_file() else _folders(place):
+        paths = [place] if place.is_file() else [p for name in files for p in place.rglob(name)]
+        for folder in sorted({path.parent for path in paths}):
             fits += _fits(folder, problems)
     if not fits:
         names = ", ".join(f"'{place}'" for place in places)
@@ -123,12 +123,6 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
     return Logs(tuple(fits), tuple(problems))
-
-
-def _folders(place: Path) -> list[Path]:
-    return sorted(
-        {path.parent for name in (records.RESULTS, records.RECORD) for path in place.rglob(name)}
-    )
 
 
 def _fits(folder: Path, problems: list[str]) -> list[FitLog]:
@@ -233,6 +227,7 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
     attacks = _each_once([begin.attacks for begin in begins])
     played = {attack.name for attack in attacks}
     not_played = _each_once([begin.not_played or () for begin in begins])
+    unread = [begin.unread or () for begin in begins]
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
     return replace(
         first,
@@ -241,16 +236,10 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
         not_played=tuple(one for one in not_played if one.name not in played),
         gates=_each_once([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
-        unread=_unread_by_all(begins),
+        unread=tuple(name for name in unread[0] if all(name in one for one in unread)),
         monitor=_merge_settings(monitors) if monitors else None,
         settings_hash=", ".join(begin.settings_hash or NOT_RECORDED for begin in begins),
     )
-
-
-def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
-    """Return the parameters that no attack of any monitor reads."""
-    first, *rest = [begin.unread or () for begin in begins]
-    return tuple(name for name in first if all(name in unread for unread in rest))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:
@@ -261,14 +250,7 @@ def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.Monitor
     )
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-N = TypeVar("N", bound=_Named)
-
-
-def _each_once(lists: Sequence[Sequence[N]]) -> tuple[N, ...]:
+def _each_once(lists: Sequence[Sequence[V]]) -> tuple[V, ...]:
     """Return the entries of all lists, of several with one name the last."""
-    return tuple({one.name: one for each in lists for one in each}.values())
+    name_of = attrgetter("name")
+    return tuple({name_of(one): one for each in lists for one in each}.values())

@@ -10,20 +10,11 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from lightning_fedleak.report import records
+from lightning_fedleak.report import records, wording
 from lightning_fedleak.report.attacks import Points
 from lightning_fedleak.report.composition import composed_epsilon, curves_of, largest_rates
 from lightning_fedleak.report.logs import FitLog, grouped
 from lightning_fedleak.report.records.files import first_of
-from lightning_fedleak.report.wording import (
-    FOR_UNIT,
-    NOT_RECORDED,
-    TRUST,
-    UNIT_IN_WORDS,
-    digits,
-    in_words,
-    rounded_up,
-)
 
 CLIENT, TOKENS = "ClientDP", "TokenLDP"
 """Classes of defences whose account is not one of examples."""
@@ -114,12 +105,12 @@ class Account:
     @property
     def epsilon_over_clients(self) -> float:
         """Epsilon against whoever sees all clients: each that a sampler moves a text to pays."""
-        return rounded_up(self.bound[0] * (self.clients if self.is_of_tokens else 1))
+        return wording.rounded_up(self.bound[0] * (self.clients if self.is_of_tokens else 1))
 
     @property
     def claim(self) -> str:
         """Epsilon at delta, and why it is none of the run where it is not."""
-        bound = f"{in_words(self.epsilon)} at {in_words(self.delta)}"
+        bound = f"{wording.in_words(self.epsilon)} at {wording.in_words(self.delta)}"
         if not self.holds:
             return f"none holds (recorded: {bound})"
         return bound if self.whole else f"{bound}, until the last look alone"
@@ -131,14 +122,14 @@ class Account:
             return "no epsilon holds"
         whole = "" if self.whole else ", until the last look alone"
         return (
-            f"ε {digits(self.epsilon)} at δ {digits(self.delta)}{FOR_UNIT.get(self.unit, '')}, "
-            f"{self.releases} releases{whole}"
+            f"ε {wording.digits(self.epsilon)} at δ {wording.digits(self.delta)}"
+            f"{wording.FOR_UNIT.get(self.unit, '')}, {self.releases} releases{whole}"
         )
 
     @property
     def unit_in_words(self) -> str:
         """Whose data one unit of privacy is."""
-        return UNIT_IN_WORDS.get(self.unit, f"one {self.unit}")
+        return wording.UNIT_IN_WORDS.get(self.unit, f"one {self.unit}")
 
     @property
     def unsampled(self) -> object:
@@ -160,10 +151,10 @@ class Account:
     def noise(self) -> str:
         """The noise multiplier, or the least and the last where it was turned up on the way."""
         least = min((one.noise_multiplier for one in self.history), default=self.noise_multiplier)
-        last = digits(self.noise_multiplier)
-        if digits(least) == last:
+        last = wording.digits(self.noise_multiplier)
+        if wording.digits(least) == last:
             return last
-        return f"{digits(least)} at the least, {last} at the end"
+        return f"{wording.digits(least)} at the least, {last} at the end"
 
 
 def clip_in_words(settings: records.JsonObject) -> object:
@@ -199,8 +190,8 @@ def _account(
     """Return the account of one defence, of which each client may have its own."""
     defense = defenses[0]
     settings = defense.settings or {}
-    kind = defense.class_name or NOT_RECORDED
-    guarantee = defense.guarantee or NOT_RECORDED
+    kind = defense.class_name or wording.NOT_RECORDED
+    guarantee = defense.guarantee or wording.NOT_RECORDED
     series, delta, most = _largest(spendings)
     ledgers = [(one.settings or {}).get("ledger") for one in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
@@ -219,17 +210,17 @@ def _account(
         settings=without_ledger(settings),
         guarantee=guarantee,
         accountant=settings.get(
-            "accountant", "basic composition" if kind == TOKENS else NOT_RECORDED
+            "accountant", "basic composition" if kind == TOKENS else wording.NOT_RECORDED
         ),
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
-        trust=settings.get("trust", "local" if kind == TOKENS else NOT_RECORDED),
-        trusted=TRUST[trusted_party(defense)],
+        trust=settings.get("trust", "local" if kind == TOKENS else wording.NOT_RECORDED),
+        trusted=wording.TRUST[trusted_party(defense)],
         sampling=most.sampling or _sampling_by(settings),
         poisson=_poisson(kind, settings),
-        unit=settings.get("unit", _UNITS.get(kind, NOT_RECORDED)),
+        unit=settings.get("unit", _UNITS.get(kind, wording.NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
         class_name=kind,
-        holds=is_finite and guarantee != NOT_RECORDED and not guarantee.startswith("none"),
+        holds=is_finite and guarantee != wording.NOT_RECORDED and not guarantee.startswith("none"),
         ledger=hashes if settings else None,
         ledger_releases=counts,
         last_step=max(series),
@@ -267,7 +258,7 @@ def _largest(
             series[step] = None if epsilon == math.inf else epsilon
         if _order(_bound(most.epsilon)) <= _order(epsilon):
             most = spending
-    return series, rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
+    return series, wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
 
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
@@ -276,7 +267,7 @@ def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
         return None
     if kind == CLIENT:
         by_chance = settings.get("sampling") == "poisson"
-        return by_chance and settings.get("trust", NOT_RECORDED) == "central"
+        return by_chance and settings.get("trust", wording.NOT_RECORDED) == "central"
     return settings.get("poisson")
 
 
@@ -295,7 +286,7 @@ def trusted_party(defense: records.DefenseFacts) -> str:
     if trust == "central" and defense.class_name == CLIENT:
         return "server"
     parties = {"central": "sum", "secure_aggregation": "sum", "local": "client"}
-    return parties.get(str(trust), NOT_RECORDED)
+    return parties.get(str(trust), wording.NOT_RECORDED)
 
 
 def _is_whole(account: Account, end: records.EndLine | None) -> bool:
@@ -313,7 +304,7 @@ def _is_whole(account: Account, end: records.EndLine | None) -> bool:
 
 
 def _bound(value: float | None) -> float | None:
-    return None if value is None else rounded_up(value)
+    return None if value is None else wording.rounded_up(value)
 
 
 def _order(epsilon: float | None) -> float:
@@ -354,7 +345,7 @@ def _limit(account: Account) -> str | None:
 
 def _drawing(account: Account) -> str:
     """Return in words how batches or the clients of a round are drawn."""
-    rate = digits(account.sample_rate)
+    rate = wording.digits(account.sample_rate)
     if account.sampling == "without_replacement":
         return f"a fixed share of {rate}, drawn again each time"
     return f"Poisson samples at rate {rate}" if account.poisson else "not sampled by chance"
@@ -373,8 +364,8 @@ def _statement(account: Account) -> str:
         accountant = account.accountant
     text = (
         f"After {account.releases} {releases} the privacy loss of {account.unit_in_words} is at "
-        f"most epsilon = {digits(account.epsilon)} at delta = {digits(account.delta)}, by "
-        f"{accountant}. {guarantee}"
+        f"most epsilon = {wording.digits(account.epsilon)} at delta = "
+        f"{wording.digits(account.delta)}, by {accountant}. {guarantee}"
     )
     if not account.whole:
         text += (
@@ -393,13 +384,13 @@ def _statement(account: Account) -> str:
     if account.without_sampling is not None:
         text += (
             "Without counting on the sampling, epsilon of the same releases would be "
-            f"{digits(account.without_sampling)}. "
+            f"{wording.digits(account.without_sampling)}. "
         )
     if account.is_of_tokens and account.clients > 1:
         text += (
             f"A text that a sampler moves between the {account.clients} clients is released by "
             "each that gets it: against whoever sees all of them epsilon is at most "
-            f"{digits(account.epsilon_over_clients)}. "
+            f"{wording.digits(account.epsilon_over_clients)}. "
         )
     limit = f"{account.limit} " if account.limit else ""
     return (

@@ -19,10 +19,10 @@ from lightning_fedleak.evaluation.auditing import (
     gaussian_epsilon,
     gaussian_tpr,
     one_run,
-    one_run_epsilon,
     one_run_p_value,
     refutes,
 )
+from lightning_fedleak.evaluation.auditing.lower_bounds import AuditedClaim
 from lightning_fedleak.evaluation.auditing.one_run import exceeds, least_of_dp, least_of_gaussian
 from lightning_fedleak.evaluation.metrics.within import spent_at
 from tests.helpers.gaussian import gaussian_delta
@@ -51,7 +51,8 @@ def test_the_values_printed_in_the_paper(m, r, v, delta, printed) -> None:
     """
     epsilon = brentq(lambda e: one_run_p_value(m, r, v, e, delta) - 0.05, 0.0, 5.0)
     assert epsilon == pytest.approx(printed, abs=1e-3)
-    assert epsilon < one_run_epsilon(m, r, v, delta=delta) < epsilon + 0.2
+    bound = one_run._epsilon_of_counts((m, r, v), AuditedClaim(delta, 0.95))
+    assert epsilon < bound < epsilon + 0.2
 
 
 def largest_chance(m: int, r: int, v: int, epsilon: float, delta: float) -> float:

@@ -20,7 +20,7 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.memorization import tokenize, used_up_mark
+from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
 from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
@@ -65,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(texts: list[str]) -> tuple[PreTrainedTokenizerBase, list[torch.Tensor]]:
     tokenizer = load_tokenizer(None)
-    return tokenizer, [text.ids for text in tokenize(texts, tokenizer, 32)]
+    rows = tokenizer(texts, truncation=True, max_length=32)["input_ids"]
+    return tokenizer, [torch.tensor(row) for row in rows if row]
 
 
 def train(model: torch.nn.Module, rows: list[torch.Tensor], rate: float, epochs: int) -> None:

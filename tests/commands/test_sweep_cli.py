@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.cli.commands import sweep
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.sweep import Cell, Setting
 from tests.helpers.commands import options_of, run_command
@@ -96,7 +95,7 @@ def test_an_interrupt_keeps_what_is_done(
         written(folder, [result(0, f1=0.1, run=run)], [begin(run), end(4, run)])
         return []
 
-    monkeypatch.setattr(sweep, "run_cell", run_cell)
+    monkeypatch.setattr("lightning_fedleak.cli.studies.sweep.run_cell", run_cell)
     specs = [f"gradient_noise:clip=1,sigma={sigma}" for sigma in (1, 2, 3)]
     settings = {"model": model, "text": text, "length": 12, "out": tmp_path}
     interrupted = swept(130, **settings, defense=["gradient_noise:clip=1,sigma=1/2/3", specs[0]])

@@ -16,7 +16,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from tests.games.toy import ToyMembership
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
-GAMES = importlib.import_module("lightning_fedleak.evaluation.games.play")
+POOLS = importlib.import_module("lightning_fedleak.evaluation.games.pool")
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
 
 
@@ -185,7 +185,7 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_authors_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 3)
+    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 3)
     anatomy, pool = anatomy_of("bert"), pool_of()
     planted = torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
     config = GameConfig(games=8, batch=6, protocol="authors")
@@ -205,7 +205,7 @@ def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A state of a short sentence differs between the two wherever tokens see later ones."""
-    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 1)
+    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
     seen: list = []
 
     class Spy(ToyMembership):
@@ -226,7 +226,7 @@ def test_a_planted_sentence_shorter_than_the_others_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A token sees the padding behind it, on the server as on the client."""
-    monkeypatch.setattr(GAMES, "AUTHORS_POSITION", 1)
+    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
     config = GameConfig(games=4, batch=3, protocol="authors")
     planted = torch.tensor([95, 96, 95])
     for result in play(anatomy_of("bert"), attacks_of(1), pool_of(), config, planted=planted):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
-from lightning_fedleak.cli.studies.memorization import tokenize
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 
 START = "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
@@ -81,8 +80,9 @@ def test_plain_text_is_read_as_before(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"text": " one text of several words "}, {"text": ""}, {"text": "another one"}]
     texts = RowReader(tokenizer, 5).read(write(tmp_path / "rows.jsonl", rows))
     assert list(texts) == [0, 2]
-    expected = tokenize(["one text of several words", "another one"], tokenizer, 5)
-    assert [t.ids.tolist() for t in texts.values()] == [t.ids.tolist() for t in expected]
+    words = ["one text of several words", "another one"]
+    expected = tokenizer(words, truncation=True, max_length=5)["input_ids"]
+    assert [t.ids.tolist() for t in texts.values()] == expected
     lines = tmp_path / "lines.txt"
     lines.write_text("one text of several words\n\nanother one")
     assert list(RowReader(tokenizer, 5).read(lines)) == [0, 2]

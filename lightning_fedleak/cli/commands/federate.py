@@ -18,15 +18,8 @@ from lightning_utilities.core import rank_zero
 from rich.console import Console
 from safetensors.torch import save_file
 
+from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refuse_errors
-from lightning_fedleak.cli.printing import (
-    LinesTable,
-    explain_run,
-    make_folder,
-    model_name,
-    text_name,
-    three_digits,
-)
 from lightning_fedleak.cli.studies.federation import Federation, Round, Values, train_in_process
 from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
@@ -61,7 +54,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     _check_gates(federation)
     introduction = _introduction(federation)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    make_folder(folder, options.out)
+    printing.make_folder(folder, options.out)
     console.print(f"{introduction}\n")
     rounds: list[Round] = []
     table = _RoundsTable(console, options.clients, private=federation.is_private)
@@ -86,7 +79,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     trained = f"what was trained (model.safetensors): {os.path.relpath(folder)}"
     console.print(f"\nLogs, and {trained}", soft_wrap=True)
     try:
-        console.print(explain_run(folder), markup=False)
+        console.print(printing.explain_run(folder), markup=False)
         console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
     except ReportError as error:
         console.print(f"No report: {error}", soft_wrap=True)
@@ -136,11 +129,11 @@ def _check_gates(federation: Federation) -> None:
 def _introduction(federation: Federation) -> str:
     """Return who trains what, and what looks at it."""
     sizes = [len(rows) for rows in federation.rows]
-    model = model_name(federation.model)
+    model = printing.model_name(federation.model)
     trained = model if federation.peft is None else f"low-rank adapters on {model}"
     lines = [
         f"{federation.clients} clients with {min(sizes)} to {max(sizes)} rows each of "
-        f"{text_name(federation.text)} train {trained}: {federation.rounds} rounds of "
+        f"{printing.text_name(federation.text)} train {trained}: {federation.rounds} rounds of "
         f"{federation.local_steps} steps of {federation.optimizer} (lr "
         f"{federation.make_optimizer.keywords['lr']:g}), {federation.batch_size} texts of at most "
         f"{federation.length} tokens a step.",
@@ -209,7 +202,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _RoundsTable(LinesTable):
+class _RoundsTable(printing.LinesTable):
     """Shows each round as it closes.
 
     Args:
@@ -229,7 +222,7 @@ class _RoundsTable(LinesTable):
 
     def add_round(self, round_: Round) -> None:
         """Add a round, with a line for each family of attacks."""
-        first = [str(round_.number), three_digits(round_.loss)]
+        first = [str(round_.number), printing.three_digits(round_.loss)]
         last: list[str] = []
         if self._private:
             last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
@@ -243,9 +236,14 @@ class _RoundsTable(LinesTable):
 
     def _cells(self, values: Values, round_: Round) -> list[str]:
         """Return the cells of clients, in brackets where an update did not leave, and the sum."""
-        total = three_digits(values[SUM]) if SUM in values else "-"
+        total = printing.three_digits(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
-            return [*map(three_digits, (min(rates), statistics.median(rates), max(rates))), total]
-        cells = [three_digits(values[c]) if c in values else "-" for c in range(self._clients)]
+            return [
+                *map(printing.three_digits, (min(rates), statistics.median(rates), max(rates))),
+                total,
+            ]
+        cells = [
+            printing.three_digits(values[c]) if c in values else "-" for c in range(self._clients)
+        ]
         return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

@@ -20,12 +20,7 @@ from torch import Tensor
 from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
-from lightning_fedleak.cli.finetuning import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    load_tokenizer,
-    read_texts,
-)
+from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
@@ -76,7 +71,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         ValueError: model, text, layer and settings do not go together.
     """
     console = console or Console(highlight=False)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = finetuning.load_tokenizer(options.model)
     anatomy = find_model(options.model)
     anatomy = with_lora(anatomy, options.lora_r, options.targets, options.seed)
     if options.lora_r:
@@ -88,15 +83,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
         defense.before_setup(_context(anatomy, options.seed))
     texts, public = _texts(options, tokenizer)
     pool = SentencePool.from_texts(texts, tokenizer, options.tokens)
-    adversaries = _make_adversaries(
-        options.attack,
-        options.layer or [max(1, len(anatomy.blocks) // 2)],
-        public,
-        tokens=options.tokens,
-        batch=options.batch,
-        randomised=defense is not None,
-        seed=options.seed,
-    )
+    layers = options.layer or [max(1, len(anatomy.blocks) // 2)]
+    adversaries = _make_adversaries(options, layers, public, randomised=defense is not None)
     config = GameConfig(
         games=options.games,
         batch=options.batch,
@@ -124,27 +112,18 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def _make_adversaries(
-    names: Sequence[str],
-    layers: Sequence[int],
-    public: PublicText | None,
-    *,
-    tokens: int,
-    batch: int,
-    randomised: bool = False,
-    seed: int = 0,
+    options: Namespace, layers: Sequence[int], public: PublicText | None, *, randomised: bool
 ) -> list[Adversary]:
     """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
     Args:
-        names: out of ``GAME_ATTACKS``.
+        options: of the command; its seed is that of the calibration.
         layers: blocks whose output the active ones read.
         public: the server's public text, for attacks that calibrate; None where none does.
-        tokens: largest number of tokens in a sentence.
-        batch: number of sentences in the client's batch.
         randomised: whether the client's tokens are replaced before training. FCMembership then
             gets a longer ladder, ``RANDOMISED_LADDER``.
-        seed: seed of the calibration.
     """
+    names, tokens, seed = options.attack, options.tokens, options.seed
     ladder: dict[str, Any] = {"ladder": RANDOMISED_LADDER} if randomised else {}
     adversaries: list[Adversary] = []
     for layer, name in itertools.product(layers, [n for n in names if n not in PASSIVE]):
@@ -157,9 +136,8 @@ def _make_adversaries(
         if name.startswith("trained"):
             adversaries.append(TrainedMembership(layer, public, full, seed=seed, **common))
         else:
-            adversaries.append(
-                attacks.AttentionMembership(layer, public, batch=batch, seed=seed, **common)
-            )
+            common["batch"] = options.batch
+            adversaries.append(attacks.AttentionMembership(layer, public, seed=seed, **common))
     for name in (n for n in names if n in PASSIVE):
         assert public is not None
         adversaries.append(PASSIVE[name](public, tokens=tokens, seed=seed, name=name))
@@ -179,7 +157,7 @@ def _parse_defense(text: str, tokenizer: Any) -> TokenLDP:
     """Return what randomises the client's tokens, in every game again unless ``memoize`` is set."""
     specs = parse_defenses(text)
     if [spec.kind for spec in specs] != [TokenLDP.name]:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"--defense {text}: a game is played with one defence of the client's tokens, grr, "
             "rappor, the or dbitflip, as grr:epsilon=5. Others are measured in a fit: fedleak "
             "sweep --defense"
@@ -207,14 +185,14 @@ def _defend(defense: TokenLDP, context: DefenseContext) -> Defend:
 
 def _texts(options: Namespace, tokenizer: Any) -> tuple[list[str], PublicText | None]:
     """Return the game's corpus, and the server's text, which is no part of it."""
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column)
+    texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     generator = torch.Generator().manual_seed(options.seed)
     order = torch.randperm(len(texts), generator=generator).tolist()
     if all(name.startswith("fc") for name in options.attack):
         return [texts[i] for i in sorted(order[:_POOL])], None
     n = min(_PUBLIC_TEXTS, int(len(texts) * _PUBLIC_SHARE))
     if n == 0:
-        raise SourceError(
+        raise finetuning.SourceError(
             f"{len(texts)} texts are too few to give the server some to calibrate on: give more"
         )
     public_texts, order = [texts[i] for i in order[:n]], order[n:]

@@ -16,15 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from lightning_fedleak.cli import printing
-from lightning_fedleak.cli.finetuning import (
-    EMBEDDED_MESSAGES,
-    SourceError,
-    check_option,
-    load_tokenizer,
-    read_texts,
-    refuse_errors,
-)
+from lightning_fedleak.cli import finetuning, printing
 from lightning_fedleak.cli.printing import short
 from lightning_fedleak.cli.studies import invert
 from lightning_fedleak.cli.studies.invert import Cell
@@ -54,7 +46,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     printing.make_folder(options.out, options.out)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = finetuning.load_tokenizer(options.model)
     anatomy = find_model(options.model)
     introduction, total, measure = _plan(options, anatomy, tokenizer)
     console.print(introduction)
@@ -93,7 +85,7 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
     causal = anatomy.kind == "causal"
     attacks = list(dict.fromkeys(options.attack or ("prefix" if causal else "sweeps",)))
     if not causal and "prefix" in attacks:
-        raise SourceError(
+        raise finetuning.SourceError(
             "--attack prefix goes from left to right, and in an encoder each hidden state "
             "depends on the tokens behind it too: give sweeps or descent"
         )
@@ -128,7 +120,7 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
     blocks = len(anatomy.blocks)
     layers = list(dict.fromkeys(options.layer or (round(blocks / 3), round(2 * blocks / 3))))
     for layer in layers:
-        with refuse_errors(f"--layer {layer}", ValueError):
+        with finetuning.refuse_errors(f"--layer {layer}", ValueError):
             place_of(anatomy, layer)
     return layers
 
@@ -136,12 +128,12 @@ def _layers(options: Namespace, anatomy: Anatomy) -> list[int]:
 def _rows(
     options: Namespace, anatomy: Anatomy, tokenizer: Any, min_rows: int, max_rows: int
 ) -> dict[int, Tensor]:
-    texts = read_texts(options.text or EMBEDDED_MESSAGES, options.column)
+    texts = finetuning.read_texts(options.text or finetuning.EMBEDDED_MESSAGES, options.column)
     rows: dict[int, Tensor] = {}
     for length in sorted(set(options.lengths)):
         check_context(anatomy, length, "--lengths")
         least = 2 if anatomy.kind == "causal" else 1
-        check_option("--lengths", length, at_least=least, hint="tokens")
+        finetuning.check_option("--lengths", length, at_least=least, hint="tokens")
         rows[length] = invert.rows_of_length(
             texts,
             tokenizer,

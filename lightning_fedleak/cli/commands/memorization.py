@@ -33,6 +33,9 @@ from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
 
+Answer = tuple[TokenSnapshot, TokenSnapshot]
+"""What the base and the trained model say of the texts of a pool."""
+
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 _USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
@@ -95,8 +98,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if _USED_UP in laws.values():
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
-    by_kind = _values_found(console, entities, answers[-1], [trains for _, trains in rows], laws)
+    trained = torch.tensor([trains for _, trains in rows])
+    by_kind = _values_found(entities, answers[-1], trained, laws)
     of_kinds = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
+    if of_kinds:
+        print_table(console, _table(of_kinds))
     unknown = _unknown_kinds(by_kind)
     for sentence in unknown:
         console.print(sentence)
@@ -142,7 +148,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _compare(
     console: Console,
     pools: Sequence[ReleasedPool],
-    answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
+    answers: Sequence[Answer],
     beyond: Mapping[int, Tensor],
     alpha: float,
     options: Namespace,
@@ -173,21 +179,15 @@ def _laws(
 
 
 def _values_found(
-    console: Console,
-    entities: FoundEntities,
-    answer: tuple[TokenSnapshot, TokenSnapshot],
-    trained: Sequence[bool],
-    laws: Mapping[Part, str | None],
+    entities: FoundEntities, answer: Answer, trained: Tensor, laws: Mapping[Part, str | None]
 ) -> dict[str, Mapping[str, float] | str]:
-    """Return the values of each kind and place, or why they are unknown, and print a table."""
+    """Return the values of each kind and place, or why they are unknown."""
     base, now = answer
     by_kind: dict[str, Mapping[str, float] | str] = dict(
-        entities.compare(now, base, torch.arange(len(trained)), torch.tensor(trained))
+        entities.compare(now, base, torch.arange(len(trained)), trained)
     )
     if law := laws.get("prompts"):
         by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
-    if values := {name: one for name, one in by_kind.items() if not isinstance(one, str)}:
-        print_table(console, _table(values))
     return by_kind
 
 
@@ -203,7 +203,7 @@ def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str
 def _list_rows(
     console: Console,
     pool: ReleasedPool,
-    answer: tuple[TokenSnapshot, TokenSnapshot],
+    answer: Answer,
     beyond: Tensor | None,
     alpha: float,
     options: Namespace,
@@ -236,9 +236,7 @@ def _summarize(
         file.write("\n".join(lines) + "\n")
 
 
-def _answers_of(
-    groups: Sequence[Sequence[Text]], options: Namespace
-) -> list[tuple[TokenSnapshot, TokenSnapshot]]:
+def _answers_of(groups: Sequence[Sequence[Text]], options: Namespace) -> list[Answer]:
     """Return what the base and the trained model say of groups of texts, by one forward a text."""
     texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
@@ -255,7 +253,7 @@ def _answers_of(
 def _beyond(
     console: Console,
     pools: Sequence[ReleasedPool],
-    answers: Sequence[tuple[TokenSnapshot, TokenSnapshot]],
+    answers: Sequence[Answer],
     options: Namespace,
     recipe: Recipe,
     seconds: float,

@@ -13,13 +13,7 @@ from rich.table import Table
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.printing import print_table
-from lightning_fedleak.cli.studies.models import (
-    build_meta_and_probe,
-    check_context,
-    find_model,
-    has_config_without_weights,
-    with_lora,
-)
+from lightning_fedleak.cli.studies import models
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
@@ -58,19 +52,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
     default = 0 if options.peft == "full" else 8
     rank = default if options.lora_r is None else options.lora_r
     option = f"--batch {options.batch[0]} x"
-    if options.model is not None and has_config_without_weights(options.model):
-        shapes = build_meta_and_probe(options.model, rank, options.targets)
-        check_context(shapes[0], options.batch[1], option)
+    if options.model is not None and models.has_config_without_weights(options.model):
+        shapes = models.build_meta_and_probe(options.model, rank, options.targets)
+        models.check_context(shapes[0], options.batch[1], option)
         print_costs(console, *shapes, options.batch)
         return 0
-    bare = find_model(options.model)
+    bare = models.find_model(options.model)
     if bare.kind == "classifier":
         raise SourceError(
             "--model is no language model with a head, so that its loss on a text is not known "
             "here; in a run of your own LeakageMonitor(SubspaceWords()) reports its capacity"
         )
-    anatomy = with_lora(bare, rank, options.targets, options.seed)
-    check_context(anatomy, options.batch[1], option)
+    anatomy = models.with_lora(bare, rank, options.targets, options.seed)
+    models.check_context(anatomy, options.batch[1], option)
     console.print(f"{explain_capacity(anatomy, options.batch[1], options.seed)}\n")
     print_costs(console, anatomy, anatomy, options.batch)
     show_attacks(anatomy)

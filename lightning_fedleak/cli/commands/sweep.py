@@ -10,17 +10,8 @@ from rich.console import Console
 
 from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
+from lightning_fedleak.cli.studies import sweep
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
-from lightning_fedleak.cli.studies.sweep import (
-    Cell,
-    Setting,
-    data_of,
-    is_done,
-    loss_before,
-    quiet,
-    read_layer,
-    run_cell,
-)
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import findings, read, write
 
@@ -41,15 +32,19 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}
-    setting = Setting(**{f.name: values[f.name] for f in fields(Setting)})
+    setting = sweep.Setting(**{f.name: values[f.name] for f in fields(sweep.Setting)})
     specs = [spec for text in options.defense for spec in parse_defenses(text)]
     # What would make every cell fail is raised here, before the first of them runs.
     printing.make_folder(options.out, options.out)
-    with quiet():
-        read_layer(setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft)))
-    data_of(setting).setup()
-    cells = {options.out / "runs" / one.name: one for one in (Cell(setting, s) for s in specs)}
-    todo = {folder: cell for folder, cell in cells.items() if not is_done(folder)}
+    with sweep.quiet():
+        sweep.read_layer(
+            setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
+        )
+    sweep.data_of(setting).setup()
+    cells = {
+        options.out / "runs" / one.name: one for one in (sweep.Cell(setting, s) for s in specs)
+    }
+    todo = {folder: cell for folder, cell in cells.items() if not sweep.is_done(folder)}
     console.print(
         f"{len(cells)} cells, {len(cells) - len(todo)} of them done before; results in "
         f"{options.out}. An interrupt loses nothing: the same command continues.",
@@ -58,12 +53,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     status = 0
     try:
         if todo:
-            console.print(f"Validation loss before any training: {loss_before(setting):.3f}")
+            console.print(f"Validation loss before any training: {sweep.loss_before(setting):.3f}")
         for number, (folder, cell) in enumerate(todo.items(), 1):
             start = time.perf_counter()
             try:
                 with console.status(f"{number} of {len(todo)}: {cell.defense}"):
-                    warnings = run_cell(cell, folder)
+                    warnings = sweep.run_cell(cell, folder)
             except Exception as error:  # one failed cell must not lose the rest
                 status = 1
                 line = f"{cell.defense} failed: {type(error).__name__}: {error}"
@@ -75,7 +70,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     except KeyboardInterrupt:
         status = printing.INTERRUPTED
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
-    if done := [folder for folder in cells if is_done(folder)]:
+    if done := [folder for folder in cells if sweep.is_done(folder)]:
         printing.print_comparison(console, findings(read(done)))
         paths = ", ".join(map(str, write(done, options.out)))
         console.print(f"\nWritten: {paths}", soft_wrap=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -69,17 +70,12 @@ class PadRight:
 
     def __call__(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return ``input_ids``, ``attention_mask`` and ``labels``, each (B, longest row)."""
-        shape = (len(rows), max(len(row) for row in rows))
-        batch = {
-            "input_ids": torch.full(shape, self.pad_id),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-            "labels": torch.full(shape, IGNORED),
+        ids = [row.long() for row in rows]
+        return {
+            "input_ids": pad_sequence(ids, True, self.pad_id),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
+            "labels": pad_sequence(ids, True, IGNORED),
         }
-        for index, row in enumerate(rows):
-            batch["input_ids"][index, : len(row)] = row
-            batch["attention_mask"][index, : len(row)] = 1
-            batch["labels"][index, : len(row)] = row
-        return batch
 
 
 class TextDataModule(L.LightningDataModule):

@@ -13,14 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.cli.finetuning import hub
-from lightning_fedleak.cli.finetuning.assets import (
-    SourceError,
-    as_path,
-    is_path,
-    nearest,
-    refuse_errors,
-)
+from lightning_fedleak.cli.finetuning import assets, hub
 from lightning_fedleak.extras import require_package
 
 Rows = list[Mapping[str, object]]
@@ -69,7 +62,9 @@ def read_labelled(
         SourceError: the texts cannot be read, there is no such column, or a text has no value.
     """
     if not str(source):
-        raise SourceError("the name of the text is empty: give a file, a folder or a dataset.")
+        raise assets.SourceError(
+            "the name of the text is empty: give a file, a folder or a dataset."
+        )
     rows, column_in_name = _rows_of(source)
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -79,14 +74,14 @@ def read_labelled(
         pairs = [(text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
     else:
         if (wrong := column or label) is not None:
-            raise SourceError(f"'{source}' is plain text, which has no column '{wrong}'.")
+            raise assets.SourceError(f"'{source}' is plain text, which has no column '{wrong}'.")
         pairs = [(text, None) for text in rows]
     pairs = [(text.strip(), value) for text, value in pairs if text.strip()]
     if not pairs:
-        raise SourceError(f"'{source}' holds no text.")
+        raise assets.SourceError(f"'{source}' holds no text.")
     nothing = sum(value in (None, "") for _, value in pairs)
     if label is not None and nothing:
-        raise SourceError(
+        raise assets.SourceError(
             f"column '{label}' of '{source}' is empty for {nothing} of {len(pairs)} texts "
             "(--partition-by): fill it, or take another column."
         )
@@ -110,11 +105,13 @@ def read_rows(source: str | Path) -> tuple[Rows, str | None]:
 
 def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
     """Return the rows of a table or the texts of plain text, and a column in the source's name."""
-    path = as_path(source)
+    path = assets.as_path(source)
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
-            raise SourceError(f"the folder '{path}' holds no .txt files: name one of its files.")
+            raise assets.SourceError(
+                f"the folder '{path}' holds no .txt files: name one of its files."
+            )
         return tuple(_decoded(_content(file), file) for file in files), None
     if path.is_file():
         return _file_rows(path), None
@@ -125,7 +122,7 @@ def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
 
 
 def _content(path: Path) -> bytes:
-    with refuse_errors(f"'{path}' cannot be read", OSError):
+    with assets.refuse_errors(f"'{path}' cannot be read", OSError):
         return path.read_bytes()
 
 
@@ -138,7 +135,7 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     data = _content(path)
     if packed:
         broken = OSError, EOFError, zlib.error
-        with refuse_errors(f"'{path}' is not a readable .gz file", *broken):
+        with assets.refuse_errors(f"'{path}' is not a readable .gz file", *broken):
             data = gzip.decompress(data)
     text = _decoded(data, path)
     if kind not in _TABLES:
@@ -157,7 +154,7 @@ def _decoded(data: bytes, path: Path) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise SourceError(
+        raise assets.SourceError(
             f"'{path}' is not UTF-8: convert it, by iconv -f WINDOWS-1252 -t UTF-8 say."
         )
     return text
@@ -170,14 +167,14 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
         separator = next((mark for mark in ";\t" if mark in first), separator)
     limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
     broken = f"'{path}' is not a readable {kind} file"
-    with ExitStack() as stack, refuse_errors(broken, csv.Error):
+    with ExitStack() as stack, assets.refuse_errors(broken, csv.Error):
         stack.callback(csv.field_size_limit, limit)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         rows: Rows = []
         for row in reader:
             if any(row.pop(None, ())):
-                raise SourceError(
+                raise assets.SourceError(
                     f"'{path}': the row that ends at line {reader.line_num} has more fields than "
                     f"the first line: put a field that holds {separator!r} in quotes."
                 )
@@ -191,9 +188,9 @@ def _json_rows(text: str, path: Path) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and "\n" in text[: error.pos + 1]:
             return _json_lines(text, path)  # lines of JSON are often named so
-        raise SourceError(f"'{path}' is not JSON: {error}") from None
+        raise assets.SourceError(f"'{path}' is not JSON: {error}") from None
     if not isinstance(content, list):
-        raise SourceError(
+        raise assets.SourceError(
             f"'{path}' is a {type(content).__name__}; it must be an array of objects, like "
             '[{"text": "..."}].'
         )
@@ -206,7 +203,7 @@ def _json_lines(text: str, path: Path) -> Rows:
         if not line.strip():
             continue
         place = f"'{path}', line {number}"
-        with refuse_errors(f"{place} is not JSON", json.JSONDecodeError):
+        with assets.refuse_errors(f"{place} is not JSON", json.JSONDecodeError):
             row = json.loads(line)
         rows.append(_row(row, place, "line"))
     return rows
@@ -218,7 +215,7 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
     if is_chat(content):
         return {"messages": content}
     if not isinstance(content, dict):
-        raise SourceError(
+        raise assets.SourceError(
             f"{place} is a {type(content).__name__}; each {unit} must be an object like "
             '{"text": "..."}.'
         )
@@ -227,11 +224,11 @@ def _row(content: Any, place: str, unit: str) -> Mapping[str, object]:
 
 def _parquet_rows(path: Path) -> Rows:
     with require_package(
-        "datasets", f"'{path}' is a parquet file; install what reads those", SourceError
+        "datasets", f"'{path}' is a parquet file; install what reads those", assets.SourceError
     ):
         import pyarrow.parquet as parquet
     kind = f"'{path}' is not a readable .parquet file"
-    with refuse_errors(kind, OSError, ValueError):
+    with assets.refuse_errors(kind, OSError, ValueError):
         rows: Rows = parquet.read_table(path).to_pylist()
     return rows
 
@@ -244,26 +241,26 @@ def _check_name(source: str) -> None:
     path = Path(source)
     name, colon, _ = source.partition(":")
     suffix = Path(name).suffix.lower()
-    spelled_as_path = is_path(name) or "\\" in source or "://" in source
+    spelled_as_path = assets.is_path(name) or "\\" in source or "://" in source
     is_file = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
     if not is_file and (colon or len(path.parts) < 2 or not Path(path.parts[0]).is_dir()):
         return
     folder = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
     why = "" if is_file else f"{folder}for the dataset of that name write '{source}:'"
-    raise SourceError(f"there is no file '{source}'{why}{nearest(path)}")
+    raise assets.SourceError(f"there is no file '{source}'{why}{assets.nearest(path)}")
 
 
 def _hub_rows(source: str) -> tuple[Rows, str | None]:
     """Return the rows of a dataset, and the column in its name."""
     _check_name(source)
     absent = f"there is no file '{source}'. If it names a dataset of the hub, install what reads it"
-    with require_package("datasets", absent, SourceError):
+    with require_package("datasets", absent, assets.SourceError):
         from datasets import load_dataset
     name, config, split, column, *_ = (*source.split(":"), "", "", "")
     if not hub.dataset_is_cached(name) and (why := hub.why_unreachable()) is not None:
-        raise SourceError(hub.unreachable(source, "file or folder of texts", why))
+        raise assets.SourceError(hub.unreachable(source, "file or folder of texts", why))
     neither = f"'{source}' is neither a file nor a dataset loaded as name:config:split:column"
-    with refuse_errors(neither, Exception):  # whatever the hub's client raises
+    with assets.refuse_errors(neither, Exception):  # whatever the hub's client raises
         data = load_dataset(name, config or None, split=split or "train")
     return list(data), column or None
 
@@ -286,14 +283,14 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
     if column is None and rows:
         column = "text" if "text" in names else _only_text(rows, names)
         if column is None:
-            raise SourceError(
+            raise assets.SourceError(
                 f"which column of '{source}' holds the text? It has {_column_list(names)}; name "
                 "one with column= (--column)."
             )
     if rows and column is not None:
         _check_column(column, names, source)
         if all(text_of(row.get(column)) is None for row in rows):
-            raise SourceError(
+            raise assets.SourceError(
                 f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
             )
     return column or ""
@@ -303,7 +300,7 @@ def _check_column(column: str, names: Sequence[str], source: str, option: str = 
     """Raise an error unless the column is one of the source's."""
     if column not in names:
         has = _column_list(names)
-        raise SourceError(f"'{source}' has no column '{column}'{option}; it has {has}.")
+        raise assets.SourceError(f"'{source}' has no column '{column}'{option}; it has {has}.")
 
 
 def _only_text(rows: Rows, names: Sequence[str]) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from lightning_fedleak.attacks import memorization
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
@@ -225,10 +224,3 @@ class ReleasedPool:
 def used_up_mark(rows: str | Path) -> Path:
     """Return the file beside rows that says that others are dropped from them by a list."""
     return Path(f"{rows}.used_up.json")
-
-
-def tokenize(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[Text]:
-    """Return texts as token ids, cut to ``length`` tokens; every token is a label."""
-    rows = tokenizer(list(words), truncation=True, max_length=length, verbose=False)["input_ids"]
-    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return [Text(row, row) for row in ids if len(row)]

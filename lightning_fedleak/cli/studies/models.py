@@ -198,7 +198,13 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
         SourceError: it cannot be loaded, or is a trained model without its head.
     """
     if head == "causal":
-        return _require_causal(find_model(name), option)
+        anatomy = find_model(name)
+        if anatomy.kind != "causal":
+            raise SourceError(
+                f"{option} is a {anatomy.kind} model: what a model has memorized is read from "
+                "causal and masked language models, and from classifiers of texts and of tokens"
+            )
+        return anatomy
     source, settings = model_source(name)
     auto = next(auto for one, auto in _HEADS.values() if one == head)
     labels = {} if head == "masked" else {"num_labels": config.num_labels}
@@ -242,15 +248,6 @@ def log_probs_before_and_after(
         anatomy = load_released(str(model), config, head, "--model")
         after = token_log_probs(anatomy, texts, mask)
     return before, after
-
-
-def _require_causal(anatomy: Anatomy, option: str) -> Anatomy:
-    if anatomy.kind != "causal":
-        raise SourceError(
-            f"{option} is a {anatomy.kind} model: what a model has memorized is read from causal "
-            "and masked language models, and from classifiers of texts and of tokens"
-        )
-    return anatomy
 
 
 def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:

@@ -20,13 +20,7 @@ import transformers
 
 from lightning_fedleak import attacks
 from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.cli.finetuning import (
-    TRAINING,
-    CausalLMFineTuning,
-    TextDataModule,
-    check_option,
-    quiet_logs,
-)
+from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.report.records import RECORD, EndLine, read_lines
@@ -108,7 +102,7 @@ def run_cell(cell: Cell, folder: Path) -> list[str]:
     setting = cell.setting
     with quiet() as messages:
         L.seed_everything(setting.seed, verbose=False)
-        module = CausalLMFineTuning(
+        module = finetuning.CausalLMFineTuning(
             setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
         )
         monitor = LeakageMonitor(
@@ -142,7 +136,7 @@ def run_cell(cell: Cell, folder: Path) -> list[str]:
 def loss_before(setting: Setting) -> float:
     """Return the validation loss of the model before any training."""
     with quiet():
-        module = CausalLMFineTuning(setting.model, loss="sample_mean")
+        module = finetuning.CausalLMFineTuning(setting.model, loss="sample_mean")
         trainer = L.Trainer(
             devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
         )
@@ -160,7 +154,7 @@ def read_layer(setting: Setting, anatomy: Anatomy) -> int:
     if setting.layer is None:
         return max(1, blocks // 2)
     hint = f"the model has {blocks} blocks"
-    return check_option("--layer", setting.layer, at_least=0, at_most=blocks, hint=hint)
+    return finetuning.check_option("--layer", setting.layer, at_least=0, at_most=blocks, hint=hint)
 
 
 def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
@@ -189,13 +183,13 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
 @lru_cache(maxsize=1)
 def _public_text(model: str | None, length: int, seed: int) -> attacks.PublicText:
     """Return text by the model as it was before training, sampled once for all cells."""
-    anatomy = find_anatomy(CausalLMFineTuning(model))
+    anatomy = find_anatomy(finetuning.CausalLMFineTuning(model))
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
-def data_of(setting: Setting | Namespace) -> TextDataModule:
+def data_of(setting: Setting | Namespace) -> finetuning.TextDataModule:
     """Return the texts of a setting, or of a command's options, in batches."""
-    return TextDataModule(
+    return finetuning.TextDataModule(
         text=setting.text,
         column=setting.column,
         tokenizer=setting.model,
@@ -209,7 +203,10 @@ def data_of(setting: Setting | Namespace) -> TextDataModule:
 def quiet() -> Iterator[list[str]]:
     """Keep notices out of the table; yield a list that holds this package's warnings in the end."""
     messages: list[str] = []
-    with quiet_logs(TRAINING), warnings.catch_warnings(record=True) as records:
+    with (
+        finetuning.quiet_logs(finetuning.TRAINING),
+        warnings.catch_warnings(record=True) as records,
+    ):
         warnings.simplefilter("always")
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:

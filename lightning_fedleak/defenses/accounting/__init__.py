@@ -1,7 +1,6 @@
 """What releases cost: accountants, filters, budgets, and a ledger on disk."""
 
 from lightning_fedleak.defenses.accounting.account import Accountant as Accountant
-from lightning_fedleak.defenses.accounting.account import Ledger as Ledger
 from lightning_fedleak.defenses.accounting.account import RenyiFilter as RenyiFilter
 from lightning_fedleak.defenses.accounting.accounting import AccountantKind as AccountantKind
 from lightning_fedleak.defenses.accounting.accounting import check_delta_for as check_delta_for

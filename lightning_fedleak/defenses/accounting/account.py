@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,19 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.defenses.accounting import renyi
-from lightning_fedleak.defenses.accounting.accounting import (
-    LEAST_NOISE,
-    AccountantKind,
-    History,
-    check_kind,
-    check_probability,
-    epsilon_of,
+from lightning_fedleak.defenses.accounting import accounting, renyi
+from lightning_fedleak.defenses.accounting.ledger import (
+    Event,
+    LedgerFile,
+    LedgerPath,
+    check_release,
 )
-from lightning_fedleak.defenses.accounting.ledger import Event, LedgerFile, check_release
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme, check_opacus
 from lightning_fedleak.defenses.base import DefenseError, State
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.defenses.checks import check_number
 
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
 
@@ -44,7 +40,7 @@ class Ledger:
         DefenseError: the file cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: LedgerPath | None = None) -> None:
         self._file = None if path is None else LedgerFile(path)
         self._counts = Counter[Event]() if self._file is None else self._file.counts
 
@@ -54,7 +50,7 @@ class Ledger:
         return sum(self._counts.values())
 
     @property
-    def history(self) -> History:
+    def history(self) -> accounting.History:
         """Return noise multiplier, sample rate and count of every kind of release."""
         return tuple((*event, count) for event, count in self._counts.items())
 
@@ -142,17 +138,17 @@ class Accountant(Ledger):
 
     def __init__(
         self,
-        kind: AccountantKind = "prv",
-        ledger: str | os.PathLike[str] | None = None,
+        kind: accounting.AccountantKind = "prv",
+        ledger: LedgerPath | None = None,
         *,
         sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        check_kind(kind, sampling)
+        accounting.check_kind(kind, sampling)
         check_opacus()
-        self.kind: AccountantKind = kind
+        self.kind: accounting.AccountantKind = kind
         self.sampling: SamplingScheme = sampling
-        self._epsilons: dict[tuple[float, History], float] = {}
+        self._epsilons: dict[tuple[float, accounting.History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
     def step(
@@ -217,19 +213,21 @@ class Accountant(Ledger):
         Raises:
             DefenseError: delta or slack out of range.
         """
-        check_probability(delta)
-        check_number("slack", slack, at_least=0, below=1, error=DefenseError)
+        accounting.check_probability(delta)
+        check_number("slack", slack, at_least=0, below=1)
         history = self.history
         if self.kind == "rdp" or not history:
-            return epsilon_of(history, delta, self.kind, self.sampling)
+            return accounting.epsilon_of(history, delta, self.kind, self.sampling)
         *earlier, (noise_multiplier, sample_rate, count) = history
         coarse = max(1, int(slack * sum(row[2] for row in earlier)))
         most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
-        ahead: History = (*earlier, (noise_multiplier, sample_rate, most))
+        ahead: accounting.History = (*earlier, (noise_multiplier, sample_rate, most))
         if (delta, ahead) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()
-            self._epsilons[delta, ahead] = epsilon_of(ahead, delta, self.kind, self.sampling)
+            self._epsilons[delta, ahead] = accounting.epsilon_of(
+                ahead, delta, self.kind, self.sampling
+            )
         return self._epsilons[delta, ahead]
 
     def allows(
@@ -248,7 +246,7 @@ class Accountant(Ledger):
         Raises:
             DefenseError: a value out of range.
         """
-        check_probability(delta)
+        accounting.check_probability(delta)
         check_release(noise_multiplier, sample_rate, count)
         event = noise_multiplier, sample_rate
         other_rows = tuple(row for row in self.history if row[:2] != event)
@@ -259,7 +257,7 @@ class Accountant(Ledger):
 
         def fits(releases: int) -> bool:
             history = (*other_rows, (*event, releases))
-            return epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
+            return accounting.epsilon_of(history, delta, self.kind, self.sampling) <= epsilon
 
         return self._search[1].answer(total, fits)
 
@@ -296,13 +294,13 @@ class RenyiFilter(Ledger):
         self,
         epsilon: float,
         delta: float,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: LedgerPath | None = None,
         *,
         sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        self.epsilon = check_number("epsilon", epsilon, above=0, error=DefenseError)
-        self.delta = check_number("delta", delta, above=0, below=1, error=DefenseError)
+        self.epsilon = check_number("epsilon", epsilon, above=0)
+        self.delta = check_number("delta", delta, above=0, below=1)
         self.sampling: SamplingScheme = sampling
         self.order: float | None = None
         self._restored = False
@@ -388,7 +386,7 @@ class RenyiFilter(Ledger):
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
         """Return the divergence of one release at the order."""
-        if noise_multiplier < LEAST_NOISE:
+        if noise_multiplier < accounting.LEAST_NOISE:
             return math.inf
         return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
 
@@ -427,7 +425,7 @@ def best_order(
         rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
-    if not releases[best] >= 1 or noise_multiplier < LEAST_NOISE:
+    if not releases[best] >= 1 or noise_multiplier < accounting.LEAST_NOISE:
         raise DefenseError(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"

@@ -46,7 +46,7 @@ from lightning_fedleak.defenses.accounting.renyi import (
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
-from lightning_fedleak.validate import check_choice, check_number
+from lightning_fedleak.defenses.checks import check_choice, check_number
 
 PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
 PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
@@ -55,6 +55,7 @@ PRV_LARGEST_LOSS = 650.0  # privacy loss; exp of one above 709 is no float64
 AccountantKind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
 History = tuple[tuple[float, float, int], ...]
+Releases = Sequence[tuple[float, float, int]]
 """Noise multiplier, sample rate and count of every kind of release."""
 
 LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
@@ -65,11 +66,7 @@ LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it ref
 
 
 def prv_epsilon(
-    history: Sequence[tuple[float, float, int]],
-    delta: float,
-    epsilon: float,
-    rdp: Floats,
-    sampling: SamplingScheme,
+    history: Releases, delta: float, epsilon: float, rdp: Floats, sampling: SamplingScheme
 ) -> float:
     """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
 
@@ -98,7 +95,7 @@ def prv_epsilon(
 
 
 def read_prv(
-    history: Sequence[tuple[float, float, int]],
+    history: Releases,
     delta: float,
     epsilon: float,
     rdp: Floats,
@@ -184,10 +181,7 @@ def _fast_length(least: int) -> int:
 
 
 def epsilon_of(
-    history: Sequence[tuple[float, float, int]],
-    delta: float,
-    kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
+    history: Releases, delta: float, kind: AccountantKind, sampling: SamplingScheme = "poisson"
 ) -> float:
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
@@ -218,16 +212,14 @@ def epsilon_of(
     return epsilon if epsilon <= LARGEST_EPSILON else math.inf
 
 
-def composed_rdp(history: Sequence[tuple[float, float, int]], sampling: SamplingScheme) -> Floats:
+def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
     """Return (len(ORDERS),) Renyi DP of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
     return sum(terms, np.zeros(1))
 
 
 def curve_of(
-    history: Sequence[tuple[float, float, int]],
-    kind: AccountantKind,
-    sampling: SamplingScheme = "poisson",
+    history: Releases, kind: AccountantKind, sampling: SamplingScheme = "poisson"
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
@@ -293,14 +285,8 @@ def noise_multiplier_for(
     check_probability(target_delta, "target_delta")
     ledger.check_release(1.0, sample_rate)
     ledger.check_count(steps, "steps")
-    check_number(
-        "target_epsilon",
-        target_epsilon,
-        above=0,
-        at_most=LARGEST_EPSILON,
-        hint="usual values are 1 to 10",
-        error=DefenseError,
-    )
+    name, hint = "target_epsilon", "usual values are 1 to 10"
+    check_number(name, target_epsilon, above=0, at_most=LARGEST_EPSILON, hint=hint)
 
     @functools.cache
     def excess(log_noise: float, accountant: AccountantKind) -> float:
@@ -363,11 +349,11 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
 def check_kind(kind: str, sampling: object = "poisson") -> None:
     """Raise an error for an unknown accountant or sampling."""
     hint = "'prv' is tight, 'rdp' is fast"
-    check_choice("accountant", kind, ("prv", "rdp"), hint=hint, error=DefenseError)
-    check_choice("sampling", sampling, ("poisson", "without_replacement"), error=DefenseError)
+    check_choice("accountant", kind, ("prv", "rdp"), hint=hint)
+    check_choice("sampling", sampling, ("poisson", "without_replacement"))
 
 
 def check_probability(delta: float, name: str = "delta") -> None:
     """Raise an error for a delta outside (0, 1)."""
     hint = "well below one over the number of examples"
-    check_number(name, delta, above=0, below=1, hint=hint, error=DefenseError)
+    check_number(name, delta, above=0, below=1, hint=hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -11,14 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting.account import Accountant, RenyiFilter
-from lightning_fedleak.defenses.accounting.accounting import (
-    MOST_NOISE,
-    AccountantKind,
-    curve_of,
-    noise_multiplier_for,
-)
-from lightning_fedleak.defenses.accounting.ledger import client_path
+from lightning_fedleak.defenses.accounting.ledger import LedgerPath, client_path
 from lightning_fedleak.defenses.accounting.renyi import SamplingScheme
 from lightning_fedleak.defenses.base import Curve, DefenseError, Privacy, State, refuse
 from lightning_fedleak.defenses.noise import HARDEN_FACTOR
@@ -26,7 +20,7 @@ from lightning_fedleak.defenses.noise import HARDEN_FACTOR
 EPSILON_SLACK = 0.02  # share of more releases in the epsilon that is reported; saves calls of PRV
 _ACCOUNT = "accountant/"
 
-Account = AccountantKind | Literal["filter"]
+Account = accounting.AccountantKind | Literal["filter"]
 AnyAccountant = Accountant | RenyiFilter
 
 
@@ -110,7 +104,7 @@ class Budget:
             return ((self.accountant.epsilon, delta),)
         if self.seeded:
             return ()
-        return curve_of(self.accountant.history, self.accountant.kind, self.sampling)
+        return accounting.curve_of(self.accountant.history, self.accountant.kind, self.sampling)
 
     @property
     def noise_now(self) -> float:
@@ -137,17 +131,13 @@ class Budget:
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
-        if previous * HARDEN_FACTOR > MOST_NOISE:
+        if previous * HARDEN_FACTOR > accounting.MOST_NOISE:
             return None
         self.notches += 1
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"
 
     def open_ledger(
-        self,
-        path: str | os.PathLike[str],
-        client: int = 0,
-        clients: int = 1,
-        unit: str | None = None,
+        self, path: LedgerPath, client: int = 0, clients: int = 1, unit: str | None = None
     ) -> None:
         """Record every release in a file from now on, and continue with its releases.
 
@@ -186,8 +176,8 @@ class Budget:
         if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
-            kind: AccountantKind = "prv" if self.kind == "prv" else "rdp"
-            self.noise_multiplier = noise_multiplier_for(
+            kind: accounting.AccountantKind = "prv" if self.kind == "prv" else "rdp"
+            self.noise_multiplier = accounting.noise_multiplier_for(
                 self.target_epsilon, delta, rate, steps, kind, self.sampling
             )
             self._covered = steps if self.accountant.steps == 0 else 0
@@ -343,7 +333,7 @@ class Budget:
         self._covered = 0
         self.accountant.load_state_dict(account)
 
-    def _new_accountant(self, ledger: str | os.PathLike[str] | None) -> AnyAccountant:
+    def _new_accountant(self, ledger: LedgerPath | None) -> AnyAccountant:
         if self.kind == "filter":
             assert self.target_epsilon is not None
             assert self.target_delta is not None

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.defenses.checks import check_integer, check_number
 
 Event = tuple[float, float]
+LedgerPath = str | os.PathLike[str]
 """Noise multiplier and sample rate of a release."""
 
 TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
@@ -46,7 +47,7 @@ class LedgerFile:
             else or cannot be read. It does not change.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: LedgerPath) -> None:
         self.path = Path(path)
         self.counts, self._size, self._half = _read(self.path)
 
@@ -61,9 +62,7 @@ class LedgerFile:
         self._size = _append(self.path, f"{event[0]!r} {event[1]!r} {count}\n", self._size)
 
 
-def client_path(
-    path: str | os.PathLike[str], client: int, clients: int, unit: str = "example"
-) -> Path:
+def client_path(path: LedgerPath, client: int, clients: int, unit: str = "example") -> Path:
     """Return the file of one client.
 
     Where the unit of privacy is a user, ``.users`` is appended, and with several clients
@@ -147,9 +146,9 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
     """Raise a DefenseError unless these are the numbers of releases of one kind."""
     hint = "the noise's standard deviation over the clip norm"
-    check_number("noise_multiplier", noise_multiplier, at_least=0, hint=hint, error=DefenseError)
+    check_number("noise_multiplier", noise_multiplier, at_least=0, hint=hint)
     hint = "the chance of each example to be in a batch: mean batch size over number of examples"
-    check_number("sample_rate", sample_rate, above=0, at_most=1, hint=hint, error=DefenseError)
+    check_number("sample_rate", sample_rate, above=0, at_most=1, hint=hint)
     check_count(count, "count")
 
 
@@ -160,7 +159,7 @@ def check_count(value: float, name: str) -> None:
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    check_integer(name, value, error=DefenseError)
+    check_integer(name, value)
 
 
 def _is_there(path: Path) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.validate import check_number
+from lightning_fedleak.defenses.checks import check_number
 
 
 class DPAdamBC(Optimizer):
@@ -60,11 +60,11 @@ class DPAdamBC(Optimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "floor": floor}
         for name in ("lr", "eps", "weight_decay"):
-            check_number(f"DPAdamBC: {name}", defaults[name], at_least=0, error=DefenseError)
+            check_number(f"DPAdamBC: {name}", defaults[name], at_least=0)
         for number, beta in enumerate(betas):
             name = f"DPAdamBC: betas[{number}]"
-            check_number(name, beta, at_least=0, below=1, error=DefenseError)
-        check_number("DPAdamBC: floor", floor, above=0, at_most=1, error=DefenseError)
+            check_number(name, beta, at_least=0, below=1)
+        check_number("DPAdamBC: floor", floor, above=0, at_most=1)
         self._variances: Mapping[Tensor, float] | None = None
         super().__init__(params, defaults)
 

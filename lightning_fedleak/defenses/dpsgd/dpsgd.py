@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses import accounting
+from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.accounting import Account
 from lightning_fedleak.defenses.base import (
     CanaryGradient,
@@ -29,13 +29,6 @@ from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
-from lightning_fedleak.defenses.noise import (
-    NoiseGauge,
-    add_noise,
-    base_of,
-    noise_key,
-    standard_normal,
-)
 from lightning_fedleak.defenses.processes import Team, reshard
 
 
@@ -356,9 +349,11 @@ class DPSGD(Defense):
                     optimizer.set_noise(self.noise_variances(parameters, context))
             count()
         self.releases += 1
-        gauge = NoiseGauge(std, expected) if checking else None
+        gauge = noise.NoiseGauge(std, expected) if checking else None
         key = self._base(context), release, context.client, self.name
-        clipped.release(parameters, team, std, expected, functools.partial(add_noise, *key), gauge)
+        clipped.release(
+            parameters, team, std, expected, functools.partial(noise.add_noise, *key), gauge
+        )
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
@@ -391,10 +386,10 @@ class DPSGD(Defense):
         if std:
             number, step.canaries = step.canaries, step.canaries + 1
             place = self._base(context), self.releases, number
-            key = noise_key(*place, client=context.client, name=self.name, stream="canary")
+            key = noise.noise_key(*place, client=context.client, name=self.name, stream="canary")
             like = released.samples
-            noise = standard_normal(key, like.shape[1:], like.device, like.dtype)
-            released = released.noised(noise * std, std)
+            standard = noise.standard_normal(key, like.shape[1:], like.device, like.dtype)
+            released = released.noised(standard * std, std)
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
@@ -452,4 +447,4 @@ class DPSGD(Defense):
         return self._step
 
     def _base(self, context: DefenseContext) -> bytes:
-        return base_of(context.entropy, self.seed if self._budget.seeded else None)
+        return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)

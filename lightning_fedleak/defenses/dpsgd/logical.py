@@ -36,6 +36,9 @@ from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.defenses.host import Piece
 from lightning_fedleak.defenses.processes import Team
 
+Step = Callable[[Any], Any]
+"""Runs a batch, and returns what the training step returns."""
+
 
 def pieces_of(
     batch: Any, samples: int, max_rows: int, team: Team, users: Sequence[int] | None = None
@@ -78,7 +81,7 @@ def _shares(users: Sequence[int], max_rows: int) -> list[list[int]]:
 
 def run_pieces(
     pieces: Sequence[Piece],
-    step: Callable[[Any], Any],
+    step: Step,
     context: DefenseContext,
     *,
     begin_piece: Callable[[Piece], None],

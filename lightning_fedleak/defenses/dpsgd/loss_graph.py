@@ -362,7 +362,7 @@ def check_isolation(
     finite = [g.isfinite().reshape(samples, -1).all(1).nonzero().flatten() for g in gradients]
     rows = sorted(functools.reduce(operator.and_, (set(layer.tolist()) for layer in finite)))
     sample = rows[len(rows) // 2] if rows else 0
-    mixed = None if separate else _mixing_error(gradients, top, edges, sample, samples)
+    mixed = None if separate else _mixing_error(gradients, top, sample, samples)
     restore()
     above = {edge.node for edge in edges}
     below = [call for call in calls if call.trained and call.edge.node not in above]
@@ -399,11 +399,7 @@ def _layer_gradients(
 
 
 def _mixing_error(
-    gradients: Sequence[Tensor],
-    top: Sequence[Call],
-    edges: Sequence[Any],
-    sample: int,
-    samples: int,
+    gradients: Sequence[Tensor], top: Sequence[Call], sample: int, samples: int
 ) -> DefenseError | None:
     """Return the error of a loss that mixes samples, None where it does not."""
     generator = torch.Generator(device=gradients[0].device).manual_seed(0)
@@ -418,6 +414,7 @@ def _mixing_error(
     if total is None:
         return None
     try:
+        edges = [call.edge for call in top]
         second = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         raise _unknown(f"its second derivative cannot be computed ({error})") from error

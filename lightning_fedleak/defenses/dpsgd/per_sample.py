@@ -83,6 +83,7 @@ class Dense:
 
 
 Part = Outer | EmbeddingRows | Dense
+Parts = Sequence[Part]
 
 Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
 """Returns the part of each parameter by name. Its arguments: the module, its input (whose first
@@ -112,7 +113,7 @@ def full_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> Sequence[Part]:
+def in_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
     """Return a parameter's gradients in at most one part of each kind, in the form of ``clipping``.
 
     ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
@@ -129,7 +130,7 @@ def in_form(parts: Sequence[Part], shape: torch.Size, clipping: Clipping) -> Seq
     return [Dense(in_full(parts, shape))] if full else parts
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
+def _merged(parts: Parts) -> list[Part]:
     """Return at most one part of each kind; uses of a parameter become further positions."""
     outer = [part for part in parts if isinstance(part, Outer)]
     if len(outer) > 1:
@@ -144,14 +145,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return [*outer, *rows, *full]
 
 
-def forms_of(
-    parts: Mapping[Tensor, Sequence[Part]], clipping: Clipping
-) -> dict[Tensor, Sequence[Part]]:
-    """Return all parameters' gradients :func:`in_form`."""
-    return {p: in_form(of_uses, p.shape, clipping) for p, of_uses in parts.items()}
-
-
-def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
+def in_full(parts: Parts, shape: torch.Size) -> Tensor:
     """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None
     for part in parts:
@@ -173,7 +167,7 @@ def in_full(parts: Sequence[Part], shape: torch.Size) -> Tensor:
     return total
 
 
-def select_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
+def select_samples(parts: Parts, samples: Tensor) -> list[Part]:
     """Return the gradients of some samples, whatever the factors of the others hold.
 
     Args:
@@ -186,7 +180,7 @@ def select_samples(parts: Sequence[Part], samples: Tensor) -> list[Part]:
     ]
 
 
-def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> list[Part]:
+def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
     """Return gradients of users: weighted sums over each user's adjacent samples.
 
     A user's samples become further positions of one gradient, so that its norm has the cross terms
@@ -224,7 +218,7 @@ def sum_users(parts: Sequence[Part], weights: Tensor, rows: Sequence[int]) -> li
     return result
 
 
-def squared_norms(layers: Iterable[Sequence[Part]]) -> list[Tensor]:
+def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
     """Return the squared 2-norm of every sample's gradient, (B,), for each parameter.
 
     Args:
@@ -244,10 +238,7 @@ def squared_norms(layers: Iterable[Sequence[Part]]) -> list[Tensor]:
 
 
 def squared_norms_of_users(
-    layers: Mapping[Tensor, Sequence[Part]],
-    weights: Tensor,
-    rows: Sequence[int],
-    clipping: Clipping,
+    layers: Mapping[Tensor, Parts], weights: Tensor, rows: Sequence[int], clipping: Clipping
 ) -> list[Tensor]:
     """Return the squared 2-norm of every user's gradient, (U,), for each parameter.
 
@@ -278,7 +269,7 @@ def squared_norms_of_users(
 
 
 def weighted_sum(
-    parts: Sequence[Part], weights: Tensor, shape: torch.Size, target: Tensor | None = None
+    parts: Parts, weights: Tensor, shape: torch.Size, target: Tensor | None = None
 ) -> Tensor:
     """Return ``sum_b weights[b] gradient_b``, of the parameter's shape.
 
@@ -317,7 +308,7 @@ def weighted_sum(
     return total.view(shape)
 
 
-def probe(parts: Sequence[Part], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``left^T (sum_b gradient_b) right`` of a matrix, or ``left . sum_b gradient_b``.
 
     It needs no product of the layer's size. Over random vectors a gradient of autograd that differs
@@ -379,7 +370,7 @@ def _norms(values: Tensor) -> Tensor:
     return norms
 
 
-def _squared_norms(parts: Sequence[Part], rows: slice) -> Tensor:
+def _squared_norms(parts: Parts, rows: slice) -> Tensor:
     """Return the squared norms of some samples, so that copies and Gram matrices stay small."""
     total: Tensor | None = None
     absolute: Tensor | None = None

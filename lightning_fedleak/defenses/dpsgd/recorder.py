@@ -320,9 +320,10 @@ class Recorder:
             width = min(inputs.shape[1], tensor.shape[1])
             if width < 2 or tensor.device != inputs.device:
                 continue
-            equal = _equal_rows(inputs[:, :width], tensor[:, :width])
+            rows_of_batch, firsts = inputs[:, :width], tensor[:, :width]
+            equal = torch.stack([(rows_of_batch == first).all(1) for first in firsts], 1)
             matches_owner |= equal.gather(1, owners[:, None])[:, 0]
-            matches |= equal & (tensor[:, :width] != tensor[:, :1]).any(1)
+            matches |= equal & (firsts != firsts[:, :1]).any(1)
         foreign = (matches.any(1) & ~matches_owner).nonzero().flatten().tolist()
         if foreign and (
             samples < SMALL_BATCH or not _involve_one_sample(matches[foreign], owners[foreign])
@@ -355,11 +356,6 @@ class Recorder:
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
-
-
-def _equal_rows(rows: Tensor, samples: Tensor) -> Tensor:
-    """Return (N, B) booleans: whether a row of (N, W) equals one of the (B, W) samples'."""
-    return torch.stack([(rows == sample).all(1) for sample in samples], 1)
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:

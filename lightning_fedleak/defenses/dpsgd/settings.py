@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-from lightning_fedleak import validate
 from lightning_fedleak.defenses.accounting.accounting import Trust
-from lightning_fedleak.defenses.base import DefenseError, State, refuse
+from lightning_fedleak.defenses.base import State, refuse
+from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
-
-_check_choice = partial(validate.check_choice, error=DefenseError)
-_check_integer = partial(validate.check_integer, error=DefenseError)
-_check_number = partial(validate.check_number, error=DefenseError)
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
 
@@ -40,9 +35,9 @@ class ClipSettings:
     loss: Literal["checked", "trusted"] = "checked"
 
     def __post_init__(self) -> None:
-        _check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
-        _check_number("DPSGD: gamma", self.gamma, above=0)
-        _check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
+        check_choice("DPSGD: form", self.form, ("auto", "per_sample", "ghost"))
+        check_number("DPSGD: gamma", self.gamma, above=0)
+        check_choice("DPSGD: loss", self.loss, ("checked", "trusted"))
 
 
 @dataclass(frozen=True)
@@ -66,9 +61,9 @@ class ReleaseSettings:
     max_hardenings: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("DPSGD: trust", self.trust, ("local", "central"))
-        _check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
-        _check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
+        check_choice("DPSGD: trust", self.trust, ("local", "central"))
+        check_choice("DPSGD: on_budget", self.on_budget, ("stop", "raise"))
+        check_integer("DPSGD: max_hardenings", self.max_hardenings, at_least=0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Users:
 
     def __post_init__(self) -> None:
         hint = "None takes all rows"
-        _check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True, hint=hint)
+        check_integer("DPSGD: rows_per_user", self.rows_per_user, optional=True, hint=hint)
 
 
 Unit = Literal["example"] | Users
@@ -110,11 +105,11 @@ def check_budget(
     Raises:
         DefenseError: says which.
     """
-    _check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
+    check_choice("DPSGD: accountant", accountant, ("prv", "rdp", "filter"))
     filtered, targeted = accountant == "filter", target_epsilon is not None
     count = "neither" if noise_multiplier is None else "both"
-    _check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
-    _check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
+    check_number("DPSGD: noise_multiplier", noise_multiplier, at_least=0, optional=True)
+    check_number("DPSGD: target_epsilon", target_epsilon, above=0, optional=True)
     neither_or_both = (noise_multiplier is None) == (target_epsilon is None)
     refusals: dict[str, object] = {
         "accountant='filter' needs target_epsilon and target_delta": filtered and not targeted,
@@ -128,7 +123,7 @@ def check_budget(
         and seed is not None,
     }
     refuse("DPSGD: ", refusals)
-    _check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
+    check_number("DPSGD: target_delta", target_delta, above=0, below=1, optional=True)
 
 
 def check_combination(
@@ -140,14 +135,14 @@ def check_combination(
         DefenseError: says which.
     """
     if max_grad_norm != "auto":
-        _check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
     most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
     hint = "rows that are run at once"
-    _check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
+    check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
     if isinstance(unit, Users):
         rows = unit.rows_per_user
     else:
-        _check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
+        check_choice("DPSGD: unit", unit, ("example",), hint="or Users(group_by)")
     refusals = {
         f"max_physical_batch_size={most} runs whole users: pass "
         f"Users(..., rows_per_user={most}) or fewer": (

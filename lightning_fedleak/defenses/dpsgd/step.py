@@ -20,14 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_fedleak.defenses.base import (
-    DefenseContext,
-    DefenseError,
-    parameter_name,
-)
+from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
 from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import pieces_of, run_pieces, with_loss
+from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.recorder import (
     SMALL_BATCH,
@@ -104,12 +100,7 @@ class WatchedStep:
         return batch
 
     def run_in_pieces(
-        self,
-        step: Callable[[Any], Any],
-        batch: Any,
-        max_rows: int,
-        releases: int,
-        context: DefenseContext,
+        self, step: Step, batch: Any, max_rows: int, releases: int, context: DefenseContext
     ) -> Any:
         """Run a logical batch, in pieces where it has more rows than are to be run at once.
 

@@ -43,6 +43,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -51,7 +52,6 @@ from lightning_fedleak.validate import check_choice, check_integer
 Mechanism = Literal["grr", "rappor", "the", "dbitflip"]
 Decode = Literal["uniform", "first", "argmax"]
 
-_PANEL = 0.25  # width of a quadrature panel in log s; the integrand varies by O(1) in it
 THRESHOLD_ERROR = 1e-10  # of THE's threshold; its rates change by at most epsilon / 4 times it
 
 
@@ -111,22 +111,19 @@ def argmax_keep(k: int, epsilon: float) -> float:
 
     The integral of f(t - 1) F(t)^(k-1) over t, with E = e^(eps/2): where t < 0 and t > 1 the
     density is F'(t) / E and E F'(t), which integrates in closed form; between, with s = 1 - F(t),
-    it is (1 / 4E) times the integral of (1 - s)^(k-1) / s^2 from 1/(2E) to 1/2, done by
-    Gauss-Legendre in log s.
+    it is (1 / 4E) times the integral of (1 - s)^(k-1) / s^2 from 1/(2E) to 1/2, done over
+    log s.
     """
     half = epsilon / 2
     below_zero = math.exp(-half - k * math.log(2)) / k
     # E (1 - (1 - 1/(2E))^k) / k
     above_one = -math.expm1(k * math.log1p(-0.5 * math.exp(-half))) * math.exp(half) / k
-    panels = max(1, math.ceil(half / _PANEL))
-    nodes, weights = np.polynomial.legendre.leggauss(16)
-    # v = log(2 s) from -eps/2 to 0
-    edges = np.linspace(-half, 0.0, panels + 1)
-    width = np.diff(edges)[:, None] / 2
-    v = (edges[:-1, None] + edges[1:, None]) / 2 + width * nodes
-    # (1 / 4E) (2 e^-v) dv (1 - e^v / 2)^(k-1)
-    values = np.exp(-v - half + (k - 1) * np.log1p(-np.exp(v) / 2)) / 2
-    return below_zero + above_one + float((values * weights * width).sum())
+
+    def density(v: float) -> float:  # (1 / 4E) (2 e^-v) (1 - e^v / 2)^(k-1), v = log(2 s)
+        return math.exp(-v - half + (k - 1) * math.log1p(-math.exp(v) / 2)) / 2
+
+    between = quad(density, -half, 0.0, epsabs=0, epsrel=1e-12, limit=200)[0]
+    return below_zero + above_one + float(between)
 
 
 def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:

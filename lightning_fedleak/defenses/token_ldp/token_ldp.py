@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, Privacy, State
+from lightning_fedleak.defenses.base import Defense, DefenseContext, Privacy, State
+from lightning_fedleak.defenses.checks import check_choice, check_number
 from lightning_fedleak.defenses.noise import base_of, noise_key
 from lightning_fedleak.defenses.token_ldp import words
 from lightning_fedleak.defenses.token_ldp.mechanisms import Decode, Mechanism, Randomizer
 from lightning_fedleak.defenses.token_ldp.words import BatchForm
 from lightning_fedleak.model.batches import BatchError, write_batch
-from lightning_fedleak.validate import check_choice, check_number
 
 Per = Literal["token", "sequence"]
 
@@ -197,8 +197,8 @@ class TokenLDP(Defense):
         seed: int | None = None,
     ) -> None:
         protocol, form = protocol or LDPProtocol(), form or BatchForm()
-        check_number("TokenLDP: epsilon", epsilon, above=0, error=DefenseError)
-        check_choice("TokenLDP: per", per, get_args(Per), error=DefenseError)
+        check_number("TokenLDP: epsilon", epsilon, above=0)
+        check_choice("TokenLDP: per", per, get_args(Per))
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
             raise words.refused(
                 f"domain={domain!r} must be 'vocabulary', 'batch' or the ids of a public set"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.checks import check_choice
 from lightning_fedleak.model import batches
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -20,7 +21,6 @@ from lightning_fedleak.model.anatomy import (
     find_anatomy,
 )
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.validate import check_choice
 
 _SPECIAL = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
@@ -268,7 +268,7 @@ class BatchForm:
 
     def __post_init__(self) -> None:
         kinds = get_args(Kind)
-        check_choice("TokenLDP: kind", self.kind, kinds, optional=True, error=DefenseError)
+        check_choice("TokenLDP: kind", self.kind, kinds, optional=True)
 
     def read(self, batch: Any, kind: Kind) -> TokenBatch:
         """Return ids, mask and labels of a batch.

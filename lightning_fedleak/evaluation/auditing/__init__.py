@@ -36,7 +36,6 @@ from lightning_fedleak.evaluation.auditing.one_run import (
     audit_gaussian_scores as audit_gaussian_scores,
 )
 from lightning_fedleak.evaluation.auditing.one_run import audit_one_run as audit_one_run
-from lightning_fedleak.evaluation.auditing.one_run import one_run_epsilon as one_run_epsilon
 from lightning_fedleak.evaluation.auditing.one_run import one_run_p_value as one_run_p_value
 from lightning_fedleak.evaluation.auditing.one_run import refutes as refutes
 from lightning_fedleak.evaluation.auditing.private_training import (

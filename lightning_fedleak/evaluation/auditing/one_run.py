@@ -146,40 +146,15 @@ def least_of_dp(epsilon: float, delta: float, chance: float) -> float:
     return max(0.0, direct, mirrored)
 
 
-def one_run_epsilon(
-    canaries: int,
-    guesses: int,
-    right: int,
-    *,
-    delta: float = 0.0,
-    confidence: float = 0.95,
-    claim: lower_bounds.Claim = "dp",
-) -> float:
-    """Return a lower bound on epsilon from one run.
+def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.AuditedClaim) -> float:
+    """Return a lower bound on epsilon from one run, for canaries, guesses and right ones.
 
     The number of guesses must not depend on the inclusion bits.
 
     For (epsilon, delta)-DP it is the larger of two: that of :func:`one_run_p_value`, and that of
     the trade-off curve (:func:`exceeds`). Both bound the chance of the same event, so no error is
     split between them.
-
-    Args:
-        canaries: m, each with a fair inclusion bit.
-        guesses: on how many of them the auditor did not abstain.
-        right: guesses that were right.
-        delta: of the bound.
-        confidence: of the bound.
-        claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
-
-    Raises:
-        ValueError: impossible counts, delta or confidence.
     """
-    audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
-    return _epsilon_of_counts((canaries, guesses, right), audited)
-
-
-def _epsilon_of_counts(counts: tuple[int, int, int], audited: lower_bounds.AuditedClaim) -> float:
-    """Return the bound of :func:`one_run_epsilon` for canaries, guesses and right ones."""
     one_run_p_value(*counts, 0.0)  # refuses impossible counts
     if audited.gaussian:
 
@@ -241,7 +216,7 @@ def audit_one_run(
 
     Raises:
         ValueError: lengths differ, more guesses than canaries, no guesses, inclusion bits that are
-            not fair, or as :func:`one_run_epsilon`.
+            not fair, or a delta or confidence out of range.
     """
     audited = lower_bounds.AuditedClaim(delta, confidence, claim=claim)
     counts, m = _count_right(scores, members, guesses, seed), scores.numel()

@@ -67,13 +67,8 @@ def new_token_canaries(
         raise ValueError("new_token_canaries adds rows: call it before get_peft_model")
     check_integer("count", count)
     longest = context_length(anatomy)
-    check_integer(
-        "length",
-        length,
-        at_least=3,
-        at_most=longest,
-        hint="its own token twice, one between; at most what the model reads",
-    )
+    hint = "its own token twice, one between; at most what the model reads"
+    check_integer("length", length, at_least=3, at_most=longest, hint=hint)
     check_number("row_norm", row_norm, above=0)
     special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
     generator = torch.Generator().manual_seed(seed)

@@ -8,35 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import (
-    MembershipAttack,
-    PassiveMembership,
-    Query,
-    RunFacts,
-    gradient_of,
-)
+from lightning_fedleak import attacks as known
+from lightning_fedleak.evaluation.games import pool as pools
 from lightning_fedleak.evaluation.games.config import GameConfig, GameResult
-from lightning_fedleak.evaluation.games.pool import (
-    AUTHORS_POSITION,
-    Challenge,
-    SentencePool,
-    authors_challenges,
-    game_challenges,
-    pad,
-)
+from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import (
-    context_length,
-    hidden_states,
-    stop_behind,
-    undisturbed,
-)
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from lightning_fedleak.validate import check_integer, explain_errors
 
@@ -67,8 +48,8 @@ def client_states(
     inputs = {"input_ids": ids.to(device)}
     if mask is not None:
         inputs["attention_mask"] = mask.to(device)
-    with undisturbed(anatomy) as model, torch.no_grad():
-        states = stop_behind(model, places)(**inputs)
+    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
+        states = model_runs.stop_behind(model, places)(**inputs)
     return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
 
 
@@ -120,7 +101,7 @@ class _PooledStates:
         key = _key(row)
         if key not in self.states:
             group = self.groups[self.group_of[key]]
-            ids, mask = pad(group, self.pad_id, self.length)
+            ids, mask = pools.pad(group, self.pad_id, self.length)
             states = client_states(
                 self.anatomy, self.layers, ids, mask if self.length is None else None
             )
@@ -136,7 +117,7 @@ def _key(row: Tensor) -> tuple[int, ...]:
 
 def tells_positions_apart(anatomy: Anatomy) -> bool:
     """Return whether one word at two positions has two states at layer 0 (not so under rotary)."""
-    states = hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
+    states = model_runs.hidden_states(anatomy, 0, _some_ids(anatomy, 1).expand(1, 2))
     return _differ(states[0, 0], states[0, 1])
 
 
@@ -144,7 +125,7 @@ def reads_ahead(anatomy: Anatomy, layer: int) -> bool:
     """Return whether a token's hidden state at ``layer`` depends on the tokens after it."""
     prefix, one, other = _some_ids(anatomy, 3 * PROBE_TOKENS).reshape(3, PROBE_TOKENS)
     texts = torch.stack([torch.cat([prefix, one]), torch.cat([prefix, other])])
-    states = hidden_states(anatomy, layer, texts)
+    states = model_runs.hidden_states(anatomy, layer, texts)
     return _differ(states[0, PROBE_TOKENS - 1], states[1, PROBE_TOKENS - 1])
 
 
@@ -162,7 +143,7 @@ def _some_ids(anatomy: Anatomy, n: int) -> Tensor:
 
 
 def find_collisions(
-    challenge: Challenge,
+    challenge: pools.Challenge,
     *,
     layer: int,
     reads: Callable[[int], slice | None],
@@ -220,12 +201,6 @@ def find_collisions(
     return collisions
 
 
-def client_batch(anatomy: Anatomy, ids: Tensor, mask: Tensor | None) -> TokenBatch:
-    """Return the batch of ids (B, L) whose labels are the ids themselves, except where masked."""
-    labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
-    return TokenBatch(ids, labels, mask, anatomy.kind)
-
-
 def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Generator) -> Tensor:
     """Return random numbers of the size of a mean loss's gradients, none of them zero.
 
@@ -241,7 +216,7 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
     return numbers.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)
 
 
-Adversary = MembershipAttack | PassiveMembership
+Adversary = known.MembershipAttack | known.PassiveMembership
 
 Defend = Callable[[Tensor, Tensor | None], Tensor]
 """Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
@@ -250,7 +225,7 @@ Defend = Callable[[Tensor, Tensor | None], Tensor]
 def play(
     anatomy: Anatomy,
     attacks: Sequence[Adversary],
-    pool: SentencePool,
+    pool: pools.SentencePool,
     config: GameConfig | None = None,
     *,
     planted: Tensor | None = None,
@@ -298,18 +273,20 @@ def play(
 
 
 def _challenges(
-    pool: SentencePool, config: GameConfig, planted: Tensor | None, spare: int
-) -> Iterator[Challenge]:
+    pool: pools.SentencePool, config: GameConfig, planted: Tensor | None, spare: int
+) -> Iterator[pools.Challenge]:
     if config.protocol == "authors":
         if planted is None:
             raise ValueError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        return authors_challenges(pool.rows, planted, config.batch, config.games, AUTHORS_POSITION)
-    return game_challenges(pool, config, spare)
+        return pools.authors_challenges(
+            pool.rows, planted, config.batch, config.games, pools.AUTHORS_POSITION
+        )
+    return pools.game_challenges(pool, config, spare)
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     """Run A_init."""
-    passive = isinstance(attack, PassiveMembership)
+    passive = isinstance(attack, known.PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
             f"reads the gradient of a loss, whose labels this game does not have for a "
@@ -321,15 +298,6 @@ def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
         attack.refresh(anatomy, 0)
 
 
-@dataclass(frozen=True)
-class _Client:
-    """One batch of the client: ids and mask (B, L), hidden states (B, L, d) by layer."""
-
-    ids: Tensor
-    mask: Tensor | None
-    hidden: dict[int, Tensor]
-
-
 class _GameRun:
     """One challenger, all adversaries, and their guesses so far."""
 
@@ -337,7 +305,7 @@ class _GameRun:
         self,
         anatomy: Anatomy,
         attacks: Sequence[Adversary],
-        pool: SentencePool,
+        pool: pools.SentencePool,
         config: GameConfig,
         planted: Tensor | None,
         defend: Defend | None = None,
@@ -345,16 +313,18 @@ class _GameRun:
         if defend is not None and config.forwards == "pooled":
             raise ValueError("defend= changes every batch and needs forwards='fresh'")
         hint = "of the pool's sentences, which must fit into the model's context"
-        check_integer("tokens", pool.tokens, at_most=context_length(anatomy), hint=hint)
-        facts = RunFacts() if defend is None else RunFacts(defended=frozenset({"batches"}))
+        check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy), hint=hint)
+        facts = (
+            known.RunFacts() if defend is None else known.RunFacts(defended=frozenset({"batches"}))
+        )
         for attack in attacks:
             attack.meet(facts)
             with explain_errors(f"attack '{attack.name}'", ValueError, error=ValueError):
                 _prepare(attack, anatomy)
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.defend = config, defend
-        self.layers = sorted({a.layer for a in attacks if isinstance(a, MembershipAttack)})
-        self.passive = [a for a in attacks if isinstance(a, PassiveMembership)]
+        self.layers = sorted({a.layer for a in attacks if isinstance(a, known.MembershipAttack)})
+        self.passive = [a for a in attacks if isinstance(a, known.PassiveMembership)]
         self.roles = tuple(
             dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
         )
@@ -383,27 +353,27 @@ class _GameRun:
             self.pool.tokens if authors else None,
         )
 
-    def play(self, number: int, challenge: Challenge) -> None:
+    def play(self, number: int, challenge: pools.Challenge) -> None:
         """Play the games of one challenge."""
-        client = self._client_batch(number, challenge)
+        ids, mask, states = self._client_batch(challenge)
         query, embedded = self._server_states(challenge)
-        shared = self._shared(client) if self.passive else None
+        shared = self._shared(ids, mask) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
         for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
             start = time.perf_counter()
-            if isinstance(attack, PassiveMembership):
+            if isinstance(attack, known.PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
             else:
-                hidden, kind = client.hidden[attack.layer], (attack.layer, attack.granularity)
+                hidden, kind = states[attack.layer], (attack.layer, attack.granularity)
                 if kind not in upstreams:
                     whole = attack.granularity == "full"
                     upstreams[kind] = generic_upstream(hidden, whole, self.client_generator)
                     start = time.perf_counter()
                 targets = attack.embed(embedded[attack.layer], query)
                 self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
-                gradient = attack.gradient(targets, hidden, client.mask, upstreams[kind]).sum(0)
+                gradient = attack.gradient(targets, hidden, mask, upstreams[kind]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
                     challenge,
@@ -420,10 +390,11 @@ class _GameRun:
         self.truth["positions"].append(challenge.positions)
         self.truth["batches"].append(torch.full_like(challenge.positions, number))
 
-    def _shared(self, client: _Client) -> GradientSnapshot:
+    def _shared(self, ids: Tensor, mask: Tensor | None) -> GradientSnapshot:
         """Return the gradient of the client's batch in the parameters that are read."""
-        batch = client_batch(self.anatomy, client.ids, client.mask)
-        gradients = gradient_of(self.anatomy, batch, self.roles)
+        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
+        batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
+        gradients = known.gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
@@ -432,16 +403,15 @@ class _GameRun:
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
         for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
+            crafted = attack if isinstance(attack, known.MembershipAttack) else None
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
             if self.config.protocol == "authors":
                 all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
             results.append(
                 GameResult(
                     attack=attack.name,
-                    layer=attack.layer if isinstance(attack, MembershipAttack) else None,
-                    granularity=(
-                        attack.granularity if isinstance(attack, MembershipAttack) else "text"
-                    ),
+                    layer=crafted.layer if crafted else None,
+                    granularity=crafted.granularity if crafted else "text",
                     **truth,
                     **all_columns,
                     protocol=self.config.protocol,
@@ -452,32 +422,37 @@ class _GameRun:
             )
         return results
 
-    def _client_batch(self, number: int, challenge: Challenge) -> _Client:
+    def _client_batch(
+        self, challenge: pools.Challenge
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        """Return ids and mask (B, L) of the client's batch, and its states by layer."""
         ids, mask = self._pad(challenge.data)
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if not self.layers:
-            return _Client(ids, mask, {})
+            return ids, mask, {}
         if self.pooled is not None:
-            return _Client(ids, mask, self.pooled.batch_states(challenge.data))
-        return _Client(ids, mask, client_states(self.anatomy, self.layers, ids, mask))
+            return ids, mask, self.pooled.batch_states(challenge.data)
+        return ids, mask, client_states(self.anatomy, self.layers, ids, mask)
 
     def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return ids and mask on the model's device; the authors' model reads the padding."""
         authors = self.config.protocol == "authors"
-        ids, mask = pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
+        ids, mask = pools.pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
         device = self.anatomy.device
         return ids.to(device), None if authors else mask.to(device)
 
-    def _server_states(self, challenge: Challenge) -> tuple[Query, dict[int, Tensor]]:
+    def _server_states(self, challenge: pools.Challenge) -> tuple[known.Query, dict[int, Tensor]]:
         """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
         ids, mask = self._pad(challenge.targets)
-        query = Query(ids, mask, challenge.positions.to(self.anatomy.device))
+        query = known.Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
-            return query, {k: hidden_states(self.anatomy, k, ids) for k in self.layers}
-        with undisturbed(self.anatomy):
+            return query, {k: model_runs.hidden_states(self.anatomy, k, ids) for k in self.layers}
+        with model_runs.undisturbed(self.anatomy):
             states = {
-                k: [hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets]
+                k: [
+                    model_runs.hidden_states(self.anatomy, k, t[None])[0] for t in challenge.targets
+                ]
                 for k in self.layers
             }
         return query, {

@@ -22,11 +22,7 @@ from lightning_fedleak.attacks.memorization.entities import EntityGuess
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.clustered import auc
 from lightning_fedleak.evaluation.metrics.rates import Rate, flat, proportion
-from lightning_fedleak.evaluation.metrics.released import (
-    PERMUTATIONS,
-    RESAMPLES,
-    permutation_test,
-)
+from lightning_fedleak.evaluation.metrics.released import PERMUTATIONS, RESAMPLES, permutation_test
 from lightning_fedleak.evaluation.metrics.within import spent_at
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot

@@ -205,12 +205,7 @@ class PoolRows:
 
     @classmethod
     def of(
-        cls,
-        texts: Sequence[Text],
-        scored: ScoredTexts,
-        numbers: Sequence[int],
-        *,
-        short: bool = False,
+        cls, texts: Sequence[Text], scored: ScoredTexts, numbers: Sequence[int], *, short: bool
     ) -> PoolRows:
         """Return the rows of a pool's texts.
 

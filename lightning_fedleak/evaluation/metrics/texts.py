@@ -337,9 +337,6 @@ class TextReconstruction(RateMetric):
     """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
 
     Args:
-        rouge: False leaves all ROUGE out; the time of ROUGE-L grows with the square of the length.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
         kwargs: passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
@@ -356,13 +353,8 @@ class TextReconstruction(RateMetric):
 
     sentences: list[Tensor]
 
-    def __init__(
-        self, *, rouge: bool = True, resamples: int = 1000, seed: int = 0, **kwargs: Any
-    ) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.rouge = rouge
-        self.resamples = resamples
-        self.seed = seed
         # The type in which a process that saw no sentence takes part in the exchange.
         self.set_dtype(torch.float64)
         self.add_state("sentences", [], dist_reduce_fx="cat")
@@ -381,7 +373,7 @@ class TextReconstruction(RateMetric):
             ValueError: as :func:`token_hits`.
         """
         guessed = guess.tokens if isinstance(guess, TextGuess) else guess
-        scores = sentence_scores(guessed, input_ids, attention_mask, rouge=self.rouge)
+        scores = sentence_scores(guessed, input_ids, attention_mask)
         # Flat, like the empty tensor that a process without sentences gathers.
         rows = torch.stack([column.double() for column in scores], 1)
         self.sentences.append(rows.flatten().to(self.device))
@@ -390,5 +382,4 @@ class TextReconstruction(RateMetric):
         """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
         state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
         columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
-        scores = SentenceScores(*columns)
-        return reconstruction_rates(scores, resamples=self.resamples, seed=self.seed)
+        return reconstruction_rates(SentenceScores(*columns))

@@ -12,15 +12,8 @@ from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.updates import State, UpdateError, trained_state
 
 with require_package("flower", "lightning_fedleak.federation.flower needs Flower"):
+    from flwr import common
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-    from flwr.common import (
-        Code,
-        FitRes,
-        Parameters,
-        Status,
-        ndarrays_to_parameters,
-        parameters_to_ndarrays,
-    )
     from flwr.compat.common import recorddict_compat as compat
 
 ROUND = "server-round"
@@ -109,11 +102,11 @@ class _ListedArrays(NamedArrays):
         reply.content[_LISTED_BACK] = compat.parameters_to_arrayrecord(self._list(state), False)
 
     def alone(self, state: State, weight: str) -> RecordDict:
-        reply = FitRes(Status(Code.OK, ""), self._list(state), 1, {})
+        reply = common.FitRes(common.Status(common.Code.OK, ""), self._list(state), 1, {})
         return compat.fitres_to_recorddict(reply, False)
 
-    def _list(self, state: State) -> Parameters:
-        return ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
+    def _list(self, state: State) -> common.Parameters:
+        return common.ndarrays_to_parameters([state[n].cpu().numpy() for n in self._names])
 
 
 def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
@@ -143,8 +136,8 @@ def arrays_of(message: Message) -> tuple[str, _Arrays]:
 def arrays_in(message: Message, key: str) -> list[Tensor]:
     """Return the arrays of a message of the older interface, from the record of this key."""
     record = message.content.array_records[key]
-    arrays = parameters_to_ndarrays(compat.arrayrecord_to_parameters(record, keep_input=True))
-    return [torch.from_numpy(array) for array in arrays]
+    parameters = compat.arrayrecord_to_parameters(record, keep_input=True)
+    return [torch.from_numpy(array) for array in common.parameters_to_ndarrays(parameters)]
 
 
 def _round_of(message: Message) -> int:

@@ -8,29 +8,15 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
-)
+from flwr.common.secure_aggregation import secaggplus_constants as secagg
 from torch import Tensor
 
+from lightning_fedleak import federation
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.federation import (
-    HEAD,
-    ClientDP,
-    OutgoingUpdates,
-    RoundGate,
-    RoundObserver,
-    head_of,
-    parameter_names,
-    recording,
-)
 from lightning_fedleak.federation.flower.messages import WEIGHT, NamedArrays, read_sent
 from lightning_fedleak.federation.updates import State
 
-_Watch = tuple[RoundObserver, tuple[RoundGate, ...]]
+_Watch = tuple[federation.RoundObserver, tuple[federation.RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
 """The newest run of each mod, and what looks at its updates in this process."""
 _STATE = "lightning-fedleak"
@@ -94,9 +80,10 @@ class FedLeakMod:
 
     def __init__(
         self,
-        observer: Callable[[Context], RoundObserver],
-        gates: Sequence[RoundGate] | Callable[[Context], Sequence[RoundGate]] = (),
-        dp: Callable[[Context], ClientDP | None] | None = None,
+        observer: Callable[[Context], federation.RoundObserver],
+        gates: Sequence[federation.RoundGate]
+        | Callable[[Context], Sequence[federation.RoundGate]] = (),
+        dp: Callable[[Context], federation.ClientDP | None] | None = None,
         *,
         weight: str = WEIGHT,
         secure_aggregation: bool = False,
@@ -139,7 +126,7 @@ class FedLeakMod:
                 "server, or FedLeakMod(secure_aggregation=True) where something else masks it",
             )
         observer, gates = self._watch_run(context)
-        outgoing = OutgoingUpdates(
+        outgoing = federation.OutgoingUpdates(
             observer,
             gates,
             dp,
@@ -148,7 +135,7 @@ class FedLeakMod:
         )
         codec = read_sent(message, observer)
         if protocol is not None:
-            names = parameter_names(observer.model)
+            names = federation.parameter_names(observer.model)
             trained = {n for n, p in observer.model.named_parameters() if p.requires_grad}
             check_masks(protocol, dp, [t for n, t in codec.sent.items() if names.get(n) in trained])
         _recall(outgoing, context)
@@ -170,7 +157,7 @@ class FedLeakMod:
 
     def _answer(
         self,
-        outgoing: OutgoingUpdates,
+        outgoing: federation.OutgoingUpdates,
         codec: NamedArrays,
         message: Message,
         call_next: Callable[[], Message],
@@ -179,7 +166,7 @@ class FedLeakMod:
         replies: list[Message] = []
 
         def train() -> tuple[State, Sequence[object]]:
-            with recording() as batches:
+            with federation.recording() as batches:
                 replies.append(call_next())
             if replies[0].has_error():
                 raise RuntimeError(replies[0].error.reason)
@@ -195,12 +182,12 @@ class FedLeakMod:
         if not replies:
             replies.append(Message(codec.alone(leaving.state, self._weight), reply_to=message))
         codec.put(leaving.state, replies[0])
-        if (code := head_of(outgoing.observer, outgoing.client)) is not None:
-            replies[0].content[HEAD] = ConfigRecord({"code": code})
+        if (code := federation.head_of(outgoing.observer, outgoing.client)) is not None:
+            replies[0].content[federation.HEAD] = ConfigRecord({"code": code})
         return replies[0]
 
 
-def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
+def _recall(outgoing: federation.OutgoingUpdates, context: Context) -> None:
     """Take up what the node's state keeps: the next round may run in another process."""
     outgoing.recall(context.state.config_records.get(_STATE))
     if outgoing.compression is not None and _MEMORY in context.state.array_records:
@@ -208,7 +195,7 @@ def _recall(outgoing: OutgoingUpdates, context: Context) -> None:
         outgoing.compression.memory = dict(tensors)
 
 
-def _remember(outgoing: OutgoingUpdates, context: Context) -> None:
+def _remember(outgoing: federation.OutgoingUpdates, context: Context) -> None:
     """Keep in the node's state what the client's next round needs."""
     if outgoing.compression is not None and outgoing.compression.memory:
         context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
@@ -235,16 +222,16 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
         ValueError: this mod stands before that of SecAgg+.
         DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
     """
-    configs = message.content.config_records.get(RECORD_KEY_CONFIGS)
-    if configs is not None and Key.STAGE in configs:
+    configs = message.content.config_records.get(secagg.RECORD_KEY_CONFIGS)
+    if configs is not None and secagg.Key.STAGE in configs:
         raise ValueError(
             "FedLeakMod stands before a secure aggregation: mods=[secaggplus_mod, FedLeakMod(...)]"
         )
-    node_state = context.state.config_records.get(RECORD_KEY_STATE)
+    node_state = context.state.config_records.get(secagg.RECORD_KEY_STATE)
     if node_state is None:
         return None
     kind, stage = message.metadata.message_type, node_state.get("current_stage")
-    if configs is None or kind != MessageType.TRAIN or stage != Stage.SHARE_KEYS:
+    if configs is None or kind != MessageType.TRAIN or stage != secagg.Stage.SHARE_KEYS:
         raise DefenseError(
             f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
             f"this message of type '{kind}': train by SecAggPlusWorkflow alone"
@@ -254,7 +241,7 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
 
 
 def check_masks(
-    protocol: Mapping[str, Any], dp: ClientDP | None, trained: Sequence[Tensor]
+    protocol: Mapping[str, Any], dp: federation.ClientDP | None, trained: Sequence[Tensor]
 ) -> None:
     """Refuse masks behind which the server sees more than the sum that the noise is made for.
 
@@ -272,7 +259,7 @@ def check_masks(
     needed, share = MIN_CLIENTS, dp is not None and dp.trust == "secure_aggregation"
     if dp is not None and share:
         needed = max(needed, int(dp.per_round) - dp.dropouts)
-    together = len({*protocol[Key.SOURCE_LIST], protocol["nid"]})
+    together = len({*protocol[secagg.Key.SOURCE_LIST], protocol["nid"]})
     modulus = protocol["mod_range"]
     if min(together, protocol["threshold"]) < needed or modulus < MIN_MODULUS:
         raise DefenseError(

@@ -21,17 +21,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    BinaryIO,
-    NamedTuple,
-    Self,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import IO, Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 try:
     import fcntl
@@ -215,7 +205,7 @@ def _append(path: Path, line: object) -> str:
     return hash_line(text.encode())
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: IO[bytes], path: Path) -> None:
     """Wait for other processes that write to a regular file; once in vain, no more."""
     if fcntl is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
@@ -247,7 +237,7 @@ def split_lines(content: bytes) -> list[bytes]:
     return [*lines, last] if last else lines
 
 
-def _last_line(file: BinaryIO) -> bytes:
+def _last_line(file: IO[bytes]) -> bytes:
     """Return the last line of a file, with its end where it has one."""
     start, end = file.seek(0, os.SEEK_END), b""
     while start and b"\n" not in end[:-1]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from lightning_fedleak.report.records.fields import (
-    SCHEMA,
-    Amount,
-    Count,
-    History,
-    JsonObject,
-    Limit,
-    Record,
-    Share,
-    named,
-)
+from lightning_fedleak.report.records import fields
 
 # ---- a line of leakage.jsonl --------------------------------------------------------------------
 
@@ -24,7 +15,7 @@ NOT_PLAYED = "not played: "
 
 
 @dataclass(frozen=True)
-class MetricValue(Record):
+class MetricValue(fields.Record):
     """A metric's value and the ends of its 95% interval; None is unknown."""
 
     value: float | None = None
@@ -33,7 +24,7 @@ class MetricValue(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultLine(Record):
+class ResultLine(fields.Record):
     """What one attack read at one look and stage.
 
     Attributes:
@@ -53,14 +44,14 @@ class ResultLine(Record):
             no pool was.
     """
 
-    schema: int = SCHEMA
+    schema: int = fields.SCHEMA
     run: str = ""
     step: int
     stage: str
     client: str | int | None = None
     round: int | None = None
     attack: str
-    config: JsonObject | None = None
+    config: fields.JsonObject | None = None
     n: int | None = None
     exposed: bool | None = None
     metrics: Mapping[str, MetricValue | None]
@@ -108,7 +99,7 @@ class ResultLine(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLine(Record):
+class RunLine(fields.Record):
     """What every line of ``run.jsonl`` holds.
 
     Attributes:
@@ -118,7 +109,7 @@ class RunLine(Record):
         time: when it was written, in UTC.
     """
 
-    schema: int = SCHEMA
+    schema: int = fields.SCHEMA
     run: str
     kind: str
     time: str | None = None
@@ -151,13 +142,13 @@ class PoolLine(RunLine):
     others: int
     repeated: int
     short: int
-    searched: Share
+    searched: fields.Share
     copied: int = 0
     base: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spending(Record):
+class Spending(fields.Record):
     """What a defence that accounts has spent so far.
 
     Attributes:
@@ -171,12 +162,12 @@ class Spending(Record):
     """
 
     defense: str
-    epsilon: Amount | None = None
-    delta: Share | None = None
-    noise_multiplier: Amount | None = None
-    sample_rate: Share | None = None
+    epsilon: fields.Amount | None = None
+    delta: fields.Share | None = None
+    noise_multiplier: fields.Amount | None = None
+    sample_rate: fields.Share | None = None
     releases: int | None = None
-    history: History | None = None
+    history: fields.History | None = None
     sampling: str | None = None
 
 
@@ -198,12 +189,12 @@ class LookLine(RunLine):
     kind: str = field(default="look", init=False)
     step: int
     client: str | int | None = None
-    utility: Mapping[str, Limit | None] | None = None
+    utility: Mapping[str, fields.Limit | None] | None = None
     privacy: tuple[Spending, ...] | None = None
     seconds: float | None = None
-    seconds_of: Mapping[str, Amount] | None = None
+    seconds_of: Mapping[str, fields.Amount] | None = None
     failures: int | None = None
-    next_look: Count | None = None
+    next_look: fields.Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +208,7 @@ class PlanLine(RunLine):
 
     kind: str = field(default="plan", init=False)
     step: int
-    next_look: Count | None = None
+    next_look: fields.Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,12 +241,12 @@ class MetricsLine(RunLine):
     kind: str = field(default="metrics", init=False)
     step: int
     client: str | int | None = None
-    utility: Mapping[str, Limit | None] | None = None
+    utility: Mapping[str, fields.Limit | None] | None = None
     privacy: tuple[Spending, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateDecision(Record):
+class GateDecision(fields.Record):
     """What a gate did.
 
     Attributes:
@@ -276,10 +267,10 @@ class GateDecision(Record):
     step: int
     client: str | int | None = None
     metric: str | None = None
-    source: str | None = named("of", default=None)
+    source: str | None = fields.named("of", default=None)
     measured: float | None = None
-    at_most: Limit | None = None
-    reason: str | None = named("why", default=None)
+    at_most: fields.Limit | None = None
+    reason: str | None = fields.named("why", default=None)
     hardened: tuple[str, ...] | None = None
 
 
@@ -292,7 +283,9 @@ class GateLine(GateDecision, RunLine):
     @property
     def decision(self) -> GateDecision:
         """What the gate did."""
-        return GateDecision(**{one.name: getattr(self, one.name) for one in fields(GateDecision)})
+        return GateDecision(
+            **{one.name: getattr(self, one.name) for one in dataclasses.fields(GateDecision)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +301,7 @@ class SentLine(RunLine):
     kind: str = field(default="sent", init=False)
     step: int
     client: str | int | None = None
-    results: Count | None = None
+    results: fields.Count | None = None
     results_head: str | None = None
 
 
@@ -347,9 +340,9 @@ class EndLine(RunLine):
 
     kind: str = field(default="end", init=False)
     step: int
-    outcome: str = named("how")
+    outcome: str = fields.named("how")
     privacy: tuple[Spending, ...] | None = None
-    results: Count | None = None
+    results: fields.Count | None = None
     results_head: str | None = None
     weights: Mapping[str, str] | None = None
     row_order: str | None = None

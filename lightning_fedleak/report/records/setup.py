@@ -6,18 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypedDict
 
+from lightning_fedleak.report.records import fields
 from lightning_fedleak.report.records.families import Family, standard_family
-from lightning_fedleak.report.records.fields import (
-    OTHER_KEYS,
-    Amount,
-    Count,
-    History,
-    JsonObject,
-    Limit,
-    Record,
-    keys_of,
-    named,
-)
 from lightning_fedleak.report.records.lines import RunLine
 
 
@@ -29,15 +19,15 @@ class _DefenseSettings(TypedDict):
     sampling: str
     accountant: str
     ledger: str
-    target_epsilon: Amount | None
-    clip: Amount | None
-    max_grad_norm: Amount | str | None  # "auto", or norms by layers
+    target_epsilon: fields.Amount | None
+    clip: fields.Amount | None
+    max_grad_norm: fields.Amount | str | None  # "auto", or norms by layers
     clients: int
     poisson: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DefenseFacts(Record):
+class DefenseFacts(fields.Record):
     """What a defence is and promises.
 
     Attributes:
@@ -48,9 +38,9 @@ class DefenseFacts(Record):
     """
 
     name: str
-    class_name: str | None = named("class", default=None)
+    class_name: str | None = fields.named("class", default=None)
     guarantee: str | None = None
-    settings: Annotated[JsonObject, keys_of(_DefenseSettings)] | None = None
+    settings: Annotated[fields.JsonObject, fields.keys_of(_DefenseSettings)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +51,15 @@ class DefenseLine(DefenseFacts, RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleasesBefore(Record):
+class ReleasesBefore(fields.Record):
     """The releases of a defence that were restored with a checkpoint."""
 
     defense: str
-    history: History
+    history: fields.History
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndedFit(Record):
+class EndedFit(fields.Record):
     """The fit whose checkpoint a fit goes on from: its id, and what its defences had released."""
 
     run: str = ""
@@ -77,10 +67,10 @@ class EndedFit(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts(Record):
+class ModelFacts(fields.Record):
     """The model: its class, sizes in parameters, and the names of those that are trained."""
 
-    class_name: str = named("class")
+    class_name: str = fields.named("class")
     kind: str | None = None
     vocabulary: int | None = None
     parameters: int | None = None
@@ -91,7 +81,7 @@ class ModelFacts(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorFacts(Record):
+class MonitorFacts(fields.Record):
     """The settings of what watched the fit.
 
     Attributes:
@@ -108,11 +98,11 @@ class MonitorFacts(Record):
     adversary: tuple[str, ...] | None = None
     local_steps: int | None = None
     stages: tuple[str, ...] | None = None
-    more: JsonObject = field(default_factory=dict, metadata=OTHER_KEYS)
+    more: fields.JsonObject = field(default_factory=dict, metadata=fields.OTHER_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttackFacts(Record):
+class AttackFacts(fields.Record):
     """An attack that is played.
 
     Attributes:
@@ -127,26 +117,26 @@ class AttackFacts(Record):
     """
 
     name: str
-    class_name: str | None = named("class", default=None)
+    class_name: str | None = fields.named("class", default=None)
     family: str
     adversary: str | None = None
     needs: tuple[str, ...] | None = None
     reads: tuple[str, ...] = ()
     exposed: bool | None = None
-    config: JsonObject | None = None
+    config: fields.JsonObject | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotPlayed(Record):
+class NotPlayed(fields.Record):
     """An attack that is left out, and why."""
 
     name: str
     family: str | None = None
-    reason: str = named("why")
+    reason: str = fields.named("why")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateFacts(Record):
+class GateFacts(fields.Record):
     """A gate: the metric that it watches, its limit, what it does above it, and how it judges.
 
     Attributes:
@@ -156,7 +146,7 @@ class GateFacts(Record):
 
     name: str
     metric: str
-    at_most: Limit | None = None
+    at_most: fields.Limit | None = None
     action: str | None = None
     bound: str | None = None
     alpha: float | None = None
@@ -192,9 +182,9 @@ class BeginLine(RunLine):
     fit: str | None = None
     resumed: EndedFit | None = None
     versions: Mapping[str, str] | None = None
-    machine: JsonObject | None = None
+    machine: fields.JsonObject | None = None
     model: ModelFacts | None = None
-    training: JsonObject | None = None
+    training: fields.JsonObject | None = None
     monitor: MonitorFacts | None = None
     families: tuple[Family, ...] = ()
     attacks: tuple[AttackFacts, ...] = ()
@@ -203,7 +193,7 @@ class BeginLine(RunLine):
     defenses: tuple[DefenseFacts, ...] = ()
     gates: tuple[GateFacts, ...] | None = None
     settings_hash: str | None = None
-    next_look: Count | None = None
+    next_look: fields.Count | None = None
     weights: Mapping[str, str] | None = None
 
     @property

@@ -21,7 +21,7 @@ from scipy import integrate
 from scipy.optimize import brentq
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.accounting import account, accounting
+from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
 from lightning_fedleak.defenses.accounting.account import (
     Accountant,
@@ -226,7 +226,7 @@ def test_with_slack_epsilon_is_an_upper_bound_of_few_calls(monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(account, "epsilon_of", counted)
+    monkeypatch.setattr(privacy_loss, "epsilon_of", counted)
     accountant, worst = Accountant("prv"), 1.0
     for _ in range(2000):
         accountant.step(1.0, 0.01)
@@ -250,7 +250,7 @@ def test_allows_is_exact_in_few_calls(kind, monkeypatch) -> None:
         calls.append(history)
         return epsilon_of(history, delta, "rdp")
 
-    monkeypatch.setattr(account, "epsilon_of", counted)
+    monkeypatch.setattr(privacy_loss, "epsilon_of", counted)
     accountant = Accountant(kind)
     budget = epsilon_of([(1.0, 0.01, 777)], 1e-5, "rdp")
     while accountant.allows(budget, 1e-5, 1.0, 0.01):

@@ -23,7 +23,8 @@ from lightning_fedleak.defenses import (
     GradientNoise,
     ReleaseSettings,
 )
-from lightning_fedleak.defenses.dpsgd import dpsgd, loss_graph
+from lightning_fedleak.defenses import noise as noises
+from lightning_fedleak.defenses.dpsgd import loss_graph
 from lightning_fedleak.strategies.host import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.inputs import context
@@ -496,9 +497,9 @@ def test_a_canary_among_several_processes_is_unknown() -> None:
 def test_noise_of_another_size_is_noticed(monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(6, 2000))
     run = Run(DPSGD(CLIP, noise_multiplier=1.0), model)
-    real = dpsgd.add_noise
+    real = noises.add_noise
     weak: Any = lambda *place: real(*place[:-1], 0.9 * place[-1])  # noqa: E731
-    monkeypatch.setattr(dpsgd, "add_noise", weak)
+    monkeypatch.setattr(noises, "add_noise", weak)
     with pytest.raises(
         DefenseError, match=r"noise measured has a standard deviation of 0\.(89|90|91)"
     ):

@@ -16,20 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet
 
+from lightning_fedleak import federation
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
-from lightning_fedleak.federation import (
-    ClientDP,
-    ClientSampling,
-    RoundGate,
-    RoundObserver,
-    RoundSettings,
-    Trusted,
-    trained_on,
-    trained_state,
-)
 from lightning_fedleak.model.anatomy import find_anatomy
 
 OPTIMIZERS = {
@@ -106,8 +97,8 @@ class Federation:
     epsilon: float | None = None
     clip: float = 1.0
     delta: float = 1e-5
-    trust: Trusted = "central"
-    sampling: ClientSampling = "all"
+    trust: federation.Trusted = "central"
+    sampling: federation.ClientSampling = "all"
     per_round: float | None = None
     seed: int = 0
 
@@ -129,7 +120,9 @@ class Federation:
     @cached_property
     def trained_numbers(self) -> int:
         """Return how many numbers clients train."""
-        return sum(tensor.numel() for tensor in trained_state(self.make_model()).values())
+        return sum(
+            tensor.numel() for tensor in federation.trained_state(self.make_model()).values()
+        )
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:
@@ -235,13 +228,13 @@ class Federation:
         with torch.random.fork_rng(devices=[]):  # of dropout
             torch.manual_seed(_round_seed(self.seed, client, round_))
             for batch in self.batches(client, round_):
-                trained_on(batch)
+                federation.trained_on(batch)
                 optimizer.zero_grad()
                 loss = model(**batch).loss
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-        return trained_state(model), math.fsum(losses) / len(losses)
+        return federation.trained_state(model), math.fsum(losses) / len(losses)
 
     @torch.no_grad()
     def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
@@ -260,19 +253,19 @@ class Federation:
 
     # ---- who looks, and who adds noise ------------------------------------------------------
 
-    def observer(self, folder: Path) -> RoundObserver:
+    def observer(self, folder: Path) -> federation.RoundObserver:
         """Return an observer that attacks the updates of this federation.
 
         Args:
             folder: of its files.
         """
-        return RoundObserver(
+        return federation.RoundObserver(
             self.make_model(),
             self.make_optimizer,
             self.local_steps,
             folder=folder,
             games=Games(targets=self.members, held_out=PublicText(self.outside)),
-            settings=RoundSettings(
+            settings=federation.RoundSettings(
                 look_seconds=_ANY_PRICE,
                 public_text=PublicText(self._rows(self._texts[2])),
                 tokenizer=self.tokenizer,
@@ -291,7 +284,7 @@ class Federation:
             return (self.watch,)
         return (MEMBERSHIP,) if self.words_hidden else (WORDS, MEMBERSHIP)
 
-    def gates(self) -> list[RoundGate]:
+    def gates(self) -> list[federation.RoundGate]:
         """Return a gate for each value that is watched, or none.
 
         Raises:
@@ -303,10 +296,10 @@ class Federation:
         for name in self.watched:
             hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
             with finetuning.refuse_errors(f"--watch {name}", ValueError, hint=hint):
-                gates.append(RoundGate(name, at_most=self.gate, action=self.action))
+                gates.append(federation.RoundGate(name, at_most=self.gate, action=self.action))
         return gates
 
-    def account(self, ledger: Path | None) -> ClientDP | None:
+    def account(self, ledger: Path | None) -> federation.ClientDP | None:
         """Return client-level differential privacy; None where the options set none.
 
         Args:
@@ -318,7 +311,7 @@ class Federation:
         """
         if not self.is_private:
             return None
-        return ClientDP(
+        return federation.ClientDP(
             self.clip,
             clients=self.clients,
             target_delta=self.delta,
@@ -330,12 +323,6 @@ class Federation:
             accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
         )
-
-    def client_account(self, folder: Path, client: int) -> ClientDP | None:
-        """Return a client's own account where clients add noise; None elsewhere."""
-        if self.trust == "central":
-            return None
-        return self.account(folder / f"client_{client}.ledger")
 
     def epsilon_spent(self, folder: Path) -> float:
         """Return the epsilon of the client that has released most, by its ledger below a folder."""

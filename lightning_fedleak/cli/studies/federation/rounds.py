@@ -10,19 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_fedleak import federation as fed
 from lightning_fedleak.cli.studies.federation.federation import Federation
 from lightning_fedleak.engine import LeakageLimitExceeded
-from lightning_fedleak.federation import (
-    SUM,
-    OutgoingUpdates,
-    RoundLook,
-    RoundObserver,
-    UpdateError,
-    difference,
-    moved,
-    recording,
-    trained_state,
-)
+from lightning_fedleak.federation.updates import State
 from lightning_fedleak.report.records import STANDARD_FAMILIES
 
 Values = Mapping[str | int, float]
@@ -56,7 +47,7 @@ class Round:
     noise: float | None = None
 
 
-def leakage_of(looks: Iterable[RoundLook]) -> dict[str, Values]:
+def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
     """Return what was recovered in a round, by family and headline.
 
     Args:
@@ -94,7 +85,7 @@ class _Server:
     def __init__(self, federation: Federation, folder: Path) -> None:
         self._federation, self._folder = federation, folder
         self._model = federation.make_model()
-        self.state: dict[str, Tensor] = trained_state(self._model)
+        self.state: dict[str, Tensor] = fed.trained_state(self._model)
         self.loss = federation.validation_loss(self._model, self.state)
         central = federation.trust == "central"
         self.dp = federation.account(folder / "server.ledger") if central else None
@@ -128,11 +119,8 @@ class _Server:
         return everyone if self._terms is None else self._terms.drawn(everyone)
 
     def close(
-        self,
-        round_: int,
-        returned: Mapping[int, Mapping[str, Tensor] | None],
-        observer: RoundObserver,
-    ) -> tuple[dict[int, str], RoundLook]:
+        self, round_: int, returned: Mapping[int, State | None], observer: fed.RoundObserver
+    ) -> tuple[dict[int, str], fed.RoundLook]:
         """Compute the next model; return why clients count for nothing, and a look at the sum.
 
         Args:
@@ -141,15 +129,15 @@ class _Server:
             observer: looks at the sum.
         """
         sent = self.state
-        updates: dict[int, Mapping[str, Tensor]] = {}
+        updates: dict[int, State] = {}
         silent: dict[int, str] = {}
         for client, state in returned.items():
             if state is None:
                 silent[client] = "sent nothing"
                 continue
             try:
-                updates[client] = difference(sent, state)
-            except UpdateError as error:
+                updates[client] = fed.difference(sent, state)
+            except fed.UpdateError as error:
                 silent[client] = str(error)
         if self.dp is not None:
             mean = self.dp.mean(dict.fromkeys(returned) | updates, sent).update
@@ -159,25 +147,20 @@ class _Server:
             for update in updates.values():
                 for name, tensor in mean.items():
                     tensor.add_(update[name].double(), alpha=1 / expected)
-        self.state = moved(sent, mean)
+        self.state = fed.moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        return silent, self._look(round_, sent, self.state, list(updates), observer)
+        return silent, self._look(round_, sent, list(updates), observer)
 
     def _look(
-        self,
-        round_: int,
-        sent: Mapping[str, Tensor],
-        returned: Mapping[str, Tensor],
-        clients: list[int],
-        observer: RoundObserver,
-    ) -> RoundLook:
+        self, round_: int, sent: State, clients: list[int], observer: fed.RoundObserver
+    ) -> fed.RoundLook:
         """Attack the sum: all that a server sees behind a secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
         look = observer.look(
-            returned,
-            SUM,
+            self.state,
+            fed.SUM,
             batches=batches,
             noise_std=0.0 if self._terms is None else self._terms.mean_noise_std,
             utility=utility,
@@ -204,18 +187,20 @@ def train_in_process(
     server = _Server(federation, folder)
     closed(Round(0, server.loss))
     model = federation.make_model()
-    accounts = [federation.client_account(folder, c) for c in range(federation.clients)]
+    ledgers = [folder / f"client_{c}.ledger" for c in range(federation.clients)]
+    own = federation.trust != "central"  # where clients add noise
+    accounts = [federation.account(path) if own else None for path in ledgers]
     observer, gates = federation.observer(folder), federation.gates()
-    outs = [OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
+    outs = [fed.OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
     with ExitStack() as stack:
         stack.push(lambda error, *_: observer.end(error.__name__ if error else "finished"))
         for round_ in range(1, federation.rounds + 1):
             sent = server.state
-            returned: dict[int, Mapping[str, Tensor] | None] = {}
-            looks: list[RoundLook | None] = []
+            returned: dict[int, State | None] = {}
+            looks: list[fed.RoundLook | None] = []
             withheld: list[str | int] = []
             for client in server.draw_clients():
-                with recording() as batches:
+                with fed.recording() as batches:
                     state, loss = federation.train(model, sent, client, round_)
                 try:
                     leaving = outs[client].leaves(

@@ -255,11 +255,7 @@ class Controls:
         What is left is in units of the step made again. The share is 0 where there is nothing to
         compare, or the step cannot be made again.
         """
-        look, view = moment.look, moment.look.undefended
-        is_round = look.local is not None and not (self._run.defenses or look.compression)
-        if view is None and (Stage.LOCAL in moment.stages or is_round):
-            newest = moment.gradients()
-            view = newest if isinstance(newest, GradientSnapshot) else None
+        look, view = moment.look, self._before_defenses(moment)
         roles = dict.fromkeys(role for plan in plans for role in plan.roles)
         if self._anywhere(view is None or self._replaced) or view is None or not roles:
             return 0.0, {}
@@ -284,6 +280,15 @@ class Controls:
             look.unexplained = max(share, 0.0 if math.isnan(look.unexplained) else look.unexplained)
             return share, remainder
         return 0.0, {}
+
+    def _before_defenses(self, moment: Moment) -> GradientSnapshot | None:
+        """Return what a step, or a round, left before any defence; None where it was not seen."""
+        look, view = moment.look, moment.look.undefended
+        is_round = look.local is not None and not (self._run.defenses or look.compression)
+        if view is None and (Stage.LOCAL in moment.stages or is_round):
+            newest = moment.gradients()
+            view = newest if isinstance(newest, GradientSnapshot) else None
+        return view
 
     def _rounding(self, view: GradientSnapshot, step: Draw, roles: Iterable[str]) -> float:
         """Return the share of a gradient that rounding leaves where its step is made again.

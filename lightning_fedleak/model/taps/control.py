@@ -86,6 +86,10 @@ class Draw:
         """Return the known texts."""
         return [read.batch for read in self.reads]
 
+    def trains(self, shapes: Tensor) -> bool:
+        """Return whether a call whose rows have these shapes may have a gradient."""
+        return self.is_step or bool(shapes[0].any())
+
     def first(self, n_labels: int) -> Draw:
         """Return the draw with its first ``n_labels`` labels alone."""
         shapes = []
@@ -283,7 +287,7 @@ def control_gradient(
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
         together = any(is_shard(p) for p in anatomy.root.parameters())
         for read, shapes in zip(draw.reads, draw.shapes, strict=True):
-            if together or draw.is_step or bool(shapes[0].any()):
+            if together or draw.trains(shapes):
                 run_backward(anatomy, model, read, shapes, fails, is_step=draw.is_step)
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None

@@ -147,7 +147,7 @@ def control_update(
             for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
                 calls = zip(draw.reads[first:last], draw.shapes[first:last], strict=True)
                 for read, shapes in calls:
-                    if draw.is_step or bool(shapes[0].any()):
+                    if draw.trains(shapes):
                         again = anatomy, model, read, shapes
                         run_backward(*again, scale=scale, is_step=draw.is_step)
                 first = last

@@ -158,10 +158,10 @@ class _StepTruth:
         # Compiled dropout draws other numbers than a step that is made again.
         self._random = () if self._graph.why_not else random_states(self._run.anatomy.device)
         look.current, look.batch, look.batch_error = [], None, None
-        self._graph.given = None
+        self._graph.labels = None
         try:
             look.batch = tokens = self.read(batch)
-            self._graph.given = tokens.labels
+            self._graph.labels = tokens.labels
             if tokens.documents is not None and self._why_not is not None:
                 self._rows = self._rows or PackedRows(self._run.anatomy, self._run.forward_context)
                 self._rows.watch(tokens)

@@ -299,8 +299,8 @@ class Controls:
         anatomy, heads = self._run.anatomy, [read.call.read_heads for read in step.reads]
         of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
         reads_head = any(id(anatomy.parameter(role)) in of_head for role in roles)
-        below = any(head.source == "states" for calls in heads for head in calls)
-        if all(heads) and not self._together and not (reads_head and below):
+        reads_states = any(head.source == "states" for calls in heads for head in calls)
+        if all(heads) and not self._together and not (reads_head and reads_states):
             return EXACT
         policies = self._run.policies.values()
         dtypes = {tensor.dtype for tensor in view.tensors.values()}

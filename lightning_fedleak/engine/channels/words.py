@@ -251,8 +251,8 @@ class WordsChannel(Channel):
 
     def _counts(self, answer: WordGuess, types: Tensor) -> Counts:
         """Count a guess against true types, in which one type stands for all of its twins."""
-        if (found := self._twins.get(answer.surface)) is not None:
-            twins = torch.cat([found[1], torch.arange(len(found[1]), self._size)])
+        if (entry := self._twins.get(answer.surface)) is not None:
+            twins = torch.cat([entry[1], torch.arange(len(entry[1]), self._size)])
             types, answer = twins[types.cpu()], replace(answer, types=twins[answer.types.cpu()])
         return word_counts(answer, types, self._size)
 
@@ -315,8 +315,8 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
     links = []
     for k in range(1, min(NEIGHBOURS, len(parts) - 1) + 1):
         distances = (parts[k:] - parts[:-k]).norm(dim=1)
-        at = (distances <= TWINS * torch.minimum(sizes[k:], sizes[:-k])).nonzero()[:, 0]
-        links.append(torch.stack([order[at], order[at + k]]))
+        close = (distances <= TWINS * torch.minimum(sizes[k:], sizes[:-k])).nonzero()[:, 0]
+        links.append(torch.stack([order[close], order[close + k]]))
     pairs = torch.cat(links, 1) if links else torch.empty(2, 0, dtype=torch.long)
     if not pairs.numel():
         return None
@@ -333,8 +333,8 @@ def _still_equal(twins: Tensor, matrix: Tensor) -> Tensor:
     """Return twins without tokens whose row has moved away from that of its twin."""
     members = (twins != torch.arange(len(twins))).nonzero()[:, 0]
     rows, others = (matrix[ids.to(matrix.device)].float() for ids in (members, twins[members]))
-    moved = ((rows - others).norm(dim=1) > 2 * TWINS * rows.norm(dim=1)).cpu()
-    return twins.index_copy(0, members[moved], members[moved])
+    has_moved = ((rows - others).norm(dim=1) > 2 * TWINS * rows.norm(dim=1)).cpu()
+    return twins.index_copy(0, members[has_moved], members[has_moved])
 
 
 def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:

@@ -435,9 +435,9 @@ def run_backward(
         rows = _control_rows(read, shapes, logits, fails)
     if is_step and states is not None:
         assert call.gradient is not None
-        kept = [one.requires_grad for one in logits]  # where the head is trained
-        logits = [states, *compress(logits, kept)]
-        rows = [call.gradient, *compress(rows, kept)]
+        is_trained = [one.requires_grad for one in logits]  # where the head is trained
+        logits = [states, *compress(logits, is_trained)]
+        rows = [call.gradient, *compress(rows, is_trained)]
     torch.autograd.backward(logits, [row / scale for row in rows])
 
 
@@ -486,9 +486,9 @@ def _logits_again(
         if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
             arguments["labels"] = call.arguments["labels"]
         states = _last_states(target, backbone, arguments)
-        below = is_step and source == "states"
-        logits = capped(head(states.detach() if below else states), logit_cap(anatomy))
-        return states if below else None, [logits]
+        reads_states = is_step and source == "states"
+        logits = capped(head(states.detach() if reads_states else states), logit_cap(anatomy))
+        return states if reads_states else None, [logits]
     handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
     try:
         logits = model_runs.logits_in(target(**arguments))

@@ -101,7 +101,7 @@ class GraphTap:
         temperature: that a fused loss is expected to divide logits by.
 
     Attributes:
-        given: labels of the user's batch, which are tried where a row's own entries leave its label
+        labels: labels of the user's batch, which are tried where a row's own entries leave its label
             open; None where they are not known.
         why_not: why the graph cannot be read here; None where it can.
         error: what a hook raised; :meth:`take` raises it.
@@ -115,7 +115,7 @@ class GraphTap:
         self._calls: list[GraphCall] = []
         self._depth = 0
         self._head_logits: Tensor | None = None
-        self.given: Tensor | None = None
+        self.labels: Tensor | None = None
         self.error: Exception | None = None
         self.why_not = None
         if anatomy.head is None:
@@ -288,7 +288,7 @@ class GraphTap:
             is_known = ids is not None and shape[:-1] == ids.shape[:1]
         else:  # at the places of the logits
             labels = call.arguments.get("labels")
-            ids, shift = labels if isinstance(labels, Tensor) else self.given, 0
+            ids, shift = labels if isinstance(labels, Tensor) else self.labels, 0
             is_known = ids is not None and len(shape) == 2 and ids.shape == shape
         if ids is None or not is_known:
             return None

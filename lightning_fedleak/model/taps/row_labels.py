@@ -152,15 +152,15 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
         )
         # With a cap behind the head nothing fits; but for smoothing the sign tells such a row.
         p = part[1].float().softmax(1).gather(1, ends.T).sum(1)
-        capped = (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (p < 1 - MAX_OTHERS)
-        labels[rows] = torch.where(capped, ends[1], labels[rows])
-        pushed[rows] |= capped
+        is_capped = (n_above[rows] == 1) & (n_below[rows] > 1) & ~fits & (p < 1 - MAX_OTHERS)
+        labels[rows] = torch.where(is_capped, ends[1], labels[rows])
+        pushed[rows] |= is_capped
         is_open = labels[rows] == IGNORE_INDEX
         soft[rows] = is_open & mixed[rows] & ~is_low[rows] & ~fits
         unsure[rows] = is_open & ~soft[rows]
     unsure |= ~finite
-    known = labels != IGNORE_INDEX
-    sizes = -gradient.gather(1, labels.clamp_min(0)[:, None])[:, 0].masked_fill(~known, 0.0)
+    has_label = labels != IGNORE_INDEX
+    sizes = -gradient.gather(1, labels.clamp_min(0)[:, None])[:, 0].masked_fill(~has_label, 0.0)
     entries = lowest, highest, one_each, torch.stack([low, high], 1)
     fields = labels, sizes, shape[0], shape[1], pushed, live, soft, unsure
     return RowLabels(*fields, *entries)
@@ -180,12 +180,12 @@ def _told_by_shape(
     is_claim = of_claim[2] & (claims >= 0)
     is_low, is_high = of_low[2] & ~of_high[2] & ~is_claim, of_high[2] & ~of_low[2] & ~is_claim
     labels, shape, size = torch.full_like(lowest, IGNORE_INDEX), of_high[0], of_high[1]
-    told = (is_claim, claims, of_claim), (is_low, lowest, of_low), (is_high, highest, of_high)
-    for is_label, entry, (of_entry, its_size, _) in told:
+    candidates = (is_claim, claims, of_claim), (is_low, lowest, of_low), (is_high, highest, of_high)
+    for is_label, entry, (of_entry, its_size, _) in candidates:
         labels = torch.where(is_label, entry, labels)
         shape, size = torch.where(is_label, of_entry, shape), torch.where(is_label, its_size, size)
-    known = labels != IGNORE_INDEX
-    return labels, shape, known & (size < 0), known | of_low[2] | of_high[2]
+    has_label = labels != IGNORE_INDEX
+    return labels, shape, has_label & (size < 0), has_label | of_low[2] | of_high[2]
 
 
 def _fit_beside(
@@ -200,23 +200,23 @@ def _fit_beside(
         their sum and shift, (2, n); the size b of the label, with its sign, (n,); and whether a row
         of that label would be as this one is, (n,).
     """
-    logits, at = logits.float(), labels[:, None]
-    q = logits.scatter(1, at, -torch.inf)
-    odds = (logits.gather(1, at)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
+    logits, column = logits.float(), labels[:, None]
+    q = logits.scatter(1, column, -torch.inf)
+    odds = (logits.gather(1, column)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
     q = q.softmax(1)
-    rest, n = gradient.scatter(1, at, 0.0), gradient.shape[1] - 1
+    rest, n = gradient.scatter(1, column, 0.0), gradient.shape[1] - 1
     sums, at_q, q_norms = rest.sum(1), torch.linalg.vecdot(rest, q), q.square().sum(1)
     spread = n * q_norms - 1
     shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
     others, norms = sums + n * shifts, rest.square().sum(1)
-    left = rest - (q * others[:, None] - shifts[:, None]).scatter_(1, at, 0.0)
-    sizes = others * odds - shifts - gradient.gather(1, at)[:, 0]
+    residual = rest - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
+    sizes = others * odds - shifts - gradient.gather(1, column)[:, 0]
     is_shift = others.abs() < MIN_SUM * n * shifts.abs()  # smoothing alone leaves such a row
     sizes = torch.where(is_shift, sizes.abs(), sizes)
     fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
     fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
     fits |= (odds > CERTAIN) & is_claim
-    fits &= left.square().sum(1) <= MAX_DEVIATION * norms
+    fits &= residual.square().sum(1) <= MAX_DEVIATION * norms
     return torch.stack([others, shifts]), sizes, fits
 
 
@@ -275,28 +275,28 @@ def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest | No
     places, values, n_entries = [], [], 0
     for start in range(0, len(gradient), step):
         part = slice(start, start + step)
-        own = RowLabels(*(column[part] for column in rows))
-        made, true = rows_of_step(own, logits[part]), gradient[part]
+        block = RowLabels(*(column[part] for column in rows))
+        rows_again, true = rows_of_step(block, logits[part]), gradient[part]
         limits = tolerance * true.abs().amax(1, keepdim=True)
-        at = ((made - true).abs() > limits).flatten().nonzero()[:, 0]
-        n_entries += len(at)
+        places_of_block = ((rows_again - true).abs() > limits).flatten().nonzero()[:, 0]
+        n_entries += len(places_of_block)
         if n_entries > MOST_KEPT:
             return None
-        places.append(at + start * width)
-        values.append(true.flatten()[at])
+        places.append(places_of_block + start * width)
+        values.append(true.flatten()[places_of_block])
     return RowRest(torch.cat(places), torch.cat(values)) if places else None
 
 
 def rows_of_step(rows: RowLabels, logits: Tensor, rest: RowRest | None = None) -> Tensor:
     """Return the gradient of logits (..., V) that a step had, by what its rows showed."""
-    known = rows.labels != IGNORE_INDEX
-    targets = torch.where(known, rows.labels, rows.highest)  # beside which its shape was read
-    sizes = torch.where(known, rows.sizes, -rows.values[:, 1])
+    has_label = rows.labels != IGNORE_INDEX
+    targets = torch.where(has_label, rows.labels, rows.highest)  # beside which its shape was read
+    sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
     shapes = torch.stack([sizes, rows.others, rows.shifts])
-    made = make_rows(logits, targets, shapes, 1.0)
+    gradient = make_rows(logits, targets, shapes, 1.0)
     if rest is not None:
-        made.view(-1).index_copy_(0, rest.places, rest.values)
-    return made
+        gradient.view(-1).index_copy_(0, rest.places, rest.values)
+    return gradient
 
 
 @dataclass(eq=False)

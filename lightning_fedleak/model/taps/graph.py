@@ -101,8 +101,8 @@ class GraphTap:
         temperature: that a fused loss is expected to divide logits by.
 
     Attributes:
-        labels: labels of the user's batch, which are tried where a row's own entries leave its label
-            open; None where they are not known.
+        labels: of the user's batch, which are tried where a row's own entries leave its label open;
+            None where they are not known.
         why_not: why the graph cannot be read here; None where it can.
         error: what a hook raised; :meth:`take` raises it.
     """

@@ -227,7 +227,6 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
     attacks = _each_once([begin.attacks for begin in begins])
     played = {attack.name for attack in attacks}
     not_played = _each_once([begin.not_played or () for begin in begins])
-    unread = [begin.unread or () for begin in begins]
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
     return replace(
         first,
@@ -236,10 +235,16 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
         not_played=tuple(one for one in not_played if one.name not in played),
         gates=_each_once([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
-        unread=tuple(name for name in unread[0] if all(name in one for one in unread)),
+        unread=_unread_by_all(begins),
         monitor=_merge_settings(monitors) if monitors else None,
         settings_hash=", ".join(begin.settings_hash or NOT_RECORDED for begin in begins),
     )
+
+
+def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
+    """Return the parameters that no attack of any monitor reads."""
+    first, *rest = [begin.unread or () for begin in begins]
+    return tuple(name for name in first if all(name in unread for unread in rest))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:

@@ -39,8 +39,8 @@ class ReleaseCheck:
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
         attacks = {name: one for pool in pools for name, one in pool.get("attacks", {}).items()}
-        found = content.get("entities", {})
-        attacks |= {name: {} if isinstance(one, str) else one for name, one in found.items()}
+        by_kind = content.get("entities", {})
+        attacks |= {name: {} if isinstance(one, str) else one for name, one in by_kind.items()}
         self._values = {
             attack: {name: math.nan if value is None else value for name, value in values.items()}
             for attack, values in attacks.items()
@@ -60,14 +60,14 @@ class ReleaseCheck:
         from lightning_fedleak.cli.commands.memorization import breaches_of
 
         breaches = breaches_of(self._values if self._is_known else {}, metric, at_most)
-        shown = [metric] if metric in self._values else _HEADLINES
+        visible = [metric] if metric in self._values else _HEADLINES
         rate = "auc" if metric in self._values else metric
         numbers = ", ".join(
             f"{attack}/{rate} {values[rate]:.3f} "
             f"({values.get(f'{rate}_low', math.nan):.3f} to "
             f"{values.get(f'{rate}_high', math.nan):.3f})"
             for attack, values in self._values.items()
-            if rate in values and attack in shown
+            if rate in values and attack in visible
         )
         line = f"{numbers or metric}, limit {at_most:g}"
         self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")

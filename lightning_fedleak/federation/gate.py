@@ -100,9 +100,9 @@ class RoundGate(Threshold):
         roots = [name.rpartition("/")[0] for name in self._watched]
         if not is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
             return math.nan, "", "what the attack reads is not shared, and something else is"
-        known = {name: look.now.get(name, math.nan) for name in self._watched}
-        known = {name: value for name, value in known.items() if not math.isnan(value)}
-        judged = judge_worst(look.engine, known, self.at_most)
+        readings = {name: look.now.get(name, math.nan) for name in self._watched}
+        readings = {name: value for name, value in readings.items() if not math.isnan(value)}
+        judged = judge_worst(look.engine, readings, self.at_most)
         if breaches := [name for name, one in judged.items() if one.value > self.at_most]:
             source = max(breaches, key=lambda name: judged[name].value)
             return judged[source].value, source, judged[source].why  # whatever else is unknown

@@ -242,8 +242,9 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
 
 
 def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
-    unread = [begin.unread or () for begin in begins]
-    return tuple(name for name in unread[0] if all(name in one for one in unread))
+    """Return the parameters that no attack of any monitor reads."""
+    first, *rest = [begin.unread or () for begin in begins]
+    return tuple(name for name in first if all(name in unread for unread in rest))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:

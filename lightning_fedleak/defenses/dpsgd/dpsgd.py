@@ -229,8 +229,8 @@ class DPSGD(Defense):
         """
         self._team = team = Team(context)
         # The next loader continues where the last one is.
-        drawn: Any = None if self._sampling is None else self._sampling.loader.batch_sampler
-        first_step = 0 if drawn is None else drawn.step
+        sampler: Any = None if self._sampling is None else self._sampling.loader.batch_sampler
+        first_step = 0 if sampler is None else sampler.step
         team.check_alike(
             max_grad_norm=self._clip.norm,
             noise_multiplier=self.noise_multiplier or 0.0,

@@ -122,8 +122,8 @@ def argmax_keep(k: int, epsilon: float) -> float:
     def density(v: float) -> float:  # (1 / 4E) (2 e^-v) (1 - e^v / 2)^(k-1), v = log(2 s)
         return math.exp(-v - half + (k - 1) * math.log1p(-math.exp(v) / 2)) / 2
 
-    middle = quad(density, -half, 0.0, epsabs=0, epsrel=1e-12, limit=200)[0]
-    return below_zero + above_one + float(middle)
+    inner = quad(density, -half, 0.0, epsabs=0, epsrel=1e-12, limit=200)[0]
+    return below_zero + above_one + float(inner)
 
 
 def sample_symmetric(index: Tensor, keep: Tensor, k: int, uniforms: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak import attacks as known
+from lightning_fedleak import attacks as readers
 from lightning_fedleak.evaluation.games import pool as pools
 from lightning_fedleak.evaluation.games.config import GameConfig, GameResult
 from lightning_fedleak.model import model_runs
@@ -216,7 +216,7 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
     return numbers.to(torch.promote_types(hidden.dtype, torch.float32)).to(hidden.device)
 
 
-Adversary = known.MembershipAttack | known.PassiveMembership
+Adversary = readers.MembershipAttack | readers.PassiveMembership
 
 Defend = Callable[[Tensor, Tensor | None], Tensor]
 """Ids (B, L) that a client trains on instead of ids (B, L) with mask (B, L) or None."""
@@ -286,7 +286,7 @@ def _challenges(
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
     """Run A_init."""
-    passive = isinstance(attack, known.PassiveMembership)
+    passive = isinstance(attack, readers.PassiveMembership)
     if passive and anatomy.kind != "causal":
         raise ValueError(
             f"reads the gradient of a loss, whose labels this game does not have for a "
@@ -315,7 +315,9 @@ class _GameRun:
         hint = "of the pool's sentences, which must fit into the model's context"
         check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy), hint=hint)
         facts = (
-            known.RunFacts() if defend is None else known.RunFacts(defended=frozenset({"batches"}))
+            readers.RunFacts()
+            if defend is None
+            else readers.RunFacts(defended=frozenset({"batches"}))
         )
         for attack in attacks:
             attack.meet(facts)
@@ -323,8 +325,8 @@ class _GameRun:
                 _prepare(attack, anatomy)
         self.anatomy, self.attacks, self.pool = anatomy, attacks, pool
         self.config, self.defend = config, defend
-        self.layers = sorted({a.layer for a in attacks if isinstance(a, known.MembershipAttack)})
-        self.passive = [a for a in attacks if isinstance(a, known.PassiveMembership)]
+        self.layers = sorted({a.layer for a in attacks if isinstance(a, readers.MembershipAttack)})
+        self.passive = [a for a in attacks if isinstance(a, readers.PassiveMembership)]
         self.roles = tuple(
             dict.fromkeys(role for a in self.passive for role in a.needs(anatomy).gradients)
         )
@@ -361,7 +363,7 @@ class _GameRun:
         upstreams: dict[tuple[int, str], Tensor] = {}
         for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
             start = time.perf_counter()
-            if isinstance(attack, known.PassiveMembership):
+            if isinstance(attack, readers.PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
                 collides = torch.zeros_like(challenge.bits)
@@ -394,7 +396,7 @@ class _GameRun:
         """Return the gradient of the client's batch in the parameters that are read."""
         labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
-        gradients = known.gradient_of(self.anatomy, batch, self.roles)
+        gradients = readers.gradient_of(self.anatomy, batch, self.roles)
         self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
@@ -403,7 +405,7 @@ class _GameRun:
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
         for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
-            crafted = attack if isinstance(attack, known.MembershipAttack) else None
+            crafted = attack if isinstance(attack, readers.MembershipAttack) else None
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
             if self.config.protocol == "authors":
                 all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
@@ -442,10 +444,10 @@ class _GameRun:
         device = self.anatomy.device
         return ids.to(device), None if authors else mask.to(device)
 
-    def _server_states(self, challenge: pools.Challenge) -> tuple[known.Query, dict[int, Tensor]]:
+    def _server_states(self, challenge: pools.Challenge) -> tuple[readers.Query, dict[int, Tensor]]:
         """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
         ids, mask = self._pad(challenge.targets)
-        query = known.Query(ids, mask, challenge.positions.to(self.anatomy.device))
+        query = readers.Query(ids, mask, challenge.positions.to(self.anatomy.device))
         if self.config.protocol == "authors":
             return query, {k: model_runs.hidden_states(self.anatomy, k, ids) for k in self.layers}
         with model_runs.undisturbed(self.anatomy):

@@ -188,8 +188,8 @@ def train_in_process(
     closed(Round(0, server.loss))
     model = federation.make_model()
     ledgers = [folder / f"client_{c}.ledger" for c in range(federation.clients)]
-    is_local = federation.trust != "central"  # where clients add noise
-    accounts = [federation.account(path) if is_local else None for path in ledgers]
+    central = federation.trust == "central"
+    accounts = [None if central else federation.account(path) for path in ledgers]
     observer, gates = federation.observer(folder), federation.gates()
     outs = [fed.OutgoingUpdates(observer, gates, dp, client=c) for c, dp in enumerate(accounts)]
     with ExitStack() as stack:

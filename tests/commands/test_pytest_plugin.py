@@ -60,7 +60,8 @@ def test_a_step_is_judged(
     result.assert_outcomes(**{outcome: 1})
     result.stdout.fnmatch_lines(
         [
-            f"*leakage/worst/words 1.000, limit {at_most:g}; bag_of_words 1.000 (0.7* to 1.000); "
+            f"*leakage/worst/words 1.000, limit {at_most:g}; bag_of_words 1.000 (0.7* to 1.000), "
+            "control 1.000; "
             f"subspace_words 0.* (0.* to 0.*), control 0.*: {outcome.replace('failed', 'FAILED')}*"
         ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -19,8 +20,10 @@ from transformers import DataCollatorWithFlattening
 from lightning_fedleak.attacks.membership.base import MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
+from lightning_fedleak.attacks.words.direct import BagOfWords
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import GradientNoise
+from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import Probe, fit, footprint, logged_losses
@@ -193,6 +196,15 @@ def main(root: Path) -> None:
         out[f"values/{case}"] = values
         line = json.loads((Path(monitor.engine.jsonl.path)).read_text().splitlines()[0])
         out[f"line/{case}"] = (line["client"], line["n"])
+
+    for client, precision in itertools.product(("rank", "world"), ("32-true", "bf16-mixed")):
+        settings = {"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 2}
+        watch = WatchSettings(client=client)
+        monitor = LeakageMonitor(BagOfWords(), every_n_steps=1, settings=watch)
+        module = CausalLMModule(tiny_gpt2(dropout=0.1, tied=False).train(), optimizer="adamw")
+        root_of_fit = root / f"{client} {precision}"
+        fit([monitor], root_of_fit, module=module, n=16, precision=precision, **settings)
+        out[f"unexplained/{client}/{precision}"] = monitor.latest[UNEXPLAINED]
 
     before = footprint(run(root / "no-games", [], n=32))
     attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]

@@ -29,6 +29,13 @@ def test_each_stage_holds_the_gradient_computed_by_hand(ranks, case):
     assert ranks[0][f"values/{case}"] == ranks[1][f"values/{case}"]
 
 
+@pytest.mark.parametrize("client", ["rank", "world"])
+@pytest.mark.parametrize(("precision", "at_most"), [("32-true", 1e-5), ("bf16-mixed", 0.02)])
+def test_of_an_untouched_step_little_is_unexplained(ranks, client, precision, at_most):
+    for rank in ranks:
+        assert rank[f"unexplained/{client}/{precision}"] <= at_most
+
+
 def types_of(rows):
     data = random_token_loader(16).dataset
     return {int(t) for i in rows for t in data[i]["labels"][1:]}

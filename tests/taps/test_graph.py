@@ -30,7 +30,7 @@ from transformers import (
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
-from lightning_fedleak.model.taps.row_labels import read_rows
+from lightning_fedleak.model.taps.row_labels import find_rest, read_rows, rows_of_step
 
 VOCABULARY, TEXTS, LENGTH = 128, 4, 12
 IDS = torch.randint(3, VOCABULARY, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -505,3 +505,23 @@ def test_smoothed_labels_of_any_probability(dtype: torch.dtype, scale: float) ->
 def test_two_classes_need_labels(entries: tuple[float, float]) -> None:
     rows = read_rows(torch.tensor([entries]), torch.zeros(1, 2))
     assert bool(rows.unsure.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_labels_and_shapes_leave_of_rows_is_kept(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 40, generator=generator).to(dtype).requires_grad_()
+    labels = torch.arange(12)
+    loss = functional.cross_entropy(logits.float()[:8], labels[:8])
+    loss = loss + 1e-2 * (logits.float() / 0.7).softmax(1).square().sum()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    rows = read_rows(gradient, logits.detach(), labels)
+    rest = find_rest(gradient, logits.detach(), rows)
+    assert rest.places is not None
+    again = rows_of_step(rows, logits.detach(), rest)
+    assert float((again - gradient).norm() / gradient.norm()) <= 1e-6
+    without = rows_of_step(rows, logits.detach())
+    left = float((without - gradient).float().norm() / gradient.float().norm())
+    assert rest.share == pytest.approx(left, rel=1e-3)
+    wrong = rows._replace(labels=(labels + 1) % 40)
+    assert find_rest(gradient, logits.detach(), wrong).share > 0.5

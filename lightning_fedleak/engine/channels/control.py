@@ -212,7 +212,10 @@ class Controls:
         look = moment.look
         step, shuffled = self._draws(look)
         share, remainder = self._remainder(moment, plans, step)
-        if self._anywhere(share > MAX_UNEXPLAINED):
+        rests = [head.rest for read in step.reads for head in read.call.read_heads]
+        share = max([share, *(rest.share for rest in rests if rest is not None)])
+        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's labels
+            look.unexplained = share
             self._doubt(look, scored)
             return
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]

@@ -275,11 +275,12 @@ class GraphTap:
         if head.rows is not None and head.source != source:  # those behind the head come first
             return
         head.source = source
-        if self._anatomy.kind == "classifier":
-            head.gradient = gradient.detach().clone()
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)
         head.rows = read_rows(*rows, self._claims(call, head.shape, gradient.device))
-        head.rest = find_rest(*rows, head.rows)
+        if self._anatomy.kind == "classifier":
+            head.gradient = gradient.detach().clone()
+        else:
+            head.rest = find_rest(*rows, head.rows)
 
     def _claims(self, call: GraphCall, shape: torch.Size, device: torch.device) -> Tensor | None:
         """Return (n,) the labels that rows of logits may have; None where nothing says any."""

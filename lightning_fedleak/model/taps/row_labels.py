@@ -262,29 +262,42 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
 
 
 class RowRest(NamedTuple):
-    """Entries of dL/dlogits, flattened, that the shapes of its rows do not make again."""
+    """What the labels and shapes of its rows do not make again of dL/dlogits.
 
-    places: Tensor
-    values: Tensor
+    Attributes:
+        share: of its norm; NaN where it is all zero.
+        places: (k,) of the entries, flattened; None where they are too many to be kept.
+        values: (k,) of these entries.
+    """
+
+    share: float
+    places: Tensor | None = None
+    values: Tensor | None = None
 
 
-def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest | None:
-    """Return what the shapes of rows leave of a gradient (n, V); None where it is too much."""
+def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest:
+    """Return what the shapes of rows leave of a gradient (n, V)."""
     step, width = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1])), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
-    places, values, n_entries = [], [], 0
+    places, values = [], []
+    n_entries, rest, whole = 0, *gradient.new_zeros(2, dtype=torch.float32)
     for start in range(0, len(gradient), step):
         part = slice(start, start + step)
         block = RowLabels(*(column[part] for column in rows))
-        rows_again, true = rows_of_step(block, logits[part]), gradient[part]
+        true = gradient[part]
+        residual = true.float() - rows_of_step(block, logits[part]).float()
+        rest += residual.square().sum()
+        whole += true.float().square().sum()
         limits = tolerance * true.abs().amax(1, keepdim=True)
-        places_of_block = ((rows_again - true).abs() > limits).flatten().nonzero()[:, 0]
+        places_of_block = (residual.abs() > limits).flatten().nonzero()[:, 0]
         n_entries += len(places_of_block)
-        if n_entries > MOST_KEPT:
-            return None
-        places.append(places_of_block + start * width)
-        values.append(true.flatten()[places_of_block])
-    return RowRest(torch.cat(places), torch.cat(values)) if places else None
+        if n_entries <= MOST_KEPT:
+            places.append(places_of_block + start * width)
+            values.append(true.flatten()[places_of_block])
+    share = float((rest / whole).sqrt())
+    if n_entries > MOST_KEPT or not places:
+        return RowRest(share)
+    return RowRest(share, torch.cat(places), torch.cat(values))
 
 
 def rows_of_step(rows: RowLabels, logits: Tensor, rest: RowRest | None = None) -> Tensor:
@@ -294,7 +307,7 @@ def rows_of_step(rows: RowLabels, logits: Tensor, rest: RowRest | None = None) -
     sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
     shapes = torch.stack([sizes, rows.others, rows.shifts])
     gradient = make_rows(logits, targets, shapes, 1.0)
-    if rest is not None:
+    if rest is not None and rest.places is not None and rest.values is not None:
         gradient.view(-1).index_copy_(0, rest.places, rest.values)
     return gradient
 

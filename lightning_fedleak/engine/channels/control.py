@@ -102,6 +102,7 @@ def _explain(
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
     for role, one in remainder.items():  # rounding leaves an exact 0 as it is
         remainder[role] = torch.where(pairs[role][1] == 0, one, one * above)
+    remainder = {role: one for role, one in remainder.items() if bool(one.any())}
     return share * (share > EXACT), remainder
 
 

@@ -207,8 +207,8 @@ def read_states(
         for claim in claims if bool((~is_label).any()) else ():
             row = (~is_label).nonzero()[:, 0]
             of_row = claim[block[row]].to(device)
-            is_so, sizes = _unseen(rows.part(row), weight, of_row)
-            row, of_row, sizes = row[is_so], of_row[is_so], sizes[is_so]
+            holds, sizes = _check_unseen(rows.part(row), weight, of_row)
+            row, of_row, sizes = row[holds], of_row[holds], sizes[holds]
             of_rows[row], below[row], is_label[row] = of_row, sizes, True
             shape[:, row] = torch.stack([sizes, sizes, torch.zeros_like(sizes)])
         labels[block] = torch.where(is_label, of_rows, IGNORE_INDEX)
@@ -241,8 +241,8 @@ def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tens
     return labels, cosines >= MIN_COSINE
 
 
-def _unseen(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether given labels are so though no row shows them, (n,), and the sizes they have.
+def _check_unseen(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether given labels hold that no row shows, (n,), and the sizes of their gradients.
 
     They are certain to the model, or their row of the head is 0, as of the token that pads where
     the head is tied. ``g = s (W^T q - W_y)`` has the size s, with q the softmax over the others.
@@ -256,9 +256,9 @@ def _unseen(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor
     explains = rest <= MAX_REST * torch.linalg.vector_norm(rows.gradient, dim=1)
     is_silent = explains & (rows.row_norms[labels[:, 0]] == 0)
     is_certain = (rows.p.gather(1, labels)[:, 0] > CERTAIN) & ~is_silent
-    is_so = (is_certain | is_silent) & (claims == labels[:, 0]) & sizes.isfinite()
+    holds = (is_certain | is_silent) & (claims == labels[:, 0]) & sizes.isfinite()
     # The sign of rounding is no text's.
-    return is_so, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
+    return holds, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
 
 
 def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:

@@ -56,7 +56,11 @@ MIN_SUM = 2.0**-6
 Larger: certain texts that are pushed away have no sign; smaller: the sign of smoothed rows is lost.
 """
 CERTAIN = 99.0
-"""Odds of a given label above which its size may be rounding, and does not refute it."""
+"""Odds of a given label above which its size may be rounding, and does not refute it.
+
+The label's gradient is then below a hundredth of another one's. Larger: certain labels of smoothed
+rows are unknown in bfloat16; smaller: more false labels are believed where their row fits.
+"""
 MIN_SPREAD = 1e-4
 """Least variance of a row's softmax, over that of a uniform one, that shows a shift beside it.
 
@@ -147,7 +151,7 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     rows = (live & finite & ~learned).nonzero()[:, 0]
     if len(rows):
         part, ends = (gradient[rows], logits[rows]), torch.stack([lowest, highest])[:, rows]
-        labels[rows], shape[:, rows], pushed[rows], fits = _told_by_shape(
+        labels[rows], shape[:, rows], pushed[rows], fits = _labels_by_shape(
             *part, claims[rows], *ends
         )
         # With a cap behind the head nothing fits; but for smoothing the sign tells such a row.
@@ -166,7 +170,7 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     return RowLabels(*fields, *entries)
 
 
-def _told_by_shape(
+def _labels_by_shape(
     gradient: Tensor, logits: Tensor, claims: Tensor, lowest: Tensor, highest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the labels that alone explain the other entries of their rows.
@@ -275,6 +279,7 @@ class RowRest(NamedTuple):
     values: Tensor | None = None
 
 
+@torch.no_grad()
 def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest:
     """Return what the shapes of rows leave of a gradient (n, V)."""
     step, width = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1])), gradient.shape[1]

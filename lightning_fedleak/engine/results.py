@@ -153,6 +153,7 @@ class Results:
             chance=channel.ranges.get(metric, (0.0, 1.0, 0.0))[2],
             known=channel.leak.known,
             failure=control.why,
+            unexplained=control.unexplained,
         )
 
     # ---- looks ------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def judged(
     part: float = math.nan,
     known: str = "words",
     failure: str = "",
+    unexplained: float = math.nan,
 ) -> Judgement:
     """Return what a value counts for at a limit.
 
@@ -64,6 +65,7 @@ def judged(
         part: the control of a part of the batch; NaN where none was tried.
         known: what is known in the control, a plural.
         failure: why the control could not be read.
+        unexplained: share of the step's gradient that its own backward did not leave.
     """
     if at_most >= 1 or control is None or math.isnan(value) or value > at_most or control >= 1:
         return Judgement(value)
@@ -81,4 +83,10 @@ def judged(
     if math.isnan(control):
         why = f"it reads {value:.2f}, and its control could not be read"
         return Judgement(math.nan, f"{why}: {failure}" if failure else why)
-    return Judgement(math.nan, f"{read}: this attack cannot show more than {control:.2f} here")
+    why = f"{read}: this attack cannot show more than {control:.2f} here"
+    if unexplained > 0:
+        why += (
+            f". Of the gradient {unexplained:.2g} is not its batch's: a penalty on the weights, or "
+            "a change between backward and optimizer.step()"
+        )
+    return Judgement(math.nan, why)

@@ -43,6 +43,7 @@ from torch.nn import functional
 from lightning_fedleak import LeakageMonitor, RiskGate
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.run import reason
+from lightning_fedleak.model.taps import Step
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch, WatchSettings
 
 SMOKE = ("--runs 3",)
@@ -380,14 +381,14 @@ def each_look_compared() -> Iterator[tuple[dict[int, float], dict[int, str]]]:
             reasons[step] = reason(error)
             raise
 
-    def played(controls: Controls, moment: Any, *plans: Any) -> None:
+    def played(controls: Controls, look: Any, *plans: Any) -> None:
         try:
-            noted(play, moment.look.step, controls, moment, *plans)
+            noted(play, look.step, controls, look, *plans)
         finally:
-            shares[moment.look.step] = moment.look.unexplained
+            shares[look.step] = look.training_step.unexplained
 
-    def made_again(controls: Controls, look: Any, *given: Any) -> Any:
-        return noted(again, look.step, controls, look, *given)
+    def made_again(controls: Controls, step: Step, roles: Any) -> Any:
+        return noted(again, step.number, controls, step, roles)
 
     patched = {"_is_due": lambda *_: True, "_play": played, "_again": made_again}
     with mock.patch.multiple(Controls, **patched):

@@ -1,19 +1,17 @@
-"""The engine of a watched run: the path of one look, from a step's gradients to the logs.
+"""The path of one look: a step is captured, attacks guess, guesses are scored, results recorded.
 
 ::
 
-    tap.capture -> [attack.run -> score] -> record -> sinks
+    step -> attacks -> score -> record
 
-When a look is due, :mod:`~lightning_fedleak.engine.scheduler` decides; taps and the truth are in
-:mod:`~lightning_fedleak.engine.fit`; how a run begins and ends, and its rounds, in
+When a look is due, :mod:`~lightning_fedleak.engine.scheduler` decides; the taps that make its step
+are in :mod:`~lightning_fedleak.engine.fit`; how a run begins and ends in
 :mod:`~lightning_fedleak.engine.lifecycle`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -21,75 +19,38 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.defenses import Defense, DefenseContext
-from lightning_fedleak.engine import record
-from lightning_fedleak.engine.channels.base import Channel, channels_of, results_of
-from lightning_fedleak.engine.channels.records import RECORDS
+from lightning_fedleak.engine.channels.base import results_of
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.fit import Fit
-from lightning_fedleak.engine.log import JsonLines, Report, UserMetrics, own_folder
-from lightning_fedleak.engine.options import Options, Selection
+from lightning_fedleak.engine.log import Report, UserMetrics
+from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, Waiting
-from lightning_fedleak.engine.results import MAX_WAITS, MOST_STEPS_WAITED, Results, series_of
-from lightning_fedleak.engine.run import Look, Moment, Refusal, Run, contained, reason
+from lightning_fedleak.engine.record import privacy_values
+from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 
 
 class StepEngine:
-    """Look at the steps of a run: let attacks guess, score, record and log.
-
-    What its methods raise ends no training: it is a failure of the look.
-
-    Args:
-        selection: the attacks.
-        options: how a run is watched.
-        in_rounds: it looks at the rounds of one client, and at no steps.
+    """Look at the steps of a run. What its methods raise is a failure of the look, not of the run.
 
     Attributes:
-        channels: one for each family of leak.
-        series: the channel of each series, in the order of the logs.
-        results: of all looks of the newest run.
+        options: how a run is watched.
         fit: the run at work; None between runs.
-        weights: looks at the trained weights; None where no attack reads them.
+        results: of all looks of the newest run.
         report: writes what looks found; None outside of a run.
-        jsonl: the results' file of the newest run.
-        earlier: facts of the run that the next one goes on from; empty where there is none.
-
-    Raises:
-        ValueError: contradictory options.
+        weights: looks at the trained weights; None where no attack reads them.
     """
 
-    def __init__(self, selection: Selection, options: Options, *, in_rounds: bool = False) -> None:
-        self.selection = selection
-        self.options = options
-        self.channels: list[Channel] = channels_of(selection.attacks, options)
-        self.series = series_of(selection.attacks, self.channels, options.stages)
-        if options.memorization.records and all(s.name != RECORDS for s in self.series):
-            raise ValueError(
-                "Memorization(records=True) lists rows by what an attack on the trained weights "
-                "asks, and none is played: add Combined() to the attacks"
-            )
-        names = [one.log_name for one in self.series if "entity/" in one.name]
-        if options.entities and len({*names}) < max(1, len(names)):
-            raise ValueError(
-                "entities= counts values in what attacks on words, texts or the trained weights "
-                "read. Add one, such as Combined(); and give planted kinds other names"
-            )
-        most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
-        self.results = Results(self.series, most_waited=most_waited)
-        self.fit: Fit | None = None
-        self.weights: WeightLooks | None = None
-        self.report: Report | None = None
-        self.jsonl: JsonLines | None = None
-        self.earlier: Mapping[str, object] = {}
-        self._metrics, self._metric_names = UserMetrics(), options.metric_names
-        self._has_news = False
-
-    @property
-    def run(self) -> Run:
-        """Return the run at work."""
-        return self._fit.run
+    options: Options
+    fit: Fit | None
+    results: Results
+    report: Report | None
+    weights: WeightLooks | None
+    _metrics: UserMetrics
+    _has_news: bool
 
     @property
     def _fit(self) -> Fit:
@@ -97,17 +58,12 @@ class StepEngine:
             raise RuntimeError("no run has begun: Engine.begin(run, destination) comes first")
         return self.fit
 
-    def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
-        """Return where logs go, see :func:`~lightning_fedleak.engine.log.own_folder`."""
-        newest = None if self.jsonl is None else self.jsonl.run
-        return own_folder(run, folder, self.earlier.get("run"), newest, fit)
-
     def fail(self, error: Exception) -> None:
         """Let the look at work, or the next one, have no result, because of an error of ours."""
         if self.fit is not None:
             self.fit.fail(error)
 
-    # ---- the moments of a step --------------------------------------------------------------
+    # ---- step -------------------------------------------------------------------------------
 
     @contained
     def batch_begins(self, batch: Any) -> None:
@@ -118,35 +74,20 @@ class StepEngine:
         """
         if self.weights is not None:
             self.weights.batch_begins(batch)
-        fit, step = self._fit, self._fit.run.step
-        if fit.truth.is_first:
-            fit.truth.check_first(batch)
-        at_work = fit.look
-        try:
-            fit.begin_look(step)
-        except Exception as error:
-            self.fail(error)
-            scheduler = fit.scheduler
-            is_clear = fit.look is None and scheduler.phase is not Phase.ACCUMULATING
-            if is_clear and scheduler.cadence.due(step):
-                fit.look = Look(step)
+        fit, number = self._fit, self._fit.run.step
+        if fit.is_first:
+            fit.check_first(batch)
+        if fit.begin_look(number) and self.report is not None and self.report.record is not None:
+            next_look = max(number, fit.scheduler.cadence.next_step)
+            self.report.record.write_new_plan(number, next_look)
         if fit.look is not None:
-            writer = None if self.report is None else self.report.record
-            if writer is not None and fit.look is not at_work:
-                writer.write_new_plan(step, max(step, fit.scheduler.cadence.next_step))
-            fit.truth.batch_begins(fit.look, batch)
+            fit.tap.batch_begins(fit.look.training_step, batch)
 
     @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
-        try:
-            if self._fit.owns(optimizer):
-                self._fit.scheduler.phase = Phase.STEPPED
-        except Exception:
+        if self._fit.owns(optimizer):
             self._fit.scheduler.phase = Phase.STEPPED
-            raise
-
-    # ---- capture, and attack ----------------------------------------------------------------
 
     @contained
     def _stage_reached(self, stage: Stage, optimizer: Optimizer) -> None:
@@ -156,7 +97,7 @@ class StepEngine:
         """
         fit = self._fit
         if fit.look is not None and stage is Stage.LOCAL:
-            fit.look.noise_std, fit.look.compression = 0.0, ""
+            fit.look.training_step.noise_std, fit.look.training_step.compression = 0.0, ""
         if fit.run.separates_stages:
             self._capture((stage,), optimizer)
         elif stage is Stage.AGGREGATE and fit.keeps_local:
@@ -175,48 +116,44 @@ class StepEngine:
             channel.before_defense(defense, parameters, context)
         if fit.look is not None and defense.compression:
             if defense.defers:  # all that it gets leaves in time
-                alone = fit.run.client == "world" or fit.run.processes == 1
-                stages = (Stage.SHARED, Stage.AGGREGATE)[: 1 + alone]
-                groups = ((o, g) for o in fit.run.optimizers for g in o.param_groups)
-                owner = next(o for o, g in groups if parameters[0] in {*g["params"]})
-                self._capture(stages, owner)
-            fit.look.compression = AVERAGED if defense.defers else defense.compression.method
+                self._capture(fit.shared_stages, fit.owner_of(parameters[0]))
+            method = AVERAGED if defense.defers else defense.compression.method
+            fit.look.training_step.compression = method
 
     def _capture(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> None:
         """Let the attacks read a gradient that is the same at all of ``stages``, once."""
-        moment = self._fit.moment(stages, optimizer, kept=kept)
-        if moment is not None:
-            self._attack(moment)
+        look = self._fit.capture(stages, optimizer, kept=kept)
+        if look is not None:
+            self._attack(look)
             if Stage.AGGREGATE in stages:
-                moment.look.stepped.add(id(optimizer))
-                moment.look.work.clear()
+                look.stepped.add(id(optimizer))
+                look.work.clear()
+
+    # ---- attacks ----------------------------------------------------------------------------
 
     @contained
-    def _attack(self, moment: Moment) -> None:
+    def _attack(self, look: Look) -> None:
         """Let every attack guess from what is shared now, and from the control of the look."""
-        fit, look = self._fit, moment.look
-        fit.truth.settle(look)
+        fit, step = self._fit, look.training_step
         with look.clock(fit.run.device), share_work(look.work):
-            if moment.optimizer is not None and fit.trained != fit.lineup.trained:
-                look.followed &= not fit.follow()
-            if look.scope is not None and fit.scheduler.still_waits(moment):
+            if look.optimizer is not None:
+                fit.tap.settle(step)
+                look.followed &= not fit.follow_changes()
+            if fit.scheduler.still_waits(look):
                 return
             fit.refresh(look)
-            if fit.lineup.held:
-                fit.admit_held(look)
+            fit.admit_held(look)
             for channel in fit.channels_in(look):
                 try:
-                    channel.at_moment(moment)
+                    channel.at_stages(look)
                 except Exception as error:
                     failed = [series for series, owner in fit.series.items() if owner is channel]
                     look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
-            is_last = self.options.local_steps is None and Stage.AGGREGATE in moment.stages
-            if is_last or look.local is not None:
-                names = {series.attack for series in look.scope or fit.series}
-                plans = [p for p in fit.lineup.exposed if p.attack.name in names]
-                fit.controls.play(moment, plans)
+            is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
+            if is_last or step.round is not None:
+                fit.controls.play(look, fit.lineup.exposed)
 
     # ---- score ------------------------------------------------------------------------------
 
@@ -230,8 +167,8 @@ class StepEngine:
         self._take_batch(look, trained)
         if not stepped:
             return True
-        if fit.truth.is_unchecked:
-            fit.truth.check_unread(look)
+        if fit.is_unchecked:
+            fit.check_unread(look)
         try:
             outcomes = self._score(look)
         finally:
@@ -249,28 +186,28 @@ class StepEngine:
     @contained
     def _take_batch(self, look: Look, trained: bool) -> None:
         """Add the batch that has ended to what the look is scored against."""
-        batch = self._fit.truth.batch_ends(look, trained=trained)
+        with look.clock(self._fit.run.device):
+            batch = self._fit.tap.batch_ends(look.training_step, trained=trained)
         for channel in self._fit.channels_in(look):
             channel.batch_ends(batch)
 
     def _score(self, look: Look) -> dict[Series, Outcome] | None:
         """Score every attack that the look is of, pool over processes, and fix the next look."""
-        fit = self._fit
+        fit, cadence = self._fit, self._fit.scheduler.cadence
         results = self._results(look) or {}
         fit.end_look(look)
         no_result = all(isinstance(result, Waiting) for result in results.values())
-        next_step = self._next_step(look, no_result) or look.step + 1
-        fit.scheduler.cadence.next_step = next_step
+        try:
+            cadence.next_step = fit.scheduler.next_step(look, no_result=no_result)
+        except Exception as error:
+            self.fail(error)
+            cadence.next_step = look.step + 1
         if fit.failure is not None:
             scope = fit.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(fit.failure))
-        outcomes, look.next_look = self._pool(results, next_step)
-        fit.scheduler.cadence.next_step = look.next_look
+        outcomes, look.next_look = fit.pool(results, cadence.next_step)
+        cadence.next_step = look.next_look
         return outcomes
-
-    @contained
-    def _next_step(self, look: Look, no_result: bool) -> int:
-        return self._fit.scheduler.next_step(look, no_result=no_result)
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:
@@ -285,46 +222,16 @@ class StepEngine:
         waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         return results
 
-    def _pool(
-        self, results: Mapping[Series, Result], next_step: int
-    ) -> tuple[dict[Series, Outcome] | None, int]:
-        """Return the outcomes over all processes, and the first one's next step to look at."""
-        fit = self._fit
-        exposed = {plan.attack.name: plan.exposed for plan in fit.lineup.plans}
-        ordered = {series: results[series] for series in fit.series if series in results}
-        shared = {series: exposed[series.attack] for series in ordered}
-        return fit.exchange.outcomes(ordered, shared, next_step)
-
-    # ---- record, and log --------------------------------------------------------------------
+    # ---- record -----------------------------------------------------------------------------
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
-        run = self._fit.run
-        utility = self._metrics.add(run.metrics(self._metric_names), run.step)
-        defenses = self._fit.accounting
-        spent = record.privacy_values(defenses) if defenses else {}
-        outcomes = self.add(look, outcomes, utility, spent)
-        run.publish(self.results.latest)
+        fit, defenses = self._fit, self._fit.accounting
+        utility = self._metrics.add(fit.run.metrics(self.options.metric_names), fit.run.step)
+        spent = privacy_values(defenses) if defenses else {}
+        shared = bool(fit.lineup.trained)
+        outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)
+        fit.run.publish(self.results.latest)
         self._has_news = True
         assert self.report is not None
         values, failures = self.results.new_values(), self.results.failures
         self.report.write(look, outcomes, values, utility, defenses, failures)
-
-    def add(
-        self,
-        look: Look,
-        outcomes: Mapping[Series, Outcome],
-        utility: Mapping[str, float],
-        further: Mapping[str, float] = MappingProxyType({}),
-    ) -> dict[Series, Outcome]:
-        """Add a look to the results, and return its outcomes as they count.
-
-        Args:
-            look: the look.
-            outcomes: by series.
-            utility: the user's metrics, by name.
-            further: other values, by log name.
-        """
-        beside = {f"utility/{name}": float(value) for name, value in utility.items()}
-        self.results.playing |= outcomes.keys()
-        shared = bool(self._fit.lineup.trained)
-        return self.results.add(look, outcomes, {**beside, **further}, shared=shared)

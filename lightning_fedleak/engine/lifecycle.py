@@ -6,18 +6,27 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
-from lightning_fedleak.engine.channels.base import find_entities
+from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
+from lightning_fedleak.engine.channels.records import RECORDS
 from lightning_fedleak.engine.channels.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
-from lightning_fedleak.engine.results import UNEXPLAINED, WORST
+from lightning_fedleak.engine.results import (
+    MAX_WAITS,
+    MOST_STEPS_WAITED,
+    UNEXPLAINED,
+    WORST,
+    Results,
+    series_of,
+)
 from lightning_fedleak.engine.run import Look, Refusal, Run, contained, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import RevealFiles
@@ -46,13 +55,40 @@ class Engine(StepEngine):
         in_rounds: it looks at the rounds of one client, and at no steps.
 
     Attributes:
+        channels: one for each family of leak.
+        series: the channel of each series, in the order of the logs.
+        jsonl: the results' file of the newest run.
+        earlier: facts of the run that the next one goes on from; empty where there is none.
         assume: what the adversary has besides what it sees.
         record: says what the run was, on the first process; None outside of a run.
         first_step: optimizer steps that were over when the newest run began.
+
+    Raises:
+        ValueError: contradictory options.
     """
 
     def __init__(self, selection: Selection, options: Options, *, in_rounds: bool = False) -> None:
-        super().__init__(selection, options, in_rounds=in_rounds)
+        self.selection = selection
+        self.options = options
+        self.channels: list[Channel] = channels_of(selection.attacks, options)
+        self.series = series_of(selection.attacks, self.channels, options.stages)
+        if options.memorization.records and all(s.name != RECORDS for s in self.series):
+            raise ValueError(
+                "Memorization(records=True) lists rows by what an attack on the trained weights "
+                "asks, and none is played: add Combined() to the attacks"
+            )
+        names = [series.log_name for series in self.series if "entity/" in series.name]
+        if options.entities and len({*names}) < max(1, len(names)):
+            raise ValueError(
+                "entities= counts values in what attacks on words, texts or the trained weights "
+                "read. Add one, such as Combined(); and give planted kinds other names"
+            )
+        most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
+        self.results = Results(self.series, most_waited=most_waited)
+        self.fit = self.weights = self.report = None
+        self.jsonl: log.JsonLines | None = None
+        self.earlier: Mapping[str, object] = {}
+        self._metrics = log.UserMetrics()
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -72,6 +108,16 @@ class Engine(StepEngine):
         self._gates: list[Mapping[str, object]] = []
         self._needs: dict[str, float] = {}
         self._has_news = False
+
+    @property
+    def run(self) -> Run:
+        """Return the run at work."""
+        return self._fit.run
+
+    def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
+        """Return where logs go, see :func:`~lightning_fedleak.engine.log.own_folder`."""
+        newest = None if self.jsonl is None else self.jsonl.run
+        return log.own_folder(run, folder, self.earlier.get("run"), newest, fit)
 
     # ---- what a gate asks -------------------------------------------------------------------
 
@@ -305,7 +351,7 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+            utility = self._metrics.changed(run.metrics(self.options.metric_names), run.step)
             self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
@@ -394,7 +440,7 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self._metric_names), step)
+        self._metrics.add(self.run.metrics(self.options.metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from lightning_fedleak.attacks import Attack
@@ -232,7 +233,8 @@ class Results:
         self,
         look: Look,
         outcomes: Mapping[Series, Outcome],
-        beside: Mapping[str, float],
+        utility: Mapping[str, float],
+        further: Mapping[str, float] = MappingProxyType({}),
         *,
         shared: bool = True,
     ) -> dict[Series, Outcome]:
@@ -241,12 +243,14 @@ class Results:
         Args:
             look: the look.
             outcomes: outcomes by series.
-            beside: other values of that step, by log name.
+            utility: the user's metrics of that step, by name.
+            further: other values of that step, by log name.
             shared: whether something is trained, and so shared.
 
         Returns:
             The outcomes, *unknown* where one has been pending for too long.
         """
+        self.playing |= outcomes.keys()
         waited = self._wait(outcomes, look.step)
         counted = {s: self._tested(s, self._controlled(s, o)) for s, o in waited.items()}
         self._newest |= counted
@@ -275,7 +279,8 @@ class Results:
         again = [o.control.unexplained for o in outcomes.values() if o.control is not None]
         if known := [share for share in again if not math.isnan(share)]:
             values[UNEXPLAINED] = max(known)
-        values |= beside
+        values |= {f"utility/{name}": float(value) for name, value in utility.items()}
+        values |= further
         values["monitor/failures"] = float(self.failures)
         values["monitor/seconds"] = look.seconds
         self.looks += 1

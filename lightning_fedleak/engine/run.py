@@ -1,4 +1,4 @@
-"""A run, whoever trains, and what one look gathers."""
+"""A run, whoever trains, and one look at a step of it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,12 @@ from torch.optim import Optimizer
 from lightning_fedleak.attacks import Capability, UnusableObservation
 from lightning_fedleak.defenses import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
-from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import Control, Series
 from lightning_fedleak.model.anatomy import Anatomy, mixed_precision
-from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.model_state import WeightsWritten
-from lightning_fedleak.model.snapshots import (
-    ON_THE_WAY,
-    GradientSnapshot,
-    NotYet,
-    Stage,
-    check_finite,
-    is_shard,
-)
-from lightning_fedleak.model.taps import (
-    ChangedInPlace,
-    LocalRound,
-    ReadCall,
-    UpdateError,
-    before_real_step,
-)
+from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage, check_finite, is_shard
+from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, before_real_step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -310,32 +297,20 @@ class Run(ABC):
 
 @dataclass
 class Look:
-    """What one look has gathered so far.
+    """One look: the step that it is of, and what its attacks have answered so far.
 
     Attributes:
         step: optimizer step looked at.
+        training_step: that step's calls, labels and gradients.
+        stages: at all of which the gradient is what it is now.
+        wanted: those of them that are measured.
+        optimizer: that is about to step; None: all that the round's update is of.
         controls: the control of each attack, by name, as far as this look has one.
-        batches: the step's micro-batches, by reference, before any defence touched them.
-        batch: the micro-batch at work, which may yet turn out to train nothing; None where its
-            form is not known.
-        batch_error: why the micro-batch at work could not be read; None where it was.
-        current: the calls of the model on the micro-batch at work, with their truth; empty before
-            its backward.
-        calls: those of the micro-batches that have ended.
         answers: what an attack answered in a series, or why it has no answer (yet).
-        truth_error: why a batch could not be read; None where all were.
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
         step_seconds: time that the step itself took so far; 0 until it is known.
         followed: the attacks have followed the model at this look.
-        local: what the round is made again from for its control; None where nothing has one.
-        undefended: the local gradient that attacks read, where defences or a reduction change it
-            before the optimizer steps; None where nothing does, or it is not seen.
-        unexplained: share of it that the step made again does not explain; NaN where it was not
-            made again.
-        noise_std: of what defences have added to each number of this client's update so far; NaN
-            where one of them did not say.
-        compression: what compressed this client's update so far, see ``GradientSnapshot``.
         notes: functions that write what was recovered to local files, under a title.
         work: what attacks share with each other until an optimizer steps.
         scope: the series that are tried again, where the look is of these alone; None: all.
@@ -343,33 +318,25 @@ class Look:
     """
 
     step: int
-    batches: list[TokenBatch] = field(default_factory=list)
-    batch: TokenBatch | None = None
-    batch_error: str | None = None
-    current: list[ReadCall] = field(default_factory=list)
-    calls: list[ReadCall] = field(default_factory=list)
+    training_step: Step = field(default_factory=Step)
+    stages: tuple[Stage, ...] = ()
+    wanted: tuple[Stage, ...] = ()
+    optimizer: Optimizer | None = None
     answers: dict[Series, object] = field(default_factory=dict)
-    truth_error: str | None = None
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     followed: bool = False
-    local: LocalRound | None = None
-    undefended: GradientSnapshot | None = None
-    unexplained: float = math.nan
-    noise_std: float = 0.0
-    compression: str = ""
     notes: dict[Series, Callable[[Any, str], object]] = field(default_factory=dict)
     controls: dict[str, Control] = field(default_factory=dict)
     work: dict[Hashable, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
     next_look: int | None = None
 
-    @property
-    def all_batches(self) -> list[TokenBatch]:
-        """Return the batches of the step so far, that of the micro-batch at work included."""
-        return [*self.batches, *(read.batch for read in self.current)]
+    def steps_with(self, optimizer: Optimizer | None) -> bool:
+        """Return whether what an optimizer steps is read now; None: what the server adds itself."""
+        return self.optimizer is None or optimizer in (None, self.optimizer)
 
     @contextmanager
     def clock(self, device: torch.device) -> Iterator[None]:
@@ -382,39 +349,6 @@ class Look:
         finally:
             wait(device)
             self.seconds += time.perf_counter() - start
-
-
-@dataclass
-class Moment:
-    """A moment of a step at which what leaves the client is the same at all of ``stages``.
-
-    Attributes:
-        look: the look.
-        stages: at all of which the gradient is now.
-        wanted: those of them that are measured.
-        optimizer: that is about to step; None: all that the round's update is of.
-        scale: loss scale that is still in gradients which no GradScaler has unscaled.
-        take: the gradients of what the attacks read, as they are now.
-    """
-
-    look: Look
-    stages: tuple[Stage, ...]
-    wanted: tuple[Stage, ...]
-    optimizer: Optimizer | None
-    scale: float
-    take: Callable[[], GradientSnapshot]
-    _view: GradientSnapshot | Unknown | Waiting | None = None
-
-    def gradients(self) -> GradientSnapshot | Unknown | Waiting:
-        """Return the gradients from :attr:`take`, called once, or why there are none."""
-        if self._view is None:
-            try:
-                self._view = self.take()
-            except NotYet as error:
-                self._view = Waiting(str(error))
-            except Exception as error:
-                self._view = Unknown(reason(error))
-        return self._view
 
 
 # ---- why there is no result ------------------------------------------------------------------

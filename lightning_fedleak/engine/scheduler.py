@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Run
-from lightning_fedleak.model.snapshots import GradientSnapshot
+from lightning_fedleak.engine.run import Look, Run
 
 CURVE_LOOKS = 10
 """Looks of a run by default, evenly spread: enough for a curve; more take longer."""
@@ -208,22 +207,18 @@ class Scheduler:
             self._since = None
         self._since = self._since or (step, now)
 
-    def still_waits(self, moment: Moment) -> bool:
+    def still_waits(self, look: Look) -> bool:
         """Return whether the gradients that a retry waits for are still zero, on all processes."""
-        look = moment.look
         # Without a scope it is no retry; without an optimizer the look reads a round.
-        if look.scope is None or moment.optimizer is None:
+        if look.scope is None or look.optimizer is None:
             return False
         zeros = [self.waits[s].zeros if s in self.waits else () for s in look.scope]
         still = all(zeros)
-        if still and moment.wanted:
-            view, roles = moment.gradients(), {role for each in zeros for role in each}
-            still = isinstance(view, GradientSnapshot) and all(
-                role in view.tensors and not bool(view.tensors[role].any()) for role in roles
-            )
+        if still and look.wanted:
+            still = _are_zero(look, {role for roles in zeros for role in roles})
         still = not self._run.on_any_process(not still)
         for series in look.scope if still else ():
-            if series.stage in moment.wanted:
+            if series.stage in look.wanted:
                 look.answers.setdefault(series, self.waits[series])
         return still
 
@@ -253,3 +248,12 @@ class Scheduler:
             proposed = self.cadence.after_look(look.step, cost, step_seconds)
             return max(proposed, look.step + 1)
         return self.cadence.after_retry(cost, step_seconds)
+
+
+def _are_zero(look: Look, roles: Collection[str]) -> bool:
+    """Return whether the gradients of these roles could be taken, and are zero."""
+    try:
+        tensors = look.training_step.view(look.wanted[0]).tensors
+    except Exception:  # what reads them says why
+        return False
+    return all(role in tensors and not bool(tensors[role].any()) for role in roles)

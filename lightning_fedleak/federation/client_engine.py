@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
@@ -12,10 +13,10 @@ from lightning_fedleak.engine.channels.base import exclude, family_of, results_o
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Destination, Report
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
-from lightning_fedleak.engine.run import AUTOCAST, Look, Moment, Run, contained, reason
+from lightning_fedleak.engine.run import AUTOCAST, Look, Run, contained, reason
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
-from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, plain_call
+from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call
 
 _NOT_SCORED = (
     "whoever looks here does not hold the client's texts, so that what was read off the update "
@@ -85,17 +86,18 @@ class ClientEngine(Engine):
         """
         fit = self._fit
         played = [series for series in fit.series if series.attack in fit.lineup.playing]
-        look.followed = True
+        look.followed, look.training_step = True, Step(look.step)
         if batches is None:  # of which texts should a game ask?
             look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
         self._arm(look)
-        stages = self.options.stages
-        self._attack(Moment(look, stages, stages, None, 1.0, take))
+        look.stages = look.wanted = self.options.stages
+        look.training_step.gradients |= dict.fromkeys(look.stages, take)
+        self._attack(look)
         look.stepped.add(0)
         outcomes = self._round_outcomes(look, played, scored=batches is not None)
-        fit.disarm(look)
+        fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
         failure, fit.failure = fit.failure, None
         if failure is not None or outcomes is None:
             return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in played}
@@ -103,32 +105,33 @@ class ClientEngine(Engine):
 
     def _read_batches(self, look: Look, batches: Sequence[Any]) -> None:
         """Read what the update of a round was made of."""
-        fit = self._fit
+        fit, step = self._fit, look.training_step
         try:
             if not batches:
                 raise BatchError("no batch of the round was handed over")
-            for batch in [b if isinstance(b, TokenBatch) else fit.truth.read(b) for b in batches]:
+            for batch in [b if isinstance(b, TokenBatch) else fit.tap.read(b) for b in batches]:
                 if batch.crossing is None and batch.is_packed:
                     raise BatchError(NOT_TESTED.format("the round's training is not seen here"))
-                fit.truth.check(batch, look)
+                fit.tap.check(step, batch)
+                step.calls.append(ModelCall(batch=batch))
         except Exception as error:
-            look.truth_error = reason(error)
+            step.error = reason(error)
         if any(map(fit.controls.may_play, fit.lineup.exposed)):
             try:
-                self._keep_round(look, batches)
+                self._keep_round(step, batches)
             except Exception as error:  # the numbers are known, and their control is not
-                look.local = LocalRound({}, why_not=reason(error))
+                step.round = LocalRound({}, why_not=reason(error))
 
-    def _keep_round(self, look: Look, batches: Sequence[Any]) -> None:
+    def _keep_round(self, step: Step, batches: Sequence[Any]) -> None:
         """Keep what a client's round is made again from; the model is the one that it got.
 
         Args:
-            look: with the batches as they were read.
+            step: the round, with the batches as they were read.
             batches: of one client, with the rate of each step where that is known; or one of each
                 step of each client, whose updates were summed.
         """
         run, summed = self.run, Stage.AGGREGATE in self.options.stages
-        local = look.local = LocalRound.begin([*run.anatomy.root.parameters()])
+        local = step.round = LocalRound.begin([*run.anatomy.root.parameters()])
         steps = self.options.local_steps or 1
         local.clients = max(1, len(batches) // steps) if summed else 1
         in_step, rest = divmod(len(batches), local.clients * steps)
@@ -138,8 +141,9 @@ class ClientEngine(Engine):
         dtype = AUTOCAST.get(run.precision)
         for number, rate in enumerate(rates, 1):
             local.add_step(run.optimizers[0], number * in_step, rate)
-        look.calls = [
-            plain_call(run.anatomy, batch, dtype, trained_elsewhere=True) for batch in look.batches
+        step.calls = [
+            plain_call(run.anatomy, call.texts, dtype, trained_elsewhere=True)
+            for call in step.calls
         ]
 
     @contained
@@ -157,7 +161,7 @@ class ClientEngine(Engine):
         with look.clock(fit.run.device):
             for channel in fit.channels:
                 results |= results_of(channel, look)
-        return self._pool(results, look.step)[0] or {
+        return fit.pool(results, look.step)[0] or {
             series: unknown(fit.series[series].metrics_of(series), _NO_LOSS) for series in played
         }
 

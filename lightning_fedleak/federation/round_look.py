@@ -68,7 +68,8 @@ def read_look(
         scored: whether the truth is known.
     """
     if scored:
-        outcomes = engine.add(look, outcomes, utility)
+        shared = bool(engine.fit and engine.fit.lineup.trained)
+        outcomes = engine.results.add(look, outcomes, utility, shared=shared)
         values, now = engine.results.new_values(), dict(engine.results.look_values)
     else:
         further = {f"utility/{name}": float(value) for name, value in utility.items()}

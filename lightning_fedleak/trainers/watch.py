@@ -349,7 +349,7 @@ class Watch(Reported):
             self._inside = False
             self.loop.steps += self._stepped
             if (look := self._look) is not None:
-                look.truth_error = f"{type(error).__name__} ended a batch of it"
+                look.training_step.error = f"{type(error).__name__} ended a batch of it"
             raise
         self.batch_ends()
         self._inside = False

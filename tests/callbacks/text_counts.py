@@ -68,7 +68,7 @@ class CountsChannel(Channel):
     def score(self, look: Look, series: Series, answer: Any) -> list[float]:
         assert isinstance(answer, CountGuess)
         look.notes[series] = lambda files, title: self.revealed.append((look.step, title))
-        texts = sum(len(batch.input_ids) for batch in look.batches)
+        texts = sum(len(batch.input_ids) for batch in look.training_step.batches)
         return [float(answer.texts == texts), float(answer.texts - texts)]
 
     def pooled(self, series: Series, rows: Mapping[int, Sequence[float]]) -> Outcome:

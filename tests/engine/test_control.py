@@ -220,9 +220,9 @@ def test_a_control_is_kept_until_a_number_falls_and_over_a_resume(
     played: list[int] = []
     real = Controls._play
 
-    def spy(self: Controls, moment: Any, *plans: Any) -> None:
-        played.append(moment.look.step)
-        real(self, moment, *plans)
+    def spy(self: Controls, look: Any, *plans: Any) -> None:
+        played.append(look.step)
+        real(self, look, *plans)
 
     monkeypatch.setattr(Controls, "_play", spy)
     watch = watched(tmp_path, RevealLabels(), rows=2, steps=5)

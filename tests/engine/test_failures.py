@@ -252,7 +252,7 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
         lines, values = by_step.get(number + 1 + is_next), latest[number]
         if target.co_qualname in PAGES or target not in RAISED:
             continue
-        if target.co_qualname == "_StepTruth.read" or target.co_filename.endswith("/batches.py"):
+        if target.co_qualname == "StepTap.read" or target.co_filename.endswith("/batches.py"):
             continue  # the batch is read beside the step's own graph, which shows all of it
         if target in IN_CONTROL or target.co_qualname in CONTROL:
             continue  # the number is known, and its control is not: a gate says so where it counts

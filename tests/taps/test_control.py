@@ -23,14 +23,14 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
     ActivationTap,
-    Draw,
     LocalRound,
-    ReadCall,
+    ModelCall,
+    Step,
     control_crossing,
     control_gradient,
     control_states,
     control_update,
-    draw_words,
+    shuffle_words,
 )
 from lightning_fedleak.model.taps.control import is_uneven
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
@@ -53,7 +53,7 @@ from tests.taps.test_graph import (
 SHAPED = [name for name in HARD if name != "entropy"]
 
 
-def read_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[ReadCall]:
+def read_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[ModelCall]:
     """Return the calls of one step, whose gradients stay in the parameters."""
     model.zero_grad()
     anatomy = find_anatomy(model)
@@ -65,16 +65,11 @@ def read_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[Rea
     return reads
 
 
-def same_words(reads: list[ReadCall]) -> Draw:
-    """Return the words of the step itself, where a control has them shuffled."""
-    return Draw.of_step(reads)
-
-
-def check_gradient(model: nn.Module, reads: list[ReadCall], tolerance: float = 1e-4) -> None:
+def check_gradient(model: nn.Module, reads: list[ModelCall], tolerance: float = 1e-4) -> None:
     anatomy = find_anatomy(model)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     before = {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-    view = control_gradient(anatomy, same_words(reads), list(before), step=0)
+    view = control_gradient(anatomy, Step(calls=reads), list(before))
     assert view.tensors.keys() == before.keys()
     largest = max(float(gradient.float().norm()) for gradient in before.values())
     for name, gradient in before.items():
@@ -137,7 +132,7 @@ def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float
     after = {name: p.detach().clone() for name, p in trained.items()}
     state = copy.deepcopy(optimizer.state_dict()["state"])
     view = control_update(
-        find_anatomy(model), same_words(reads), list(before), local, step=0, clip_value=cut
+        find_anatomy(model), Step(calls=reads, round=local), list(before), clip_value=cut
     )
     assert (view.local_steps, view.learning_rate) == (3, pytest.approx(rate))
     for name, weight in before.items():
@@ -159,9 +154,9 @@ def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
     for n_calls in (1, 2):
         local.add_step(optimizer, n_calls)
     anatomy, roles = find_anatomy(model), [n for n, p in model.named_parameters()]
-    mean = control_update(anatomy, same_words(reads), roles, local, step=0)
+    mean = control_update(anatomy, Step(calls=reads, round=local), roles)
     assert mean.local_steps == 1
-    views = [control_gradient(anatomy, same_words([read]), roles, step=0) for read in reads]
+    views = [control_gradient(anatomy, Step(calls=[read]), roles) for read in reads]
     for role, change in mean.tensors.items():
         both = (views[0].tensors[role] + views[1].tensors[role]) / 2
         assert torch.allclose(change, both, atol=1e-4), role
@@ -182,7 +177,7 @@ def test_the_gradients_of_hidden_states_are_those_of_the_step(family: str, layer
     graph.close()
     tap.close()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    found = control_states(anatomy, same_words(reads), layer)
+    found = control_states(anatomy, Step(calls=reads), layer)
     assert len(found) == len(expected) == 2
     for mine, gradient in zip(found, expected, strict=True):
         assert (mine - gradient).norm() < 1e-4 * gradient.norm()
@@ -206,7 +201,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
         local = LocalRound.begin([*model.parameters()])
         for n_calls, optimizer in enumerate(optimizers, 1):
             local.add_step(optimizer, n_calls, rate)
-        control_update(anatomy, same_words(reads), ["head.weight"], local, step=0)
+        control_update(anatomy, Step(calls=reads, round=local), ["head.weight"])
 
     trained = [p for p in model.parameters() if p.requires_grad]
     first, second = (torch.optim.SGD(trained, 0.1) for _ in range(2))
@@ -303,7 +298,7 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
     state, weight = torch.get_rng_state(), model.lm_head.weight
-    control_gradient(find_anatomy(model), same_words(reads), ["head.weight"], step=0)
+    control_gradient(find_anatomy(model), Step(calls=reads), ["head.weight"])
     assert calls == []
     assert torch.equal(state, torch.get_rng_state())
     assert model.lm_head.weight is weight
@@ -323,7 +318,7 @@ def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, laye
     tap.close()
     calls: list[str] = []
     model.register_forward_hook(lambda *_: calls.append("the user's own"))
-    crossed = control_crossing(anatomy, same_words(reads), layer)
+    crossed = control_crossing(anatomy, Step(calls=reads), layer)
     assert len(crossed) == len(states)
     for sent, read, expected in zip(crossed, reads, states, strict=True):
         assert torch.allclose(sent.states(Stage.SHARED, layer), expected, atol=1e-6)
@@ -334,7 +329,7 @@ def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, laye
 # ---- words -------------------------------------------------------------------------------------
 
 
-def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ReadCall:
+def causal_call(labels: Tensor, sizes: Tensor, **fields: Tensor) -> ModelCall:
     """Return a call on IDS whose rows have these sizes at their labels, (B, L - 1)."""
     batch = TokenBatch(IDS, labels, fields.get("mask"), "causal", fields.get("positions"))
     read = plain_call(find_anatomy(llama()), batch, None)
@@ -349,8 +344,8 @@ def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
     sizes = torch.rand(IDS.shape[0], IDS.shape[1] - 1) + 0.5
     read = causal_call(IDS, sizes, mask=MASK)
     generator = torch.Generator().manual_seed(seed)
-    draw = draw_words([read], special, generator, sizes_go_with_words=with_words)
-    [batch], [(new_sizes, *_)] = draw.batches, draw.shapes
+    draw = shuffle_words(Step(calls=[read]), special, generator, sizes_go_with_words=with_words)
+    [batch], (new_sizes, *_) = draw.batches, draw.calls[0].shapes
     stays = (MASK == 0) | torch.isin(IDS, torch.tensor(sorted(special)))
     assert torch.equal(batch.input_ids[stays], IDS[stays])
     assert sorted(batch.input_ids.flatten().tolist()) == sorted(IDS.flatten().tolist())
@@ -369,7 +364,7 @@ def test_tokens_move_and_stay_in_number(seed: int, with_words: bool) -> None:
 def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(IDS.shape)
     read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1), positions=positions)
-    draw = draw_words([read], frozenset(), torch.Generator().manual_seed(0))
+    draw = shuffle_words(Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0))
     [batch] = draw.batches
     assert not torch.equal(batch.input_ids, IDS)
     for part in (slice(0, 5), slice(5, 12)):
@@ -380,10 +375,10 @@ def test_texts_in_a_row_are_shuffled_within_themselves() -> None:
 
 def test_a_part_has_the_first_labels_alone() -> None:
     read = causal_call(IDS, torch.ones(IDS.shape[0], IDS.shape[1] - 1))
-    draw = draw_words([read], frozenset(), torch.Generator().manual_seed(0))
-    part = draw.first(14)
+    draw = shuffle_words(Step(calls=[read]), frozenset(), torch.Generator().manual_seed(0))
+    part = draw.part(14)
     [batch] = part.batches
-    assert int((part.shapes[0][0] != 0).sum()) == 14
+    assert int((part.calls[0].shapes[0] != 0).sum()) == 14
     assert sorted(batch.target_ids().tolist()) == sorted(draw.batches[0].target_ids()[:14].tolist())
     kept = batch.context_mask()
     assert kept[0].tolist() == [True] * 11 + [False]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fedleak.model.anatomy import backbone_of, find_anatomy
-from lightning_fedleak.model.taps.graph import GraphTap, ReadCall, read_call
+from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.last_states import (
     HeadMap,
     capped,
@@ -23,6 +23,7 @@ from lightning_fedleak.model.taps.last_states import (
     logit_cap,
     read_states,
 )
+from lightning_fedleak.model.taps.step import ModelCall
 from tests.taps.test_control import check_gradient
 from tests.taps.test_graph import CAUSAL, HARD, IDS, TEXTS, VOCABULARY, ids_of, llama
 
@@ -51,7 +52,7 @@ class Fused:
 
 def read_fused(
     model: nn.Module, loss: Callable[[Any], Tensor], temperature: float = 1.0
-) -> list[ReadCall]:
+) -> list[ModelCall]:
     """Return the calls of a step with a fused loss, whose gradients stay in the parameters."""
     anatomy = find_anatomy(model)
     tap = GraphTap(anatomy, temperature)

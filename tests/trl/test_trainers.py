@@ -115,9 +115,9 @@ class Truth:
             truth.inputs.append(dict(inputs))
             return loss(model, inputs, *more, **settings)
 
-        def played(controls: Controls, moment: Any, *plans: Any) -> None:
-            truth.reads.append([*moment.look.calls, *moment.look.current])
-            play(controls, moment, *plans)
+        def played(controls: Controls, look: Any, *plans: Any) -> None:
+            truth.reads.append([*look.training_step.calls])
+            play(controls, look, *plans)
 
         trainer.training_step, trainer.compute_loss = stepped, noted
         monkeypatch.setattr(Controls, "_play", played)

@@ -40,7 +40,7 @@ from lightning_fedleak.engine.outcomes import (
     Unknown,
     Waiting,
 )
-from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.entities import EntityFinder, finders_of
 from lightning_fedleak.evaluation.metrics.found_entities import entity_names
 from lightning_fedleak.model.batches import TokenBatch
@@ -53,7 +53,7 @@ from lightning_fedleak.model.snapshots import (
     Stage,
     UpdateSnapshot,
 )
-from lightning_fedleak.model.taps import Draw
+from lightning_fedleak.model.taps import Step
 from lightning_fedleak.report.records import Family
 
 
@@ -78,7 +78,7 @@ class Channel(ABC):
     """Do everything that the engine needs for the attacks of one family of leak.
 
     Lives as long as its monitor. :meth:`open` begins a fit; a look is :meth:`arm`, then
-    :meth:`batch_ends` for each micro-batch but the last, :meth:`at_moment` and
+    :meth:`batch_ends` for each micro-batch but the last, :meth:`at_stages` and
     :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last, :meth:`score`
     and :meth:`disarm`. A family must define how a guess is scored (:meth:`score`) and how the
     results of clients are combined (:meth:`pooled`).
@@ -239,19 +239,16 @@ class Channel(ABC):
     def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
         """Take the batch of a micro-step that ended in a look; None where it trained nothing."""
 
-    def at_moment(self, moment: Moment) -> None:
-        """Let each attack guess once at this moment, at some stages. Default: from gradients."""
-        owners = (None, moment.optimizer)
-        stepped = [p for p in self.plans if moment.optimizer is None or p.optimizer in owners]
-        readable = [p for p in stepped if p.exposed and p.roles]
-        if not moment.wanted or not readable:
-            return
-        view = moment.gradients()
-        silent = [s for s in self.all_series if s.stage in moment.wanted]
-        silent = [s for s in silent if s not in moment.look.answers]
-        for plan in readable:
-            if asked := [s for s in silent if s.attack == plan.attack.name]:
-                moment.look.answers |= dict.fromkeys(asked, guess(plan, view, self.run))
+    def at_stages(self, look: Look) -> None:
+        """Let each attack guess once from what leaves at the look's stages. Default: gradients."""
+        for plan in self.plans if look.wanted else ():
+            if not (plan.exposed and plan.roles and look.steps_with(plan.optimizer)):
+                continue
+            series = [s for s in self.all_series if s.attack == plan.attack.name]
+            silent = [s for s in series if s.stage in look.wanted and s not in look.answers]
+            if silent:
+                answer = guess(plan, look.training_step, look.wanted[0], self.run)
+                look.answers |= dict.fromkeys(silent, answer)
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -260,7 +257,7 @@ class Channel(ABC):
 
     def _holds_nothing(self, look: Look) -> bool:
         """Return whether no batch of the look can leak anything; called once in a look."""
-        return not any(batch.input_ids.numel() for batch in look.batches)
+        return not any(batch.input_ids.numel() for batch in look.training_step.batches)
 
     @abstractmethod
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
@@ -270,28 +267,27 @@ class Channel(ABC):
             look: the look with its batches; ``look.notes`` may get a function that writes what was
                 recovered.
             series: the series of the guess.
-            answer: the guess that :meth:`at_moment` stored in ``look.answers``.
+            answer: the guess that :meth:`at_stages` stored in ``look.answers``.
 
         Raises:
             Exception: there is no score; the result is unknown.
         """
 
-    def rates_now(self, look: Look, plan: Plan, answer: Any) -> Mapping[str, float]:
-        """Return the rates of a guess against the truth of this process so far in the look."""
+    def rates(self, step: Step, plan: Plan, answer: Any) -> Mapping[str, float]:
+        """Return the rates of a guess against the truth of this process so far in a step."""
         return {}
 
-    def control_rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the gradient of a control, or why there are none (yet).
+    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on a control, or why there are none (yet).
 
         Args:
             plan: of the attack.
-            view: the control's gradient.
-            draw: the words that it is of.
-            step: optimizer step of the look.
+            control: a step of known words, whose gradient is at stage ``local``.
         """
-        raise NotImplementedError
+        answer = guess(plan, control, Stage.LOCAL, self.run)
+        return (
+            answer if isinstance(answer, Unknown | Waiting) else self.rates(control, plan, answer)
+        )
 
     def disarm(self, look: Look) -> None:  # noqa: B027
         """End a look, also one that failed: free what it used."""
@@ -363,8 +359,8 @@ def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
 
 
 def _result(channel: Channel, look: Look, plan: Plan, series: Series, *, empty: bool) -> Result:
-    if look.truth_error is not None:
-        return Unknown(f"the batch could not be read: {look.truth_error}")
+    if (unread := look.training_step.error) is not None:
+        return Unknown(f"the batch could not be read: {unread}")
     if empty or not look.stepped or not plan.exposed:
         return NothingShared()
     answer = look.answers.get(series, Unknown("the attack was not run"))
@@ -448,11 +444,15 @@ def family_of(attack: Attack) -> type[Channel]:
 
 
 def guess(
-    plan: Plan, view: GradientSnapshot | Unknown | Waiting, run: Run, query: Query | None = None
+    plan: Plan, step: Step, stage: Stage, run: Run, query: Query | None = None
 ) -> Guess | Unknown | Waiting:
-    """Return what an attack guesses from gradients, or why it has no guess (yet)."""
-    if isinstance(view, Unknown | Waiting):
-        return view
+    """Return what an attack guesses from the gradients of a step, or why it has no guess (yet)."""
+    try:
+        view = step.view(stage)
+    except NotYet as error:
+        return Waiting(str(error))
+    except Exception as error:
+        return Unknown(reason(error))
     if (unreadable := find_unreadable(plan, view)) is not None:
         return unreadable
     try:

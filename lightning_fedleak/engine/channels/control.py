@@ -10,7 +10,8 @@ went through. Where it is most of the gradient, the words may not be those of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,16 +21,16 @@ from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
-from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation
 from lightning_fedleak.model.taps import (
-    Draw,
+    Step,
     control_gradient,
     control_update,
-    draw_words,
     is_uneven,
+    shuffle_words,
 )
 from lightning_fedleak.report.records import default_limit
 
@@ -65,6 +66,11 @@ passes for rounding.
 """
 
 _ELSEWHERE = "the control could not be made on another process"
+_DOUBT = (
+    "the step made again leaves {:.0%} of the gradient unexplained, so that the words may not be "
+    "those of this step: a batch that is not what was trained on (pass "
+    "settings=WatchSettings(batch_adapter=...)), or a gradient that was changed after the backward"
+)
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
 
 
@@ -133,26 +139,24 @@ class Controls:
         # Under DP the moments of controls must not depend on the data.
         self._by_cadence = bool(accounting(run.defenses))
 
-    def play(self, moment: Moment, plans: Sequence[Plan]) -> None:
+    def play(self, look: Look, plans: Sequence[Plan]) -> None:
         """Give attacks that have read a step its control, where one is due.
 
         Args:
-            moment: after which the optimizer steps; the attacks have answered.
-            plans: of the attacks that read gradients.
+            look: after whose stages the optimizer steps; the attacks have answered.
+            plans: of the attacks whose gradients are shared.
         """
-        look = moment.look
-        optimizers = (None, moment.optimizer)  # None: the attack reads no parameter of the model
-        stepped = [p for p in plans if moment.optimizer is None or p.optimizer in optimizers]
+        names = {series.attack for series in look.scope or self._series}
+        # Without an optimizer the attack reads no parameter of the model.
+        stepped = [p for p in plans if p.attack.name in names and look.steps_with(p.optimizer)]
         scored = [plan for plan in stepped if self._is_scored(plan)]
         due = [p for p in scored if self._anywhere(self.may_play(p) and self._is_due(look, p))]
         if not due:
             return
         try:
-            self._play(moment, due, scored)
+            self._play(look, due, scored)
         except Exception as error:
-            why = reason(error)
-            for plan in due:
-                self._keep(look, plan, Control(self._nothing(plan), why=why))
+            self._fail(look, due, reason(error))
 
     def _anywhere(self, here: bool) -> bool:
         """Return whether something is true here, or on another process that makes this control too.
@@ -184,87 +188,90 @@ class Controls:
         if self._by_cadence:
             return newest is None or look.scope is None
         if newest is None:
-            answers = [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
-            return not all(isinstance(answer, Waiting) for answer in answers)
+            return not all(isinstance(answer, Waiting) for answer in self._answers(look, plan))
         number = self._number(look, plan)
         last, newest.number = newest.number, number
         return math.isnan(newest.control) or number < last or number < FALL * newest.control
 
+    def _answers(self, look: Look, plan: Plan) -> list[object]:
+        return [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
+
     def _number(self, look: Look, plan: Plan) -> float:
         """Return the lowest number of an attack at the stages of this look; 0 without one."""
-        channel = self._channels[plan.attack.name]
-        answers = (look.answers.get(s) for s in self._series if s.attack == plan.attack.name)
-        known = [a for a in answers if a is not None and not isinstance(a, Unknown | Waiting)]
+        channel, missing = self._channels[plan.attack.name], Unknown | Waiting | None
+        known = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
         try:
-            rates = [channel.rates_now(look, plan, answer) for answer in known]
+            rates = [channel.rates(look.training_step, plan, answer) for answer in known]
         except Exception:  # the attack's own failure, as its result says
             return 0.0
-        numbers = (each.get(channel.headline, math.nan) for each in rates)
+        numbers = (values.get(channel.headline, math.nan) for values in rates)
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
-    def _play(self, moment: Moment, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
+    def _play(self, look: Look, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
         """Make the step again, and ask attacks about known words.
 
         Args:
-            moment: after which the optimizer steps.
+            look: the look.
             plans: of the attacks whose control is due.
             scored: of all attacks that are scored by the words of this step.
         """
-        look = moment.look
-        step, shuffled = self._draws(look)
-        share, remainder = self._remainder(moment, plans, step)
-        rests = [head.rest for read in step.reads for head in read.call.read_heads]
+        step = look.training_step
+        controls = self._controls(step)
+        share, remainder = self._remainder(look, plans)
+        rests = [head.rest for call in step.calls for head in call.read_heads]
         share = max([share, *(rest.share for rest in rests if rest is not None)])
         if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's labels
-            look.unexplained = share
-            self._doubt(look, scored)
+            step.unexplained = share
+            self._fail(look, scored, _DOUBT.format(share))
             return
         likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
         if others := [plan for plan in plans if plan not in likely]:
-            self._ask(look, others, shuffled, remainder)
-        for plan in likely:
-            self._keep(look, plan, Control(self._nothing(plan), why=_LIKELY_TEXTS))
+            self._ask(look, others, controls, remainder)
+        self._fail(look, likely, _LIKELY_TEXTS)
 
-    def _draws(self, look: Look) -> tuple[Draw, list[Draw]]:
-        """Return the step's own words, and those of its controls.
+    def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
+        """Let no low number of these attacks count at this look, since its control is not known."""
+        for plan in plans:
+            self._keep(look, plan, Control(self._nothing(plan), why=why))
+
+    def _controls(self, step: Step) -> list[Step]:
+        """Return the controls of a step: its words are shuffled, and sizes stay or go with them.
 
         Raises:
             UnusableObservation: its calls are not known, on this process or on another one.
         """
-        reads, failure = [*look.calls, *look.current], look.truth_error
-        generator = torch.Generator().manual_seed(1_000_003 * look.step + self._run.rank)
-        step, shuffled, uneven = Draw([], []), list[Draw](), False
+        failure, uneven, controls = step.error, False, list[Step]()
+        generator = torch.Generator().manual_seed(1_000_003 * step.number + self._run.rank)
         try:
-            if not reads:
+            if not step.calls:
                 raise UnusableObservation("the step's calls were not read")
-            step = Draw.of_step(reads)
-            shuffled = [draw_words(reads, self._special, generator, sizes_go_with_words=False)]
-            uneven = is_uneven(reads)
+            controls.append(shuffle_words(step, self._special, generator))
+            uneven = is_uneven(step.calls)
         except Exception as error:
             failure = failure or reason(error)
-        n_calls = torch.tensor(len(reads), device=self._run.device)
-        if self._together and int(self._run.summed(n_calls)) != len(reads) * self._run.processes:
+        n = len(step.calls)
+        n_calls = torch.tensor(n, device=self._run.device)
+        if self._together and int(self._run.summed(n_calls)) != n * self._run.processes:
             failure = failure or "processes made different numbers of calls"
         if self._anywhere(failure is not None):
             raise UnusableObservation(failure or _ELSEWHERE)
         if self._anywhere(uneven):
-            shuffled += [draw_words(reads, self._special, generator, sizes_go_with_words=True)]
-        return step, shuffled
+            with_words = shuffle_words(step, self._special, generator, sizes_go_with_words=True)
+            controls.append(with_words)
+        return controls
 
-    def _remainder(
-        self, moment: Moment, plans: Sequence[Plan], step: Draw
-    ) -> tuple[float, dict[str, Tensor]]:
+    def _remainder(self, look: Look, plans: Sequence[Plan]) -> tuple[float, dict[str, Tensor]]:
         """Return which share of gradients the step made again leaves, and what of each of them.
 
         What is left is in units of the step made again. The share is 0 where there is nothing to
         compare, or the step cannot be made again.
         """
-        look, view = moment.look, self._before_defenses(moment)
-        roles = dict.fromkeys(role for plan in plans for role in plan.roles)
+        step, view = look.training_step, self._before_defenses(look)
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
         if self._anywhere(view is None or self._replaced) or view is None or not roles:
             return 0.0, {}
         try:
-            again = self._again(look, plans, step)
+            again = self._again(step, roles)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -277,30 +284,31 @@ class Controls:
         rounding = self._rounding(view, step, roles)
         share, remainder = _explain(gradients, again, rounding)
         if self._anywhere(share > rounding):  # a device may not compute the same twice
-            floats = {role: one.float() for role, one in again.items()}
-            noise = _explain(floats, self._gradient(look, plans, step, {}).tensors)[0]
+            floats = {role: gradient.float() for role, gradient in again.items()}
+            noise = _explain(floats, self._gradient(step, roles, {}).tensors)[0]
             share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
         if any(bool(gradient.any()) for gradient in gradients.values()):
-            look.unexplained = max(share, 0.0 if math.isnan(look.unexplained) else look.unexplained)
+            so_far = 0.0 if math.isnan(step.unexplained) else step.unexplained
+            step.unexplained = max(share, so_far)
             return share, remainder
         return 0.0, {}
 
-    def _before_defenses(self, moment: Moment) -> GradientSnapshot | None:
+    def _before_defenses(self, look: Look) -> GradientSnapshot | None:
         """Return what a step, or a round, left before any defence; None where it was not seen."""
-        look, view = moment.look, moment.look.undefended
-        is_round = look.local is not None and not (self._run.defenses or look.compression)
-        if view is None and (Stage.LOCAL in moment.stages or is_round):
-            newest = moment.gradients()
-            view = newest if isinstance(newest, GradientSnapshot) else None
-        return view
+        step = look.training_step
+        is_round = step.round is not None and not (self._run.defenses or step.compression)
+        if step.undefended is None and (Stage.LOCAL in look.stages or is_round):
+            with suppress(Exception):  # its attacks say why
+                return step.view(look.stages[0])
+        return step.undefended
 
-    def _rounding(self, view: GradientSnapshot, step: Draw, roles: Iterable[str]) -> float:
+    def _rounding(self, view: GradientSnapshot, step: Step, roles: Sequence[str]) -> float:
         """Return the share of a gradient that rounding leaves where its step is made again.
 
         Here the same numbers come out again. Rounded are sums over processes, and rows of logits
         that were not seen: of a whole model that is compiled, and of a head that is not called.
         """
-        anatomy, heads = self._run.anatomy, [read.call.read_heads for read in step.reads]
+        anatomy, heads = self._run.anatomy, [call.read_heads for call in step.calls]
         of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
         reads_head = any(id(anatomy.parameter(role)) in of_head for role in roles)
         reads_states = any(head.source == "states" for calls in heads for head in calls)
@@ -308,54 +316,41 @@ class Controls:
             return EXACT
         policies = self._run.policies.values()
         dtypes = {tensor.dtype for tensor in view.tensors.values()}
-        dtypes |= {read.call.autocast for read in step.reads if read.call.autocast is not None}
+        dtypes |= {call.autocast for call in step.calls if call.autocast is not None}
         dtypes |= {p.param_dtype for p in policies} | {p.reduce_dtype for p in policies}
         return max((ROUNDING.get(dtype, EXACT) for dtype in dtypes), default=EXACT)
 
-    def _again(self, look: Look, plans: Sequence[Plan], step: Draw) -> Mapping[str, Tensor]:
+    def _again(self, step: Step, roles: Sequence[str]) -> Mapping[str, Tensor]:
         """Return the gradients of the step made again, by role.
 
         Raises:
             UnusableObservation: it cannot be made again, or not with the same random numbers.
         """
-        again = self._gradient(look, plans, step, {}).tensors
-        if all(read.call.random for read in step.reads):
+        again = self._gradient(step, roles, {}).tensors
+        if all(call.random for call in step.calls):
             return again
         devices = [self._run.device] if self._run.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(look.step + 1)
-            other = self._gradient(look, plans, step, {}).tensors
-        if _explain({role: one.float() for role, one in again.items()}, other)[0] > 0:
+            torch.manual_seed(step.number + 1)
+            other = self._gradient(step, roles, {}).tensors
+        floats = {role: gradient.float() for role, gradient in again.items()}
+        if _explain(floats, other)[0] > 0:
             raise UnusableObservation("the random numbers of its dropout are not known")
         return again
-
-    def _doubt(self, look: Look, plans: Sequence[Plan]) -> None:
-        """Let no low number of a look count, since its words may be those of another step."""
-        why = (
-            f"the step made again leaves {look.unexplained:.0%} of the gradient unexplained, so "
-            "that the words may not be those of this step: a batch that is not what was trained on "
-            "(pass settings=WatchSettings(batch_adapter=...)), or a gradient that was changed "
-            "after the backward"
-        )
-        for plan in plans:
-            self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _ask(
         self,
         look: Look,
         plans: Sequence[Plan],
-        draws: Sequence[Draw],
+        controls: Sequence[Step],
         remainder: Mapping[str, Tensor],
     ) -> None:
-        """Ask attacks about the known words of some draws, and about parts where they read few."""
-        found: dict[str, list[Mapping[str, float] | Unknown | Waiting]] = {}
-        for draw in draws:
-            view = self._gradient(look, plans, draw, remainder)
-            for plan in plans:
-                found.setdefault(plan.attack.name, []).append(self._rates(plan, view, draw, look))
+        """Ask attacks about the known words of controls, and about parts where they read few."""
+        answers = [self._rates(control, plans, remainder) for control in controls]
         low = []
         for plan in plans:
-            control, is_low = self._lowest(look, plan, found[plan.attack.name]), False
+            rates, is_low = [rates[plan.attack.name] for rates in answers], False
+            control = self._lowest(look, plan, rates)
             if control is not None:
                 self._keep(look, plan, control)
                 channel = self._channels[plan.attack.name]
@@ -363,65 +358,60 @@ class Controls:
             if self._anywhere(is_low):
                 low.append(plan)
         if low:
-            self._play_parts(look, low, draws[-1], remainder)
+            self._ask_parts(look, low, controls[-1], remainder)
 
     def _rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, look: Look
-    ) -> Mapping[str, float] | Unknown | Waiting:
-        try:
-            return self._channels[plan.attack.name].control_rates(plan, view, draw, look.step)
-        except Exception as error:
-            return Unknown(reason(error))
+        self, control: Step, plans: Sequence[Plan], remainder: Mapping[str, Tensor]
+    ) -> dict[str, Mapping[str, float] | Unknown | Waiting]:
+        """Return the rates of attacks on a control, by their names."""
+        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        control.gradients[Stage.LOCAL] = self._gradient(control, roles, remainder)
+        rates: dict[str, Mapping[str, float] | Unknown | Waiting] = {}
+        for plan in plans:
+            name = plan.attack.name
+            try:
+                rates[name] = self._channels[name].control_rates(plan, control)
+            except Exception as error:
+                rates[name] = Unknown(reason(error))
+        return rates
 
     def _gradient(
-        self, look: Look, plans: Sequence[Plan], draw: Draw, remainder: Mapping[str, Tensor]
+        self, step: Step, roles: Sequence[str], remainder: Mapping[str, Tensor]
     ) -> GradientSnapshot:
-        """Return the gradient of a control; the mean over processes if they are one client.
-
-        It is empty where all attacks read hidden states alone.
+        """Return the gradient of a step made again; the mean over processes if they are one client.
 
         Args:
-            look: the look.
-            plans: of the attacks that read it.
-            draw: the known words.
+            step: the step itself, or a control.
+            roles: whose gradients are read; none where all attacks read hidden states alone.
             remainder: by role, what the step made again leaves of the gradient, which is added.
 
         Raises:
             UnusableObservation: it cannot be made, on this process or on another one.
         """
-        run, why, step = self._run, _ELSEWHERE, look.step
-        roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
+        run, why = self._run, _ELSEWHERE
         if not roles:
-            return GradientSnapshot(step, Stage.LOCAL, {}, client=run.number)
+            return GradientSnapshot(step.number, Stage.LOCAL, {}, client=run.number)
         view: GradientSnapshot | None = None
-        call = run.anatomy, draw, roles
+        again, scale = (run.anatomy, step, roles), run.loss_scale
         try:
-            if look.local is None:
+            if step.round is None:
                 fails = run.on_any_process if run.is_sharded else bool
-                view = control_gradient(*call, step=step, scale=run.loss_scale, fails=fails)
+                view = control_gradient(*again, scale=scale, fails=fails)
             else:
-                cut = run.clip_value
-                view = control_update(
-                    *call, look.local, step=step, scale=run.loss_scale, clip_value=cut
-                )
+                view = control_update(*again, scale=scale, clip_value=run.clip_value)
         except Exception as error:
             why = reason(error)
         if self._anywhere(view is None) or view is None:
             raise UnusableObservation(why)
+        tensors = dict(view.tensors)
         if run.client == "world" and run.processes > 1:
-            tensors = {}
-            for role in roles:
-                if self._anywhere(role in view.tensors):
-                    gradient = view.tensors.get(role, self._zeros(role))
-                    tensors[role] = run.reduced(role, gradient)
-            view = replace(view, tensors=tensors)
-        added = {
-            role: (view.tensors[role] + x).to(view.tensors[role]) if role in view.tensors else x
-            for role, x in remainder.items()
-        }
-        view = replace(view, tensors={**view.tensors, **added})
-        rounding = run.rounding(len(draw.reads))
-        return replace(view, client=run.number, rounding=rounding)
+            shared = [role for role in roles if self._anywhere(role in tensors)]
+            tensors = {r: run.reduced(r, tensors.get(r, self._zeros(r))) for r in shared}
+        for role, rest in remainder.items():
+            gradient = tensors.get(role)
+            tensors[role] = rest if gradient is None else (gradient + rest).to(gradient)
+        rounding = run.rounding(len(step.calls))
+        return replace(view, tensors=tensors, client=run.number, rounding=rounding)
 
     def _zeros(self, role: str) -> Tensor:
         """Return the gradient of a parameter on a process whose part of a batch has no label."""
@@ -431,49 +421,48 @@ class Controls:
         return torch.zeros(shape, dtype=parameter.dtype, device=self._run.device)
 
     def _lowest(
-        self, look: Look, plan: Plan, found: Sequence[Mapping[str, float] | Unknown | Waiting]
+        self, look: Look, plan: Plan, answers: Sequence[Mapping[str, float] | Unknown | Waiting]
     ) -> Control | None:
-        """Return the lowest control of the draws; None where the undefended step has no result."""
-        names = [s for s in self._series if s.attack == plan.attack.name]
-        if waits := next((one for one in found if isinstance(one, Waiting)), None):
+        """Return the lowest rates of controls; None where the undefended step has no result."""
+        if waits := next((rates for rates in answers if isinstance(rates, Waiting)), None):
             # What noise is on the stages behind it says nothing of the words.
+            names = [s for s in self._series if s.attack == plan.attack.name]
             look.answers |= dict.fromkeys(names, waits)
             return None
-        if failed := next((one for one in found if isinstance(one, Unknown)), None):
+        if failed := next((rates for rates in answers if isinstance(rates, Unknown)), None):
             return Control(self._nothing(plan), why=failed.why)
-        rates = [one for one in found if isinstance(one, Mapping)]
-        return Control({name: min(one[name] for one in rates) for name in rates[0]})
+        known = [rates for rates in answers if isinstance(rates, Mapping)]
+        return Control({name: min(rates[name] for rates in known) for name in known[0]})
 
-    def _play_parts(
-        self, look: Look, plans: Sequence[Plan], whole: Draw, remainder: Mapping[str, Tensor]
+    def _ask_parts(
+        self, look: Look, plans: Sequence[Plan], whole: Step, remainder: Mapping[str, Tensor]
     ) -> None:
         """Ask attacks whose control is low about parts of it, until one is read or none is left.
 
         Where an attack reads a part, the whole holds more than it can distinguish.
         """
-        counts = torch.stack([(shapes[0] != 0).sum() for shapes in whole.shapes]).sum()
+        shapes = [call.shapes for call in whole.calls if call.shapes is not None]
+        counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
         n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
         low = list(plans)
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
-            part = whole.first(n_labels)
-            view = self._gradient(look, plans, part, remainder)
-            still = []
+            answers, unread = self._rates(whole.part(n_labels), low, remainder), []
             for plan in low:
-                channel = self._channels[plan.attack.name]
-                rates = self._rates(plan, view, part, look)
+                name, channel = plan.attack.name, self._channels[plan.attack.name]
                 need = max(self._need(channel), default_limit(channel.leak.chance))
+                rates = answers[name]
                 known = rates if isinstance(rates, Mapping) else {}
                 is_read = known.get(channel.headline, math.nan) > need
-                if is_read and plan.attack.name in look.controls:
-                    control = look.controls[plan.attack.name]
-                    self._keep(look, plan, replace(control, part=known))
+                if is_read and name in look.controls:
+                    self._keep(look, plan, replace(look.controls[name], part=known))
                 if self._anywhere(not is_read):
-                    still.append(plan)
-            low = still
+                    unread.append(plan)
+            low = unread
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
-        look.controls[plan.attack.name] = replace(control, unexplained=look.unexplained)
+        unexplained = look.training_step.unexplained
+        look.controls[plan.attack.name] = replace(control, unexplained=unexplained)
         number = self._number(look, plan)
         value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)

@@ -43,7 +43,7 @@ from lightning_fedleak.engine.channels.targets import (
 )
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
-from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics.membership import RATES
 from lightning_fedleak.model.anatomy import special_ids, without_peft
 from lightning_fedleak.model.batches import TokenBatch
@@ -51,8 +51,8 @@ from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import ON_THE_WAY, GradientSnapshot, Observation, Stage
 from lightning_fedleak.model.taps import (
     ActivationTap,
-    Draw,
     ModelCalls,
+    Step,
     control_states,
     join_gradients,
     with_ids,
@@ -227,24 +227,20 @@ class MembershipChannel(Channel):
         self._leaving = False
         self._targets, self._played = None, {}
         if self.attacks:
-            self._sources.remember(look.batches)
+            self._sources.remember(look.training_step.batches)
 
     @torch.no_grad()
-    def _begin(self, step: int, batches: Sequence[TokenBatch], scale: float) -> None:
+    def _begin(self, step: Step) -> None:
         """Draw the targets, and compute each attack's canary before any defence acts.
 
         It happens once in a look: where several optimizers step, the server's layers are stepped
         with the first of them.
-
-        Args:
-            step: optimizer step.
-            batches: the micro-batches that the step's gradient is of.
-            scale: loss scale that is still in the gradients of the hidden states.
         """
         if not self.attacks or self._targets is not None:
             return
+        batches, scale = step.batches, self.run.loss_scale
         self._leaving = True
-        self._targets = self._sources.population(step, batches)
+        self._targets = self._sources.population(step.number, batches)
         if not isinstance(targets := self._targets, Targets):
             return
         layers: dict[int, _Layer] = {}
@@ -356,18 +352,17 @@ class MembershipChannel(Channel):
             except Exception as error:
                 every[name] = Unknown(reason(error))
 
-    def at_moment(self, moment: Moment) -> None:
-        """Let every attack guess from its canary at this moment."""
-        look = moment.look
-        if not self.attacks or look.truth_error is not None:
+    def at_stages(self, look: Look) -> None:
+        """Let every attack guess from its canary as it is at the look's stages."""
+        if not self.attacks or look.training_step.error is not None:
             return
-        if Stage.LOCAL in moment.stages:
-            self._begin(look.step, look.all_batches, moment.scale)
-        for attack in self.attacks if moment.wanted else ():
-            answer = self._guess(attack, look.step, moment.wanted[0])
-            for series in self.series(attack, moment.wanted):
+        if Stage.LOCAL in look.stages:
+            self._begin(look.training_step)
+        for attack in self.attacks if look.wanted else ():
+            answer = self._guess(attack, look.step, look.wanted[0])
+            for series in self.series(attack, look.wanted):
                 look.answers.setdefault(series, answer)
-        if Stage.SHARED in moment.stages:
+        if Stage.SHARED in look.stages:
             self._leaving = False
 
     @torch.no_grad()
@@ -397,35 +392,35 @@ class MembershipChannel(Channel):
         check_guess(attack, answer, self.guesses)
         return played.played_games(answer, games.targets.members)
 
-    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of the games of this look."""
-        return played.rates_of(answer) if isinstance(answer, played.Played) else {}
+        assert isinstance(answer, played.Played)
+        return played.rates_of(answer)
 
-    def control_rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown | Waiting:
+    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of games on a control's texts, and on non-members shuffled alike."""
-        batches = [one for batch in draw.batches if (one := with_labels(batch)) is not None]
-        targets = self._sources.population(step, batches, shuffled=True)
+        labelled = map(with_labels, control.batches)
+        batches = [batch for batch in labelled if batch is not None]
+        targets = self._sources.population(control.number, batches, shuffled=True)
         if not isinstance(targets, Targets):
             return targets
-        games = self._control_games(plan, view, draw, targets, step)
+        games = self._control_games(plan, control, targets)
         if not isinstance(games, played.Played):
             return games
-        return played.control_rates_of(games, is_part=draw.is_part)
+        return played.control_rates_of(games, is_part=control.is_part)
 
     @torch.no_grad()
     def _control_games(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+        self, plan: Plan, control: Step, targets: Targets
     ) -> played.Played | Unknown | Waiting:
         """Return the games of an attack about known texts, before any defence."""
         attack: Any = plan.attack
-        anatomy, scale = self.run.anatomy, self.run.loss_scale
-        pieces = control_states(anatomy, draw, attack.layer, scale=scale)
-        calls = zip(draw.batches, draw.shapes, strict=True)
-        batches = [batch for batch, shapes in calls if bool(shapes[0].any())]
-        layer = self._layer_of(attack.layer, batches, batches, pieces)
-        return self._ask(attack, self._games(attack, layer, targets), step, Stage.LOCAL)
+        scale, layer = self.run.loss_scale, attack.layer
+        pieces = control_states(self.run.anatomy, control, layer, scale=scale)
+        batches = [call.texts for call in control.calls if call.has_gradient]
+        states = self._layer_of(layer, batches, batches, pieces)
+        games = self._games(attack, states, targets)
+        return self._ask(attack, games, control.number, Stage.LOCAL)
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
@@ -466,35 +461,31 @@ class PassiveMembershipChannel(MembershipChannel):
         """Do nothing, because no attack can be tried without a gradient."""
 
     @torch.no_grad()
-    def at_moment(self, moment: Moment) -> None:
-        """Ask every attack about texts, from what is shared at this moment."""
-        look = moment.look
-        if not self.attacks or not moment.wanted or look.truth_error is not None:
+    def at_stages(self, look: Look) -> None:
+        """Ask every attack about texts, from what is shared at the look's stages."""
+        step = look.training_step
+        if not self.attacks or not look.wanted or step.error is not None:
             return
         if self._targets is None:
-            self._targets = self._sources.population(look.step, look.all_batches)
+            self._targets = self._sources.population(step.number, step.batches)
         for plan in self.plans:
-            stepped = moment.optimizer is None or plan.optimizer in (None, moment.optimizer)
             expected = self.series(plan.attack, self.settings.stages)
             silent = any(series not in look.answers for series in expected)
-            if not plan.exposed or not stepped or not silent:
+            if not plan.exposed or not look.steps_with(plan.optimizer) or not silent:
                 continue
             answer: played.Played | Unknown | Waiting | Targets = self._targets
             if isinstance(answer, Targets):
-                answer = self._asked(plan, moment.gradients(), answer)
-            for series in self.series(plan.attack, moment.wanted):
+                answer = self._asked(plan, step, look.wanted[0], answer)
+            for series in self.series(plan.attack, look.wanted):
                 look.answers.setdefault(series, answer)
 
     def _asked(
-        self,
-        plan: Plan,
-        view: GradientSnapshot | Unknown | Waiting,
-        targets: Targets,
+        self, plan: Plan, step: Step, stage: Stage, targets: Targets
     ) -> played.Played | Unknown | Waiting:
-        answer = guess(plan, view, self.run, targets.query())
+        answer = guess(plan, step, stage, self.run, targets.query())
         return played.played_games(answer, targets.members)
 
     def _control_games(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, targets: Targets, step: int
+        self, plan: Plan, control: Step, targets: Targets
     ) -> played.Played | Unknown | Waiting:
-        return self._asked(plan, view, targets)
+        return self._asked(plan, control, Stage.LOCAL, targets)

@@ -28,14 +28,13 @@ from lightning_fedleak.engine.channels.base import (
     Channel,
     check_guess,
     entity_series,
-    guess,
     kind_of,
     worst_of,
 )
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting, pending
-from lightning_fedleak.engine.run import Look, Moment, Run, reason
+from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate, reconstruction_rates
 from lightning_fedleak.evaluation.metrics.texts import (
     Inverted,
@@ -46,11 +45,10 @@ from lightning_fedleak.evaluation.metrics.texts import (
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import (
     ActivationSnapshot,
-    GradientSnapshot,
     Observation,
     Stage,
 )
-from lightning_fedleak.model.taps import Crossed, Draw, SplitTap, control_crossing
+from lightning_fedleak.model.taps import Crossed, SplitTap, Step, control_crossing
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import TEXTS
@@ -178,20 +176,21 @@ class TextsChannel(Channel):
         else:
             self._crossed.append(self._tap.take(batch))
 
-    def at_moment(self, moment: Moment) -> None:
-        """Lets every attack on hidden states reconstruct once in a look, others from gradients."""
-        super().at_moment(moment)
+    def at_stages(self, look: Look) -> None:
+        """Let every attack on hidden states reconstruct once in a look, others from gradients."""
+        super().at_stages(look)
         # The same on every process, which FSDP2's gathering of the model needs.
         if self._tap is not None and not self._done:
             self._done = True
             with whole_model(self.run.anatomy.root), torch.no_grad():
-                self._reconstruct(moment.look, self._tap)
+                self._reconstruct(look, self._tap)
 
     def _reconstruct(self, look: Look, tap: SplitTap) -> None:
-        if look.truth_error is not None:
+        step = look.training_step
+        if step.error is not None:
             return
-        if look.batch is not None:
-            self._crossed.append(tap.take(look.batch))
+        if step.batch is not None:
+            self._crossed.append(tap.take(step.batch))
         chosen: _Chosen | Unknown | None
         try:
             chosen = self._choose(look.step, [crossed.batch for crossed in self._crossed])
@@ -320,7 +319,7 @@ class TextsChannel(Channel):
         """Return the packed scores of each text."""
         if isinstance(answer, TextGuess):
             [attack] = (a for a in self.attacks if a.name == series.attack)
-            answer = self._matched(answer, attack, look.step, look.batches)
+            answer = self._matched(answer, attack, look.training_step)
         assert isinstance(answer, Inverted)
         if (kind := kind_of(series)) is not None:
             return answer.pack(self.settings.texts, self._entities_in(answer, kind))
@@ -337,57 +336,42 @@ class TextsChannel(Channel):
             row[real] = self.finder.marks(ids[real])[kind]
         return marks
 
-    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
+    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of guessed texts, against those of this process."""
-        if isinstance(answer, Inverted):
-            return self._alone(answer)
-        if not isinstance(answer, TextGuess):
-            return {}
-        attack: Any = plan.attack
-        return self._alone(self._matched(answer, attack, look.step, look.all_batches))
+        if isinstance(answer, TextGuess):
+            attack: Any = plan.attack
+            answer = self._matched(answer, attack, step)
+        assert isinstance(answer, Inverted)
+        texts = self.settings.texts
+        rates = self._values(unpack(answer.pack(texts), texts))
+        return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
 
-    def control_rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown | Waiting:
+    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of an attack on the texts of a control."""
-        attack: Any = plan.attack
-        if isinstance(attack, InversionAttack):
-            return self._control_inversion(attack, draw, step)
-        answer = guess(plan, view, self.run)
-        if isinstance(answer, Unknown | Waiting):
-            return answer
-        assert isinstance(answer, TextGuess)
-        return self._alone(self._matched(answer, attack, step, draw.batches))
+        if not isinstance(plan.attack, InversionAttack):
+            return super().control_rates(plan, control)
+        answer = self._control_inversion(plan.attack, control)
+        return answer if isinstance(answer, Unknown) else self.rates(control, plan, answer)
 
-    def _control_inversion(
-        self, attack: InversionAttack, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown:
-        """Return the rates of an attack on the hidden states of a control's words."""
-        if draw.is_part:  # of fewer labels, not of fewer tokens
-            return {}
+    def _control_inversion(self, attack: InversionAttack, control: Step) -> Inverted | Unknown:
+        """Return the texts of a control off its hidden states."""
+        if control.is_part:
+            return Unknown("a part of a control has fewer labels, and not fewer tokens")
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
         crossed: Sequence[Crossed] = ()
         try:
             fails = self.run.on_any_process if self.run.is_sharded else bool
-            crossed = control_crossing(self.run.anatomy, draw, attack.layer, fails=fails)
+            crossed = control_crossing(self.run.anatomy, control, attack.layer, fails=fails)
         except Exception as error:
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
-            chosen = self._choose(step, [each.batch for each in crossed])
+            chosen = self._choose(control.number, [call.batch for call in crossed])
             if chosen is not None:
-                answer = self._reconstructed(attack, Stage.LOCAL, chosen, step, crossed)
-        return answer if isinstance(answer, Unknown) else self._alone(answer)
+                answer = self._reconstructed(attack, Stage.LOCAL, chosen, control.number, crossed)
+        return answer
 
-    def _alone(self, inverted: Inverted) -> dict[str, float]:
-        """Return the rates of some texts alone."""
-        texts = self.settings.texts
-        rates = self._values(unpack(inverted.pack(texts), texts))
-        return rates | {"recall": rates["token_accuracy"]}  # of values the control is that of all
-
-    def _matched(
-        self, guess: TextGuess, attack: TextAttack, step: int, batches: Sequence[TokenBatch]
-    ) -> Inverted:
+    def _matched(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
         """Return texts guessed from gradients, each beside the most similar text of the batch.
 
         Where an attack leaves open the tokens of a causal text that no label depends on, these do
@@ -396,8 +380,8 @@ class TextsChannel(Channel):
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
         leaves_open = attack.last_token_open
-        every = self._choose(step, batches, every=True, in_gradients=leaves_open)
-        selected = self._choose(step, batches, in_gradients=leaves_open)
+        every = self._choose(step.number, step.batches, every=True, in_gradients=leaves_open)
+        selected = self._choose(step.number, step.batches, in_gradients=leaves_open)
         if every is None or selected is None:
             raise UnusableObservation(
                 "no text of this batch has a token that a label depends on: each is one token "
@@ -410,7 +394,9 @@ class TextsChannel(Channel):
         selected_guess = TextGuess(
             tokens[indices], finished=guess.finished, certified=guess.certified
         )
-        return Inverted(selected_guess, ids[indices], real[indices], attack.age(step), matched=True)
+        return Inverted(
+            selected_guess, ids[indices], real[indices], attack.age(step.number), matched=True
+        )
 
     # ---- over clients -----------------------------------------------------------------------
 

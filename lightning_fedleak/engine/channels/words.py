@@ -26,12 +26,11 @@ from lightning_fedleak.model.anatomy import leaf, matrix_shape
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import (
-    GradientSnapshot,
     Stage,
     UnusableObservation,
     is_shard,
 )
-from lightning_fedleak.model.taps import Draw
+from lightning_fedleak.model.taps import Step
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report.records import WORDS
 
@@ -191,14 +190,14 @@ class WordsChannel(Channel):
 
     def _holds_nothing(self, look: Look) -> bool:
         """Read the words of the look, and return whether the loss was computed on no token."""
-        truth = None
+        truth, step = None, look.training_step
         try:
-            if look.truth_error is None:
-                truth = self._words_in(look.batches)
+            if step.error is None:
+                truth = self._words_in(step.batches)
         except Exception as error:
-            look.truth_error = reason(error)
+            step.error = reason(error)
         truth = self._of_client(truth)
-        self._truth = None if look.truth_error else truth
+        self._truth = None if step.error else truth
         return self._truth is None or self._truth.n_targets == 0
 
     def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
@@ -231,18 +230,15 @@ class WordsChannel(Channel):
         n_targets, soft = self.run.summed(tokens).tolist()
         return WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
 
-    def rates_now(self, look: Look, plan: Plan, answer: object) -> Mapping[str, float]:
-        """Return the rates of a guess against the words of this process so far in the look."""
-        if not isinstance(answer, WordGuess):
-            return {}
-        return self._rates(answer, self._words_in(look.all_batches))
+    def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
+        """Return the rates of a guess against the words of this process so far in a step."""
+        assert isinstance(answer, WordGuess)
+        return self._rates(answer, self._words_in(step.batches))
 
-    def control_rates(
-        self, plan: Plan, view: GradientSnapshot, draw: Draw, step: int
-    ) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of an attack on the words of a control."""
-        truth = self._of_client(self._words_in(draw.batches))
-        answer = guess(plan, view, self.run)
+    def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
+        """Return the rates of an attack on the words of a control, of all processes of a client."""
+        truth = self._of_client(self._words_in(control.batches))
+        answer = guess(plan, control, Stage.LOCAL, self.run)
         if isinstance(answer, Unknown | Waiting) or truth is None:
             return answer if isinstance(answer, Unknown | Waiting) else {}
         assert isinstance(answer, WordGuess)

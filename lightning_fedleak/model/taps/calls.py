@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -31,16 +31,6 @@ NOT_TESTED = (
 
 MEDIA = ("pixel_values", "input_features", "input_values")
 """Begins of the names of arguments that hold images or sounds, as transformers has them."""
-
-
-def without_placeholders(batch: TokenBatch, held: Collection[int]) -> TokenBatch:
-    """Return a batch in which what keeps a place for an image or a sound is no word."""
-    ids, mask, live = batch.input_ids, batch.attention_mask, batch.live
-    places = torch.isin(ids, ids.new_tensor(sorted(held)))
-    mask = (torch.ones_like(ids) if mask is None else mask).masked_fill(places, 0)
-    live = None if live is None else live & ~places.to(live.device)
-    reached = None if batch.reached is None else batch.reached & ~places.to(batch.reached.device)
-    return replace(batch, attention_mask=mask, live=live, reached=reached)
 
 
 class ModelCalls:

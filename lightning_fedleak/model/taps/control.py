@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -29,15 +29,11 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.model.taps.activations import ActivationTap
-from lightning_fedleak.model.taps.graph import (
-    GraphCall,
-    PlacedRows,
-    ReadCall,
-)
 from lightning_fedleak.model.taps.hooks import set_random_states
 from lightning_fedleak.model.taps.last_states import capped, logit_cap
 from lightning_fedleak.model.taps.row_labels import make_rows
 from lightning_fedleak.model.taps.split import Crossed, SplitTap
+from lightning_fedleak.model.taps.step import ModelCall, PlacedRows, Step
 from lightning_fedleak.model.whole_models import parameter_places, parameters_replaced, whole_model
 
 UNEVEN = 0.5
@@ -55,73 +51,27 @@ A process that left alone would keep the others waiting, which gather layers tog
 """
 
 
-@dataclass(frozen=True)
-class Draw:
-    """The known words of a control.
-
-    Attributes:
-        reads: the calls of the step, with these words in their batches.
-        shapes: for each, (3, N) the shapes of the rows of its logits' gradient, see
-            ``RowLabels.shapes``; 0 where there is no label.
-        is_part: whether they are a part of a step's.
-        is_step: whether they are the step's own.
-    """
-
-    reads: Sequence[ReadCall]
-    shapes: Sequence[Tensor]
-    is_part: bool = False
-    is_step: bool = False
-
-    @classmethod
-    def of_step(cls, reads: Sequence[ReadCall]) -> Draw:
-        """Return the words of a step itself.
-
-        Raises:
-            UnusableObservation: the labels' gradients of a call are not known.
-        """
-        return cls(reads, [_rows(read).rows.shapes for read in reads], is_step=True)
-
-    @property
-    def batches(self) -> list[TokenBatch]:
-        """Return the known texts."""
-        return [read.batch for read in self.reads]
-
-    def trains(self, shapes: Tensor) -> bool:
-        """Return whether a call whose rows have these shapes may have a gradient."""
-        return self.is_step or bool(shapes[0].any())
-
-    def first(self, n_labels: int) -> Draw:
-        """Return the draw with its first ``n_labels`` labels alone."""
-        shapes = []
-        for whole in self.shapes:
-            rows = whole[0].nonzero()[:, 0][:n_labels]
-            n_labels -= len(rows)
-            shapes.append(torch.zeros_like(whole).index_copy(1, rows, whole[:, rows]))
-        reads = [_labelled(*pair) for pair in zip(self.reads, shapes, strict=True)]
-        return Draw(reads, shapes, is_part=True)
-
-
-def is_uneven(reads: Sequence[ReadCall]) -> bool:
-    """Return whether the sizes of the labels' gradients differ, so that two draws are made."""
-    sizes = torch.cat([_rows(read).rows.sizes for read in reads]).abs()
+def is_uneven(calls: Sequence[ModelCall]) -> bool:
+    """Return whether the sizes of the labels' gradients differ, so that two controls are made."""
+    sizes = torch.cat([call.known_rows.rows.sizes for call in calls]).abs()
     sizes = sizes[sizes > 0]
     return len(sizes) > 1 and float(sizes.std() / sizes.mean()) > UNEVEN
 
 
-def draw_words(
-    reads: Sequence[ReadCall],
+def shuffle_words(
+    step: Step,
     special: frozenset[int],
     generator: torch.Generator,
     *,
     sizes_go_with_words: bool = False,
-) -> Draw:
-    """Return the tokens of a step shuffled over its positions.
+) -> Step:
+    """Return a control: a step with the tokens of another one shuffled over its positions.
 
     Special tokens and padding do not move, and the tokens of packed texts stay in their text.
     Labels of models that are not causal are shuffled apart, among the positions that have one.
 
     Args:
-        reads: the calls of the step.
+        step: the step.
         special: ids of tokens that stay.
         generator: of the shuffling, on the CPU.
         sizes_go_with_words: the size at a label moves with its word, as class weights do; else it
@@ -130,12 +80,9 @@ def draw_words(
     Raises:
         UnusableObservation: the labels' gradients of a call are not known.
     """
-    drawn, shapes = [], []
-    for read in reads:
-        words, shape = _draw_call(read, special, generator, sizes_go_with_words)
-        drawn.append(_labelled(words, shape))
-        shapes.append(shape)
-    return Draw(drawn, shapes)
+    settings = special, generator, sizes_go_with_words
+    calls = [_shuffle_call(call, *settings).with_live_labels() for call in step.calls]
+    return Step(step.number, calls, round=step.round, n_ended=len(calls))
 
 
 def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
@@ -145,18 +92,10 @@ def _stays(batch: TokenBatch, special: frozenset[int]) -> Tensor:
     return stay if batch.attention_mask is None else stay | (batch.attention_mask.to(ids) == 0)
 
 
-def _rows(read: ReadCall) -> PlacedRows:
-    if read.placed is None:
-        raise UnusableObservation(
-            "neither the step's graph nor its batch shows which labels have which gradient"
-        )
-    return read.placed
-
-
-def _draw_call(
-    read: ReadCall, special: frozenset[int], generator: torch.Generator, with_words: bool
-) -> tuple[ReadCall, Tensor]:
-    batch, placed = read.batch, _rows(read)
+def _shuffle_call(
+    call: ModelCall, special: frozenset[int], generator: torch.Generator, with_words: bool
+) -> ModelCall:
+    batch, placed = call.texts, call.known_rows
     ids, labels, shapes = batch.input_ids, model_runs.labels_of(batch), placed.rows.shapes
     stay = _stays(batch, special)
     counted = labels != IGNORE_INDEX
@@ -184,7 +123,7 @@ def _draw_call(
         shapes = torch.where((shapes[0] != 0) & (by_word[0] != 0), by_word, shapes)
     words = words.masked_fill(~counted, IGNORE_INDEX)
     batch = replace(batch, input_ids=moved, labels=words, soft_labels=False, reached=None)
-    return replace(read, batch=batch), shapes
+    return replace(call, batch=batch, shapes=shapes)
 
 
 def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -207,25 +146,6 @@ def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator
     shuffled = places[order]
     source[places] = shuffled[keys[shuffled].argsort(stable=True)]
     return source.to(moves.device)
-
-
-def _labelled(read: ReadCall, shapes: Tensor) -> ReadCall:
-    """Return a call with the labels alone whose gradient is not 0."""
-    batch, placed = read.batch, _rows(read)
-    labels, live = batch.labels, shapes[0] != 0
-    assert labels is not None
-    if labels.dim() == 1:  # classes of texts
-        texts = torch.zeros_like(labels).index_add(0, placed.text, live.to(labels.dtype))
-        batch = replace(batch, labels=labels.masked_fill(texts == 0, IGNORE_INDEX))
-        return replace(read, batch=batch)
-    shift = int(batch.kind == "causal")
-    grid = placed.grid(len(labels), live, 0, shift)
-    grid = functional.pad(grid, (0, labels.shape[1] - grid.shape[1] + shift))
-    kept = grid[:, : labels.shape[1]]
-    batch = replace(batch, labels=labels.masked_fill(~kept, IGNORE_INDEX))
-    if batch.live is not None:
-        batch = replace(batch, live=grid[:, shift:])
-    return replace(read, batch=batch)
 
 
 # ---- the gradient ------------------------------------------------------------------------------
@@ -258,20 +178,18 @@ def fresh_leaves(
 
 def control_gradient(
     anatomy: Anatomy,
-    draw: Draw,
+    step: Step,
     roles: Sequence[str],
     *,
-    step: int,
     scale: float = 1.0,
     fails: Fails = bool,
 ) -> GradientSnapshot:
-    """Return the gradient of a control, in the modes and the precision of the step.
+    """Return the gradient of a step made again, in the modes and the precision that it had.
 
     Args:
         anatomy: of the model.
-        draw: the known words.
+        step: the step itself, or a control.
         roles: whose gradients are returned.
-        step: optimizer step of the look.
         scale: loss scale that is in the sizes; divided out.
         fails: see :data:`Fails`; where a model is sharded each process makes every call.
 
@@ -286,30 +204,31 @@ def control_gradient(
             if key not in ids:  # their gradients are not kept
                 leaf.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
         together = any(is_shard(p) for p in anatomy.root.parameters())
-        for read, shapes in zip(draw.reads, draw.shapes, strict=True):
-            if together or draw.trains(shapes):
-                run_backward(anatomy, model, read, shapes, fails, is_step=draw.is_step)
+        for call in step.calls:
+            if together or call.has_gradient:
+                run_backward(anatomy, model, call, fails)
         for role, parameter in parameters.items():
             gradient = leaves[id(parameter)].grad if id(parameter) in leaves else None
             if gradient is not None:
                 gradient = whole_tensor(gradient)
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 tensors[role] = gradient if scale == 1 else gradient / scale
-    return GradientSnapshot(step, Stage.LOCAL, tensors, anatomy.tied)
+    return GradientSnapshot(step.number, Stage.LOCAL, tensors, anatomy.tied)
 
 
 def control_states(
-    anatomy: Anatomy, draw: Draw, layer: int, *, scale: float = 1.0
+    anatomy: Anatomy, step: Step, layer: int, *, scale: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a control in the hidden states at a layer, (B, L, d) for each call.
-
-    Calls without a label have none.
+    """Return the gradients of a step made again in the hidden states at a layer.
 
     Args:
         anatomy: of the model.
-        draw: the known words.
+        step: the step itself, or a control, whose calls without a label have no gradient.
         layer: 0 is the input of the first block, k the output of block k.
         scale: loss scale that is in the sizes; divided out.
+
+    Returns:
+        (B, L, d) for each call.
 
     Raises:
         UnusableObservation: a call cannot be made again.
@@ -318,24 +237,27 @@ def control_states(
         tap = ActivationTap(anatomy, [layer], states=False, reach=True)
         try:
             tap.arm()
-            for read, shapes in zip(draw.reads, draw.shapes, strict=True):
-                if bool(shapes[0].any()):
-                    run_backward(anatomy, model, read, shapes, scale=scale)
+            for call in step.calls:
+                if call.has_gradient:
+                    run_backward(anatomy, model, call, scale=scale)
             return tuple(gradient.clone() for gradient in tap.gradients(layer))
         finally:
             tap.close()
 
 
 def control_crossing(
-    anatomy: Anatomy, draw: Draw, layer: int, *, fails: Fails = bool
+    anatomy: Anatomy, step: Step, layer: int, *, fails: Fails = bool
 ) -> list[Crossed]:
-    """Return what crosses the split at a layer in each call of a control, before any defence.
+    """Return what crosses the split at a layer in a step made again, before any defence.
 
     Args:
         anatomy: of the model.
-        draw: the known words.
+        step: the step itself, or a control.
         layer: 0 is the input of the first block, k the output of block k.
         fails: see :data:`Fails`.
+
+    Returns:
+        The tensors of each call.
 
     Raises:
         UnusableObservation: a call cannot be made again, on this process or on another one.
@@ -344,10 +266,10 @@ def control_crossing(
     with _again_for_states(anatomy) as model:
         tap = SplitTap(anatomy, [layer], ())
         try:
-            for read, shapes in zip(draw.reads, draw.shapes, strict=True):
+            for call in step.calls:
                 tap.arm()
-                run_backward(anatomy, model, read, shapes, fails)
-                crossed.append(tap.take(read.batch))
+                run_backward(anatomy, model, call, fails)
+                crossed.append(tap.take(call.texts))
         finally:
             tap.close()
     return crossed
@@ -396,28 +318,26 @@ def _forget_gradient(parameter: Tensor) -> None:
 def run_backward(
     anatomy: Anatomy,
     model: nn.Module,
-    read: ReadCall,
-    shapes: Tensor,
+    call: ModelCall,
     fails: Fails = bool,
     *,
     scale: float = 1.0,
-    is_step: bool = False,
 ) -> None:
-    """Run one call on the control's words, and its backward from the logits.
+    """Run one call again, and its backward from the logits.
+
+    A call of the step itself has exactly the gradients there that it had. A call of a control has
+    rows of its own shapes.
 
     Args:
         anatomy: of the model.
         model: to be called.
-        read: the call.
-        shapes: (3, N) of the rows of its logits' gradient.
+        call: the call.
         fails: see :data:`Fails`.
         scale: loss scale that is in the sizes; divided out.
-        is_step: the words are the step's own, so that gradients are exactly those that it had.
 
     Raises:
         UnusableObservation: it cannot be made again, on this process or on another one.
     """
-    call = read.call
     for module in anatomy.root.modules():
         module.training = id(module) in call.training
     has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
@@ -426,29 +346,28 @@ def run_backward(
     device, dtype = anatomy.device, call.autocast
     set_random_states(call.random, device)
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        states, logits = _logits_again(anatomy, model, read, is_step=is_step)
+        states, logits = _logits_again(anatomy, model, call)
     heads = call.read_heads
-    unlike = [head.shape for head in heads] != [one.shape[:-1] for one in logits]
-    if is_step and not fails(unlike):
-        rows = [head.gradient_of(one) for head, one in zip(heads, logits, strict=True)]
+    unlike = [head.shape for head in heads] != [values.shape[:-1] for values in logits]
+    if call.shapes is None and not fails(unlike):
+        rows = [head.gradient_of(values) for head, values in zip(heads, logits, strict=True)]
     else:
-        rows = _control_rows(read, shapes, logits, fails)
-    if is_step and states is not None:
+        rows = _control_rows(call, logits, fails)
+    if states is not None:
         assert call.gradient is not None
-        is_trained = [one.requires_grad for one in logits]  # where the head is trained
+        is_trained = [values.requires_grad for values in logits]  # where the head is trained
         logits = [states, *compress(logits, is_trained)]
         rows = [call.gradient, *compress(rows, is_trained)]
     torch.autograd.backward(logits, [row / scale for row in rows])
 
 
-def _control_rows(
-    read: ReadCall, shapes: Tensor, logits: Sequence[Tensor], fails: Fails
-) -> list[Tensor]:
-    """Return the gradients of logits, each (..., V), whose rows have given shapes (3, N)."""
-    call, placed = read.call, _rows(read)
+def _control_rows(call: ModelCall, logits: Sequence[Tensor], fails: Fails) -> list[Tensor]:
+    """Return the gradients of logits, each (..., V), whose rows have the shapes of a call."""
+    placed = call.known_rows
+    shapes = placed.rows.shapes if call.shapes is None else call.shapes
     counts = [part.shape[:-1].numel() for part in logits]
     index, n_rows = placed.index, sum(counts)
-    width = n_rows // max(1, len(read.batch.input_ids))
+    width = n_rows // max(1, len(call.texts.input_ids))
     if n_rows != placed.n_rows and len(logits) == 1 and width >= placed.width:
         # The step called the head on a part of the places, and all are there now.
         index = placed.text * width + placed.place + width - placed.width
@@ -461,7 +380,7 @@ def _control_rows(
     if gradient is not None:  # of a classifier, whatever its labels are
         shares = shapes[0] / placed.rows.sizes  # 0 where a part leaves a row out
         return [gradient * shares.nan_to_num(0.0).view(*gradient.shape[:-1], 1).to(gradient)]
-    targets = _targets(placed, read.batch)
+    targets = _targets(placed, call.texts)
     all_targets = torch.split(targets.new_zeros(n_rows).index_copy(0, index, targets), counts)
     all_shapes = torch.split(shapes.new_zeros(3, n_rows).index_copy(1, index, shapes), counts, 1)
     temperature = call.read_heads[0].temperature if call.read_heads else None
@@ -470,23 +389,23 @@ def _control_rows(
 
 
 def _logits_again(
-    anatomy: Anatomy, model: nn.Module, read: ReadCall, *, is_step: bool
+    anatomy: Anatomy, model: nn.Module, call: ModelCall
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return the logits of a call that is made again, where the step's rows were read.
 
     Where the last hidden states were read, they come first, and in the step itself, where their
-    gradient is known, the logits hang on the head alone.
+    gradient is known, the logits depend on the head alone.
     """
-    call, heads, backbone = read.call, list[Tensor](), backbone_of(anatomy)
+    heads, backbone = list[Tensor](), backbone_of(anatomy)
     source = call.read_heads[0].source if call.read_heads else "model"
     target: Any = call.module if call.module is not None else model
     head: Any = anatomy.head
-    arguments = _arguments(call, read.batch, model)
+    arguments = _arguments(call, model)
     if backbone is not None and (source == "states" or target is backbone):
         if "labels" in call.arguments:  # which a fused loss computes with behind the hidden states
             arguments["labels"] = call.arguments["labels"]
         states = _last_states(target, backbone, arguments)
-        reads_states = is_step and source == "states"
+        reads_states = call.shapes is None and source == "states"
         logits = capped(head(states.detach() if reads_states else states), logit_cap(anatomy))
         return states if reads_states else None, [logits]
     handle = head.register_forward_hook(lambda _m, _a, output: heads.append(output))
@@ -515,9 +434,10 @@ def _last_states(target: Any, backbone: nn.Module, arguments: Mapping[str, objec
     return states
 
 
-def _arguments(call: GraphCall, batch: TokenBatch, model: nn.Module) -> dict[str, object]:
-    """Return the arguments of the call with the control's words in place of the step's."""
+def _arguments(call: ModelCall, model: nn.Module) -> dict[str, object]:
+    """Return the arguments of the call with a control's words in place of the step's."""
     assert call.ids is not None
+    batch = call.texts
     ids, labels = batch.input_ids[:, : call.ids.shape[1]], batch.labels
     if call.module is None:  # the step called the model's parts
         arguments: dict[str, object] = {"input_ids": ids}

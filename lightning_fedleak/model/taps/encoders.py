@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.taps.graph import GraphCall, GraphTap, ReadCall, read_inputs
+from lightning_fedleak.model.taps.graph import GraphTap, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
+from lightning_fedleak.model.taps.step import ModelCall
 
 
 class EncoderTap(GraphTap):
@@ -29,7 +30,7 @@ class EncoderTap(GraphTap):
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
-        self._trained: list[GraphCall] = []
+        self._trained: list[ModelCall] = []
         if not model_runs.is_compiled(anatomy.root):
             self.why_not = None
 
@@ -38,7 +39,7 @@ class EncoderTap(GraphTap):
         super().close()
         self._trained = []
 
-    def take(self, read: TokenBatch | None = None) -> list[GraphCall]:
+    def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
         """Return the calls whose states got a gradient since the last time, and forget them.
 
         Args:
@@ -64,15 +65,15 @@ class EncoderTap(GraphTap):
                 trains = partial(self._note_trained, self._calls[-1])
                 states.register_hook(trains)  # type: ignore[no-untyped-call]
 
-    def _note_trained(self, call: GraphCall, gradient: Tensor) -> None:
+    def _note_trained(self, call: ModelCall, gradient: Tensor) -> None:
         self._trained.append(call)
 
-    def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
+    def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
         super()._read_reach(call, gradient)
         self._trained.append(call)
 
 
-def read_encoder_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> ReadCall:
+def read_encoder_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
     """Return a call of a model without a head, with its ids and mask.
 
     Args:
@@ -87,4 +88,5 @@ def read_encoder_call(call: GraphCall, kind: Kind, read: TokenBatch | None = Non
         raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
     batch = read_inputs(call, call.ids, kind, read)
     same = read is not None and read.input_ids.shape == call.ids.shape
-    return ReadCall(call, None, replace(batch, labels=read.labels if read and same else None))
+    batch = replace(batch, labels=read.labels if read and same else None)
+    return replace(call, batch=batch)

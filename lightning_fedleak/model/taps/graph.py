@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -37,6 +37,7 @@ from lightning_fedleak.model.taps.row_labels import (
     find_rest,
     read_rows,
 )
+from lightning_fedleak.model.taps.step import ModelCall, PlacedRows
 
 MIN_MATCHES = 0.5
 """Least share of labels that are the next token, where a head is called on some places alone.
@@ -54,43 +55,6 @@ def arguments_of(
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         names = names or [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-@dataclass(eq=False)
-class GraphCall:
-    """One call of the model in a step, as the user made it.
-
-    Attributes:
-        module: what was called: the model, or the part of it that a step calls alone; None where
-            the embedding was, outside of any of these.
-        arguments: of the call, by name.
-        ids: (B, L) ids that arrived at the input embedding first; None where none did.
-        heads: the calls of the head within.
-        training: the modules of the model that were in train mode.
-        autocast: dtype that autocast computed in; None without.
-        text_logits: the model's logits have a row for each text.
-        reached: (B, L) bool, where the embedding, or a causal model's first block, got a gradient.
-        states: (B, L, d) last hidden states; None where the head is called, or none have a graph.
-        gradient: (B, L, d) of these; None before the backward.
-        random: the states of torch's generators at its begin, on the CPU and the model's device.
-    """
-
-    module: nn.Module | None
-    arguments: Mapping[str, object]
-    ids: Tensor | None = None
-    heads: list[HeadCall] = field(default_factory=list)
-    training: frozenset[int] = frozenset()
-    autocast: torch.dtype | None = None
-    text_logits: bool = False
-    reached: Tensor | None = None
-    states: Tensor | None = None
-    gradient: Tensor | None = None
-    random: tuple[Tensor, ...] = ()
-
-    @property
-    def read_heads(self) -> list[HeadCall]:
-        """Return the calls of the head that got a gradient."""
-        return [head for head in self.heads if head.rows is not None]
 
 
 class GraphTap:
@@ -112,7 +76,7 @@ class GraphTap:
         self._temperature = temperature
         self._backbone = None if anatomy.kind in ("classifier", "seq2seq") else backbone_of(anatomy)
         self._handles: list[RemovableHandle] = []
-        self._calls: list[GraphCall] = []
+        self._calls: list[ModelCall] = []
         self._depth = 0
         self._head_logits: Tensor | None = None
         self.labels: Tensor | None = None
@@ -152,7 +116,7 @@ class GraphTap:
         self._calls.clear()
         self._depth, self.error, self._head_logits = 0, None, None
 
-    def take(self, read: TokenBatch | None = None) -> list[GraphCall]:
+    def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
         """Return the calls whose logits got a gradient since the last time, and forget them.
 
         Args:
@@ -189,7 +153,7 @@ class GraphTap:
         dtype = torch.get_autocast_dtype(device) if casts else None
         training = frozenset(id(m) for m in self._anatomy.root.modules() if m.training)
         random = random_states(self._anatomy.device)
-        call = GraphCall(module, arguments, training=training, autocast=dtype, random=random)
+        call = ModelCall(module, arguments, training=training, autocast=dtype, random=random)
         self._calls.append(call)
 
     @raised_when_read
@@ -261,7 +225,7 @@ class GraphTap:
         if output.requires_grad and not hasattr(output, "full_tensor"):
             self._watch(output, self._calls[-1])
 
-    def _watch(self, logits: Tensor, call: GraphCall) -> None:
+    def _watch(self, logits: Tensor, call: ModelCall) -> None:
         head = HeadCall(logits.shape[:-1], logits.shape[-1])
         call.heads.append(head)
         self._head_logits = logits.detach()
@@ -270,7 +234,7 @@ class GraphTap:
 
     @raised_when_read
     def _read_logits(
-        self, call: GraphCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
+        self, call: ModelCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
         if head.rows is not None and head.source != source:  # those behind the head come first
             return
@@ -282,7 +246,7 @@ class GraphTap:
         else:
             head.rest = find_rest(*rows, head.rows)
 
-    def _claims(self, call: GraphCall, shape: torch.Size, device: torch.device) -> Tensor | None:
+    def _claims(self, call: ModelCall, shape: torch.Size, device: torch.device) -> Tensor | None:
         """Return (n,) the labels that rows of logits may have; None where nothing says any."""
         if self._anatomy.kind == "causal":
             ids, shift = call.ids, 1
@@ -296,7 +260,7 @@ class GraphTap:
         return claims_of(ids.to(device), shape[-1], shift)
 
     @raised_when_read
-    def _keep_gradient(self, call: GraphCall, gradient: Tensor) -> None:
+    def _keep_gradient(self, call: ModelCall, gradient: Tensor) -> None:
         if call.read_heads:  # they show it exactly
             call.states = None
         elif call.gradient is None:
@@ -304,7 +268,7 @@ class GraphTap:
         else:  # of a second backward
             call.gradient += gradient
 
-    def _read_below_head(self, call: GraphCall, read: TokenBatch | None) -> None:
+    def _read_below_head(self, call: ModelCall, read: TokenBatch | None) -> None:
         """Read labels off the last hidden states of a call, and forget these."""
         states, gradient, call.states = call.states, call.gradient, None
         assert states is not None
@@ -321,59 +285,14 @@ class GraphTap:
         call.heads = [HeadCall(states.shape[:-1], width, "states", head.temperature, rows)]
 
     @raised_when_read
-    def _read_reach(self, call: GraphCall, gradient: Tensor) -> None:
+    def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
         call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
 # ---- as batches --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PlacedRows:
-    """Rows of a call's logits, and where in its texts they are.
-
-    Attributes:
-        rows: N rows.
-        text: (N,) the number of each row's text.
-        place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
-        width: columns of a text.
-        index: (N,) the number of each row among all of the head, of which virtual tokens are left
-            out.
-        n_rows: number of all rows of the head.
-    """
-
-    rows: RowLabels
-    text: Tensor
-    place: Tensor
-    width: int
-    index: Tensor
-    n_rows: int
-
-    def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
-        shape, place = (texts, self.width + shift), self.place + shift
-        grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
-        grid[self.text, place] = values
-        return grid
-
-
-@dataclass(frozen=True)
-class ReadCall:
-    """A call of the model in a step, with the truth of it.
-
-    Attributes:
-        call: as the user made it.
-        placed: the rows of its logits, with the size and the sign of each label's gradient; None
-            where neither the graph nor the batch shows them.
-        batch: its ids, labels and mask.
-    """
-
-    call: GraphCall
-    placed: PlacedRows | None
-    batch: TokenBatch
-
-
-def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> ReadCall:
+def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
     """Return a call with its ids, labels and mask, as its graph shows them.
 
     Args:
@@ -392,7 +311,8 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        return ReadCall(call, *_classified(call, read_inputs(call, ids, "causal", read), labels))
+        placed, batch = _classified(call, read_inputs(call, ids, "causal", read), labels)
+        return replace(call, placed=placed, batch=batch)
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
     shift = int(kind == "causal")
@@ -408,7 +328,7 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
         if batch.soft_labels:
             raise BatchError("the targets of the decoder are no single labels, as in distillation")
         batch = replace(batch, labels=placed.grid(len(ids), rows.labels, IGNORE_INDEX))
-        return ReadCall(call, placed, batch)
+        return replace(call, placed=placed, batch=batch)
     targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
     live = placed.grid(len(ids), rows.live, 0, shift)
     if shift:  # the last place has no token to predict, unless texts are shifted by hand
@@ -417,10 +337,11 @@ def read_call(call: GraphCall, kind: Kind, read: TokenBatch | None = None) -> Re
             batch = _lengthened(batch, targets[:, -1])
         else:
             targets, live = targets[:, :-1], live[:, :-1]
-    return ReadCall(call, placed, replace(batch, labels=targets, live=live))
+    batch = replace(batch, labels=targets, live=live)
+    return replace(call, placed=placed, batch=batch)
 
 
-def _placed(call: GraphCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
+def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     """Return the rows of all calls of the head in a call of the model, with their places.
 
     Labels are as the call, or else the batch, has them: a head that is called on the places of
@@ -492,7 +413,7 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def read_inputs(call: GraphCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+def read_inputs(call: ModelCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
     """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
 
     Where the model's parts were called in place of its forward, the batch says it. Where nothing
@@ -574,7 +495,7 @@ def _with_labels(rows: RowLabels, places: Tensor, labels: Tensor) -> RowLabels:
 
 
 def _classified(
-    call: GraphCall, batch: TokenBatch, labels: Tensor | None
+    call: ModelCall, batch: TokenBatch, labels: Tensor | None
 ) -> tuple[PlacedRows, TokenBatch]:
     """Return the rows and the batch of a classifier: texts, or tokens, that have a gradient."""
     [head, *others], (b, length) = call.read_heads, batch.input_ids.shape

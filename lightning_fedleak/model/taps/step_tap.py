@@ -1,0 +1,265 @@
+"""The tap that makes the :class:`~lightning_fedleak.model.taps.step.Step` of a training step.
+
+Ids and labels are read off the step's own forward and backward, so that the form of the user's
+batch does not matter. The batch is read where the graph cannot be, and where a defence replaces its
+tokens on the way to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, placeholder_ids, without_peft
+from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.taps.calls import MEDIA, PackedRows
+from lightning_fedleak.model.taps.encoders import EncoderTap, read_encoder_call
+from lightning_fedleak.model.taps.gradients import GradientTap
+from lightning_fedleak.model.taps.graph import GraphTap, read_call
+from lightning_fedleak.model.taps.hooks import random_states
+from lightning_fedleak.model.taps.rounds import plain_call
+from lightning_fedleak.model.taps.step import ModelCall, Step
+
+_NO_GRADIENT = (
+    "the forward of its output head was not called, or its logits got no gradient (a fused or "
+    "chunked loss?)"
+)
+
+
+class StepTap:
+    """Make a :class:`Step` while the user's forward and backward run.
+
+    ::
+
+        tap = StepTap(anatomy, model_context)
+        tap.read_gradients({"head.weight": head.weight})
+        step = tap.begin(number)
+        tap.batch_begins(step, batch)          # then the user's forward and backward
+        tap.settle(step)                       # labels and inputs are known
+        step.gradients[Stage.SHARED] = tap.gradients(number, Stage.SHARED)
+        tap.batch_ends(step, trained=True)
+        tap.end()
+
+    Args:
+        anatomy: the parts of the model.
+        forward_context: returns the context in which the client runs its model.
+        temperature: that a fused loss is expected to divide logits by.
+        adapter: turns the user's batch into a :class:`TokenBatch`; None reads the known forms.
+        autocast: dtype that the step computes in; None without.
+        why_not: why the graph does not show what the batch held; None where it may.
+        say: takes each sentence about where the truth comes from, once for each kind of it.
+        reason: returns what may be said of an error without words of the private batch.
+
+    Attributes:
+        why_not: why the graph of a step cannot be read; None where it can.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        forward_context: Callable[[], AbstractContextManager[Any]],
+        *,
+        temperature: float = 1.0,
+        adapter: BatchAdapter | None = None,
+        autocast: torch.dtype | None = None,
+        why_not: str | None = None,
+        say: Callable[[str], object] = lambda sentence: None,
+        reason: Callable[[Exception], str] = str,
+    ) -> None:
+        self._anatomy = anatomy
+        self._forward_context = forward_context
+        self._adapter = adapter
+        self._autocast = autocast
+        self._write = say
+        self._reason = reason
+        embeds = anatomy.head is None and anatomy.kind == "classifier"
+        self._graph = EncoderTap(anatomy) if embeds else GraphTap(anatomy, temperature)
+        self._read_call = read_encoder_call if embeds else read_call
+        config = getattr(without_peft(anatomy.model), "config", None)
+        self._placeholders = placeholder_ids(config)
+        self.why_not = why_not or self._graph.why_not
+        self._rows: PackedRows | None = None
+        self._random: tuple[Tensor, ...] = ()
+        self._said: set[str] = set()
+        self._gradients = GradientTap({})
+        self._keeps_local = False
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._gradients.close()
+        self._graph.close()
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = None
+
+    def read_gradients(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_of: Callable[[nn.Parameter], Tensor | None],
+        *,
+        keeps_local: bool = False,
+    ) -> None:
+        """Read the gradients of these parameters from now on.
+
+        Args:
+            parameters: by role.
+            gradient_of: returns what a parameter's next step is taken with.
+            keeps_local: copy each one before DDP reduces it.
+        """
+        self._gradients.close()
+        self._gradients = GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
+        if keeps_local:
+            self._gradients.keep_local()
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def begin(self, number: int) -> Step:
+        """Return a step whose calls and gradients are recorded from now on."""
+        self._gradients.arm()
+        if self.why_not is None:
+            self._graph.arm()
+        return Step(number, placeholders=self._placeholders)
+
+    def end(self) -> None:
+        """Let the hooks rest until the next step, and forget its calls."""
+        self._gradients.disarm()
+        self._graph.close()
+
+    def read(self, batch: Any) -> TokenBatch:
+        """Return the ids, labels and mask of the user's batch.
+
+        Raises:
+            BatchError: its form is not known.
+        """
+        if batch is None:
+            raise BatchError(
+                "the batch is not known before training_step. A step that takes dataloader_iter "
+                "cannot be watched: write training_step(self, batch, batch_idx)."
+            )
+        if self._adapter is not None:
+            return self._adapter(batch)
+        return read_batch(batch, self._anatomy.kind)
+
+    def batch_begins(self, step: Step, batch: Any) -> None:
+        """Keep a micro-batch as it is before any defence acts."""
+        # Compiled dropout draws other numbers than a step that is made again.
+        self._random = () if self._graph.why_not else random_states(self._anatomy.device)
+        step.batch, step.batch_error = None, None
+        self._graph.labels = None
+        try:
+            step.batch = tokens = self.read(batch)
+            self._graph.labels = tokens.labels
+            if tokens.documents is not None and self.why_not is not None:
+                self._packed_rows().watch(tokens)
+        except Exception as error:
+            step.batch_error = self._reason(error)
+
+    def settle(self, step: Step) -> None:
+        """Read what the step did with its micro-batch, once the backward of it is over."""
+        if step.error is not None:
+            return
+        is_read = len(step.calls) > step.n_ended
+        try:
+            calls = [] if self.why_not is not None else self._graph.take(step.batch)
+            if calls:
+                step.calls += self._of_calls(step, calls)
+            elif not is_read and step.batch is not None:
+                step.calls.append(self._of_batch(step, step.batch))
+            elif not is_read and step.batch_error is not None:
+                step.error = step.batch_error
+        except Exception as error:
+            step.error = self._reason(error)
+
+    def batch_ends(self, step: Step, *, trained: bool) -> TokenBatch | None:
+        """Add the micro-batch at work to the step; return it, None where it trained nothing."""
+        batch = None
+        if trained:
+            self.settle(step)
+            calls = step.calls[step.n_ended :]
+            batch = step.batch if calls else None
+            for call in calls:
+                self.check(step, call.texts)
+            step.n_ended = len(step.calls)
+        del step.calls[step.n_ended :]
+        step.batch, step.batch_error = None, None
+        return batch
+
+    def check(self, step: Step, batch: TokenBatch) -> None:
+        """Let the words of a step be unknown where the values of a batch contradict each other."""
+        rows = matrix_shape(self._anatomy.embedding)
+        try:
+            batch.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
+        except Exception as error:
+            step.error = self._reason(error)
+
+    def gradients(
+        self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
+    ) -> GradientSnapshot:
+        """Return views of the present gradients, see :meth:`GradientTap.view`."""
+        return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
+
+    def local_copy(self, number: int, *, kept: bool) -> GradientSnapshot | None:
+        """Return the local gradient, which a defence or a reduction is about to change.
+
+        Args:
+            number: of the step.
+            kept: it is what was copied before DDP reduced it, which stays.
+        """
+        try:
+            view = self._gradients.view(number, Stage.LOCAL, copies=kept)
+        except Exception as error:
+            self._gradients.error = error  # for the attacks, which read it next
+            return None
+        if kept:
+            return view
+        return replace(view, tensors={role: one.clone() for role, one in view.tensors.items()})
+
+    # ---- the truth --------------------------------------------------------------------------
+
+    def _packed_rows(self) -> PackedRows:
+        self._rows = self._rows or PackedRows(self._anatomy, self._forward_context)
+        return self._rows
+
+    def _of_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
+        """Return the calls with the truth that their graph shows, or else the batch as read."""
+        kind, batch = self._anatomy.kind, step.batch
+        try:
+            reads = [self._read_call(call, kind, batch) for call in calls]
+        except BatchError as error:
+            if batch is None:
+                raise
+            self._say(f"the labels of a step are read off its batch: {error}")
+            return [self._of_batch(step, batch)]
+        for i, call in enumerate(reads):
+            texts = call.texts
+            if texts.crossing is None and texts.is_packed:
+                texts = self._packed_rows().with_crossing(texts, [call.arguments])
+                reads[i] = replace(call, batch=texts)
+        self._say("the labels and inputs of a step are read off its own graph")
+        for name in (name for call in calls for name in call.arguments if name.startswith(MEDIA)):
+            beside = f"the images or sounds that the model reads: {name}"
+            self._say(f"the text of a step is looked for, and nobody asks about {beside}")
+        first, *others = reads
+        if not others and first.ids is not None and first.texts.input_ids.shape == first.ids.shape:
+            step.batch = first.batch
+        return reads
+
+    def _of_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
+        """Return the call on the batch as it was read."""
+        self._say(f"the labels of a step are read off its batch: {self.why_not or _NO_GRADIENT}")
+        if self._rows is not None:
+            batch = self._rows.with_crossing(batch)
+        step.batch = batch
+        return plain_call(self._anatomy, batch, self._autocast, self._random)
+
+    def _say(self, sentence: str) -> None:
+        kind = sentence.partition(":")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            self._write(sentence)

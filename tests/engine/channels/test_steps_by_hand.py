@@ -1,0 +1,138 @@
+"""Channels and controls on steps that are written by hand: no training runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_fedleak.attacks import BagOfWords, RevealLabels, SubspaceTexts, SubspaceWords
+from lightning_fedleak.engine.channels.control import Controls, _explain
+from lightning_fedleak.engine.outcomes import Found, NothingShared, Unknown, Waiting
+from lightning_fedleak.engine.run import Look
+from lightning_fedleak.evaluation.metrics import Counts
+from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Stage, UnusableObservation
+from lightning_fedleak.model.taps import ModelCall, Step
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+from tests.helpers.steps import look_at, make_step, open_channel
+
+IDS = torch.tensor([[5, 9, 17, 23, 31, 44], [7, 9, 61, 70, 31, 12]])
+
+
+def untied() -> torch.nn.Module:
+    return tiny_gpt2(tied=False, dropout=0.0, seed=3).train()
+
+
+def wide() -> torch.nn.Module:
+    """Return a model with more dimensions than a batch has words."""
+    with own_rng(1):
+        return tiny_llama(vocab=96, d=40).train()
+
+
+@pytest.mark.parametrize("attack", [BagOfWords(), RevealLabels()], ids=lambda a: a.name)
+def test_words_of_a_step_are_counted_against_its_batch(attack) -> None:
+    model = untied()
+    _, result = look_at(open_channel(attack, model), make_step(model, IDS))
+    read = IDS[:, :-1] if attack.name == "bag_of_words" else IDS[:, 1:]
+    counts = Counts(*result.numbers)
+    assert counts.tp + counts.fn == len(torch.unique(read))
+    assert (counts.tp, counts.fp) == (len(torch.unique(read)), 0)
+
+
+def test_other_texts_than_those_of_the_gradient_score_low() -> None:
+    model = untied()
+    step, other = make_step(model, IDS), make_step(model, IDS + 20)
+    channel = open_channel(BagOfWords(), model)
+    _, result = look_at(channel, replace(step, gradients=other.gradients))
+    assert Counts(*result.numbers).tp <= 1
+
+
+def test_whole_texts_of_a_step() -> None:
+    model = wide()
+    step = make_step(model, IDS)
+    channel = open_channel(SubspaceTexts(), model)
+    look, result = look_at(channel, step)
+    rates = channel.rates(step, channel.plans[0], look.answers[channel.all_series[0]])
+    assert isinstance(result, Found)
+    assert rates["token_accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (NotYet("the rate is 0"), Waiting("the rate is 0")),
+        (UnusableObservation("all zero"), Unknown("UnusableObservation: all zero")),
+    ],
+)
+def test_a_gradient_that_cannot_be_taken_has_no_result(error, expected) -> None:
+    model, taken = untied(), []
+
+    def take() -> GradientSnapshot:
+        taken.append(1)
+        raise error
+
+    stages = dict.fromkeys((Stage.SHARED, Stage.AGGREGATE), take)
+    step = replace(make_step(model, IDS), gradients=stages)
+    assert look_at(open_channel(BagOfWords(), model), step)[1] == expected
+    with pytest.raises(type(error)):
+        step.view(Stage.AGGREGATE)
+    assert taken == [1]
+
+
+def test_what_a_batch_could_not_be_read_for_is_its_result() -> None:
+    model = untied()
+    step = replace(make_step(model, IDS), error="BatchError: no ids")
+    _, result = look_at(open_channel(BagOfWords(), model), step)
+    assert result == Unknown("the batch could not be read: BatchError: no ids")
+
+
+def test_nothing_is_shared_where_no_optimizer_steps_or_no_label_counts() -> None:
+    model = untied()
+    channel, step = open_channel(BagOfWords(), model), make_step(model, IDS)
+    look = Look(0, step, (Stage.SHARED,), (Stage.SHARED,))
+    channel.at_stages(look)
+    assert look.stepped == set()
+    unlabelled = [ModelCall(batch=replace(call.texts, labels=IDS * 0 - 100)) for call in step.calls]
+    assert look_at(channel, replace(step, calls=unlabelled))[1] == NothingShared()
+
+
+# ---- controls ----------------------------------------------------------------------------------
+
+
+def controlled(attack, step: Step, model) -> tuple[Look, Found]:
+    """Return a look whose attack was given its control, and the result."""
+    channel = open_channel(attack, model)
+    look, _ = look_at(channel, step)
+    look.stages = (Stage.LOCAL, Stage.SHARED, Stage.AGGREGATE)
+    step.gradients |= dict.fromkeys(look.stages, step.view(Stage.SHARED))
+    Controls(channel.run, dict.fromkeys(channel.all_series, channel)).play(look, channel.plans)
+    return look, look.controls[attack.name]
+
+
+def test_the_step_made_again_explains_its_gradient_and_the_control_is_read() -> None:
+    model = wide()
+    look, control = controlled(SubspaceWords(), make_step(model, IDS), model)
+    # The sizes of a call that is known by its batch alone are those before a label is predicted.
+    assert look.training_step.unexplained < 0.1
+    assert control.rates["f1"] == 1
+
+
+def test_a_gradient_of_other_words_is_doubted() -> None:
+    model = untied()
+    other = make_step(model, (IDS * 7 + 3) % 90)
+    step = replace(make_step(model, IDS), gradients=other.gradients)
+    look, control = controlled(BagOfWords(), step, model)
+    assert look.training_step.unexplained > 0.5
+    assert "may not be those of this step" in control.why
+
+
+def test_what_is_added_to_a_gradient_is_left_unexplained() -> None:
+    gradient, added = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    again = {"w": gradient}
+    share, rest = _explain({"w": 3 * gradient}, again)
+    assert (share, rest) == (0, {})
+    share, rest = _explain({"w": gradient + 0.1 * added}, again)
+    assert share == pytest.approx(0.1, rel=0.3)
+    cosine = torch.cosine_similarity(rest["w"].flatten(), added.flatten(), dim=0)
+    assert cosine > 0.98

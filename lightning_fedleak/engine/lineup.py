@@ -102,7 +102,7 @@ class Lineup:
 
     @contextmanager
     def _left_out(self, attack: Attack) -> Iterator[None]:
-        """Where attacks are chosen, one that fails is left out, whatever it raises."""
+        """Leave out an attack that fails, where attacks choose themselves."""
         try:
             yield
         except WeightsWritten:  # the weights that train are not what they were
@@ -122,7 +122,7 @@ class Lineup:
 
     @property
     def untested(self) -> dict[str, str]:
-        """Families of which an attack that applies is not played for want of text, and why."""
+        """Return by family why an attack that applies is not played: it has no public text."""
         return {
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
@@ -132,22 +132,22 @@ class Lineup:
 
     @property
     def exposed(self) -> list[Plan]:
-        """The attacks that have something to read."""
+        """Return the plans of attacks whose gradients are shared."""
         return [p for p in self.plans if p.exposed]
 
     @property
     def playing(self) -> frozenset[str]:
-        """Names of the attacks that give results, exposed or not."""
+        """Return the names of the attacks that give results, exposed or not."""
         return frozenset(plan.attack.name for plan in self.plans)
 
     @property
     def look_seconds(self) -> float:
-        """The seconds that a look is estimated to take, where attacks choose themselves."""
+        """Return the seconds that a look is estimated to take, where attacks choose themselves."""
         return sum(row.seconds or 0.0 for row in self.rows if row.why_not is None)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names of the trained parameters whose gradient no attack reads."""
+        """Return the names of the trained parameters whose gradient no attack reads."""
         return unread_names(self.plans, self._run.anatomy)
 
     def unread_family(self, family: str) -> str | None:
@@ -169,14 +169,13 @@ class Lineup:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names of the trained parameters."""
+        """Return the names of the trained parameters."""
         return self._run.anatomy.trainable_names()
 
     def follow(self) -> bool:
-        """Follows what is trained: layers may be frozen and unfrozen while a run goes on.
+        """Plan the attacks for what is trained now, and return whether the plans changed.
 
-        Returns:
-            Whether the plans changed.
+        Layers may be frozen and unfrozen while a run goes on.
         """
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
@@ -194,7 +193,7 @@ class Lineup:
         return True
 
     def _warn_of_untested(self) -> None:
-        """Says once which attacks have nothing to read, and which surfaces no attack reads."""
+        """Warn which attacks have nothing to read, and which surfaces no attack reads."""
         for plan in self.plans:
             if plan.exposed:
                 continue
@@ -219,7 +218,7 @@ class Lineup:
                 plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
-        """Prepares every attack that has something to read, and tries what can be tried.
+        """Calibrate every attack that has something to read, and try what can be tried.
 
         Args:
             restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
@@ -248,11 +247,11 @@ class Lineup:
 
     @property
     def _texts(self) -> int:
-        """That a membership attack is asked for at a look of a small batch."""
+        """Return how many texts a membership attack is queried with at a look of a small batch."""
         return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
 
     def _costs(self) -> dict[str, float]:
-        """What a look of each attack takes that said nothing before; one that fails is refused."""
+        """Return the seconds of a look of attacks that gave no estimate; refuse those that fail."""
         tried = self.prepared - self._estimated
         plans = [plan for plan in self.exposed if plan.attack.name in tried]
         try:
@@ -273,7 +272,7 @@ class Lineup:
             return {}
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Leaves out what cannot be played or takes too long, as the first process finds it."""
+        """Leave out attacks that fail or take too long, as the first process finds."""
         for name, seconds in costs.items():
             if seconds > self._most_seconds:
                 self._refused.setdefault(
@@ -314,10 +313,9 @@ class Lineup:
         return answer.why if isinstance(answer, Unknown) else None
 
     def _calibrated(self, attack: Attack, saved: Mapping[str, Any] | None) -> dict[str, float]:
-        """Calibrates an attack, by what a checkpoint holds where it does.
+        """Calibrate an attack, from a checkpoint if it holds one, and return its estimated seconds.
 
-        Returns:
-            What its looks are estimated to take; where that is too long it is not calibrated.
+        An attack whose looks take too long is not calibrated.
         """
         if saved is not None and saved["config"] == attack.fingerprint():
             attack.load_state_dict(saved["tensors"])
@@ -332,7 +330,7 @@ class Lineup:
         return {} if seconds is None else {attack.name: seconds}
 
     def prepare(self, attack: Attack) -> None:
-        """Calibrates an attack, once in a run, and says what that takes by the clock of looks."""
+        """Calibrate an attack, once in a run, and log how long that takes if it is long."""
         if attack.name in self.prepared:
             return
         started, anatomy = time.perf_counter(), self._run.anatomy
@@ -344,14 +342,11 @@ class Lineup:
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
     def refresh(self, step: int, asked: Collection[str]) -> dict[str, str]:
-        """Lets every attack that has something to read follow the model as it is now.
+        """Let attacks follow the model as it is now, and return why some could not, by name.
 
         Args:
             step: optimizer step that is looked at.
-            asked: names of the attacks that are to.
-
-        Returns:
-            Why attacks could not, by their names.
+            asked: names of the attacks.
         """
         failed: dict[str, str] = {}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]

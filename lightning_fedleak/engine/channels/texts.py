@@ -126,7 +126,7 @@ class TextsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Puts the hooks in; the defences' own are there.
+        """Begin a fit: put the hooks in, after those of the defences.
 
         Raises:
             ValueError: a stage does not exist at an attack's layer.
@@ -141,7 +141,7 @@ class TextsChannel(Channel):
             self.removers = [self._crossed.clear, self._tap.close]
 
     def _check_local(self) -> None:
-        """Refuses to measure hidden states "before the defences" that are computed behind one."""
+        """Refuse to measure hidden states "before the defences" that are computed after one."""
         for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
             for attack in self.inverters:
                 below = [layer for layer in defense.activation_layers if layer < attack.layer]
@@ -156,19 +156,19 @@ class TextsChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Starts a look."""
+        """Start a look."""
         self._done = False
         if self._tap is not None:
             self._tap.arm()
 
     def disarm(self, look: Look) -> None:
-        """Ends a look, and lets go of what it held."""
+        """End a look, and free what it held."""
         self._crossed.clear()
         if self._tap is not None:
             self._tap.disarm()
 
     def batch_ends(self, batch: TokenBatch | None) -> None:
-        """A micro-batch of a look is over; None where it trained nothing."""
+        """Take what crossed in a micro-batch that has ended; None where it trained nothing."""
         if self._tap is None or self._done:
             return
         if batch is None:
@@ -219,7 +219,7 @@ class TextsChannel(Channel):
         every: bool = False,
         in_gradients: bool = False,
     ) -> _Chosen | None:
-        """Draws texts by the step and the process alone, so that a resumed run draws the same.
+        """Draw texts by the step and the process alone, so that a resumed run draws the same.
 
         Args:
             step: optimizer step.

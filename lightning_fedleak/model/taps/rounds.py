@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -48,29 +49,10 @@ def control_update(
     parameters = {role: anatomy.parameter(role) for role in roles}
     wanted = {r: id(p) for r, p in parameters.items() if p is not None and id(p) in trained}
     learning_rate = sum(local.rates_of({*wanted.values()})) / len(local.rates)
-    n_steps, sums, first = len(local.rates) // local.clients, dict[str, Tensor](), 0
+    n_steps, sums = len(local.rates) // local.clients, dict[str, Tensor]()
     for client in range(local.clients):
-        steps = slice(client * n_steps, (client + 1) * n_steps)
-        with (
-            model_runs.undisturbed(anatomy) as model,
-            torch.enable_grad(),
-            fresh_leaves(anatomy.root, local.weights) as leaves,
-            model_runs.only_needed_hooks(anatomy.root),
-        ):
-            optimizer = local.fresh_optimizer(leaves)
-            for rates, last in zip(local.rates[steps], local.n_calls[steps], strict=True):
-                for call in step.calls[first:last]:
-                    if call.has_gradient:
-                        run_backward(anatomy, model, call, scale=scale)
-                first = last
-                if clip_value is not None:
-                    nn.utils.clip_grad_value_(leaves.values(), clip_value)
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
-                # Without the hooks that a user has put on the steps of all optimizers.
-                step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-                step_alone(optimizer)
-                optimizer.zero_grad(set_to_none=False)  # a step without words still is a step
+        numbers = range(client * n_steps, (client + 1) * n_steps)
+        with _steps_again(anatomy, step, numbers, scale, clip_value) as leaves:
             for role, key in wanted.items():
                 change = (local.weights[key] - leaves[key].detach()) / learning_rate
                 sums[role] = sums[role] + change if role in sums else change
@@ -82,6 +64,36 @@ def control_update(
         local_steps=n_steps,
         learning_rate=learning_rate,
     )
+
+
+@contextmanager
+def _steps_again(
+    anatomy: Anatomy, step: Step, numbers: Iterable[int], scale: float, clip_value: float | None
+) -> Iterator[Mapping[int, nn.Parameter]]:
+    """Yield the trained parameters, by their ``id``, after local steps of a round made again."""
+    local = step.round
+    assert local is not None
+    with (
+        model_runs.undisturbed(anatomy) as model,
+        torch.enable_grad(),
+        fresh_leaves(anatomy.root, local.weights) as leaves,
+        model_runs.only_needed_hooks(anatomy.root),
+    ):
+        optimizer = local.fresh_optimizer(leaves)
+        for number in numbers:
+            first = local.n_calls[number - 1] if number else 0
+            for call in step.calls[first : local.n_calls[number]]:
+                if call.has_gradient:
+                    run_backward(anatomy, model, call, scale=scale)
+            if clip_value is not None:
+                nn.utils.clip_grad_value_(leaves.values(), clip_value)
+            for group, rate in zip(optimizer.param_groups, local.rates[number], strict=True):
+                group["lr"] = rate
+            # Without the hooks that a user has put on the steps of all optimizers.
+            step_alone = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+            step_alone(optimizer)
+            optimizer.zero_grad(set_to_none=False)  # a step without words still is a step
+        yield leaves
 
 
 def plain_call(

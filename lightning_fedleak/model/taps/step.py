@@ -275,11 +275,6 @@ class Step:
             return batches
         return [_without_placeholders(batch, self.placeholders) for batch in batches]
 
-    @property
-    def is_control(self) -> bool:
-        """Return whether its words are known ones, and not the step's own."""
-        return any(call.shapes is not None for call in self.calls)
-
     def view(self, stage: Stage) -> GradientSnapshot:
         """Return the gradients at a stage, which are taken once.
 

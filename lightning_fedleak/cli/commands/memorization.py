@@ -268,9 +268,7 @@ def _beyond(
     for n, pool in by_number.items():
         rows = [places[text.content] for text in pool.texts]
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
-        before, after = (
-            pool.list_records(*answers[n], scores=one) for one in (None, scores[n])
-        )
+        before, after = (pool.list_records(*answers[n], scores=one) for one in (None, scores[n]))
         text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
             f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "

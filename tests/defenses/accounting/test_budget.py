@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedleak.defenses.accounting.account import Ledger
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
 from lightning_fedleak.defenses.base import DefenseError
 
@@ -72,7 +72,7 @@ def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_pa
     """A checkpoint of before the first release, and a ledger with releases at another rate."""
     first = budget()
     first.settle(0.05, DELTA, lambda: STEPS)
-    Ledger(tmp_path / "ledger").record(first.noise_now, 0.2)
+    Accountant(ledger=tmp_path / "ledger").record(first.noise_now, 0.2)
     later = budget()
     later.open_ledger(tmp_path / "ledger")
     later.load_state_dict(first.state_dict(), 0)

@@ -30,7 +30,7 @@ def spend(budget: Budget, most: int) -> int:
             budget.check_affords_another()
         except BudgetSpent:
             return released
-        budget.record(budget.noise_now)
+        budget.settle_next()[1]()
     return most
 
 
@@ -103,7 +103,7 @@ def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     assert resumed.accountant.steps == 3
     assert resumed.privacy.epsilon == math.inf
     with pytest.raises(DefenseError, match="differ from those of earlier releases"):
-        resumed.record(resumed.noise_now)
+        resumed.settle_next()[1]()
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])

@@ -162,7 +162,7 @@ class Federation:
         )
 
     def _rows(self, texts: Sequence[str]) -> list[Tensor]:
-        return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
+        return finetuning.tokenize_rows(texts, self.tokenizer, self.length)
 
     @cached_property
     def rows(self) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from lightning_fedleak.attacks.memorization import Combined, Loss
 from lightning_fedleak.callbacks import LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -21,7 +21,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 def main() -> None:
     """Fine-tunes two epochs and prints what was read at each look."""
     tokenizer = load_tokenizer(None)
-    rows = TokenRows.tokenize(read_texts(EMBEDDED_MESSAGES), tokenizer, 128)
+    rows = tokenize_rows(read_texts(EMBEDDED_MESSAGES), tokenizer, 128)
     train, others = leave_out(rows, 200, seed=0)
     pad = PadRight(tokenizer.pad_token_id or 0)
     # Nearly all texts are queried, to show much on few: the default is 2% of an epoch's time.

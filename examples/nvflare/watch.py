@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
 from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import RoundObserver, RoundSettings
@@ -44,7 +44,7 @@ class Module(L.LightningModule):
 def rows_of(site: str) -> list[torch.Tensor]:
     """Return the token ids of a site's messages, at most 32 a row."""
     texts = read_texts(EMBEDDED_MESSAGES)[SITES.index(site) :: len(SITES)]
-    return list(TokenRows.tokenize(texts, load_tokenizer(None), 32).rows)
+    return tokenize_rows(texts, load_tokenizer(None), 32)
 
 
 def loader(site: str) -> DataLoader:

@@ -27,7 +27,7 @@ SUMMARY = pytest.StashKey[list[str]]()
 """Key of what the checks of a session measured, a line each."""
 
 
-class ReleaseCheck:
+class _ReleaseCheck:
     """Hold what trained weights give away of their training texts.
 
     Args:
@@ -141,7 +141,7 @@ def _as_text(value: float | None) -> str:
 
 
 @pytest.fixture
-def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseCheck]:
+def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., _ReleaseCheck]:
     """Return a function that compares trained weights with their base on members and non-members.
 
     ::
@@ -161,7 +161,7 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
         members: str | Path,
         held_out: str | Path,
         **options: object,
-    ) -> ReleaseCheck:
+    ) -> _ReleaseCheck:
         from rich.console import Console
 
         from lightning_fedleak.cli.commands import memorization
@@ -180,7 +180,7 @@ def fedleak_release(request: pytest.FixtureRequest) -> Callable[..., ReleaseChec
             content = (
                 json.loads(result_path.read_text(encoding="utf-8")) if result_path.exists() else {}
             )
-        return ReleaseCheck(content, console.export_text(), notes)
+        return _ReleaseCheck(content, console.export_text(), notes)
 
     return check
 

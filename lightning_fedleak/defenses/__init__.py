@@ -23,6 +23,5 @@ from lightning_fedleak.defenses.gradient_compression import (
     GradientCompression as GradientCompression,
 )
 from lightning_fedleak.defenses.gradient_noise import GradientNoise as GradientNoise
-from lightning_fedleak.defenses.token_ldp.token_ldp import LDPProtocol as LDPProtocol
 from lightning_fedleak.defenses.token_ldp.token_ldp import TokenLDP as TokenLDP
 from lightning_fedleak.defenses.token_ldp.words import BatchForm as BatchForm

@@ -104,10 +104,10 @@ class DefenseError(ValueError):
     Examples:
         >>> from lightning_fedleak import DefenseError, Freeze
         >>> try:
-        ...     Freeze()
+        ...     Freeze("heads")
         ... except DefenseError as error:
         ...     print(error)
-        Freeze: nothing is named; give a part, such as Freeze('head'), or patterns ...
+        Freeze: part must be 'head' or 'embeddings' or 'head+embeddings', got 'heads'
     """
 
 

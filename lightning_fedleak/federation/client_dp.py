@@ -440,8 +440,8 @@ class ClientDP(Defense):
     def _record_release(self) -> float:
         """Count a release before it is made, and return its noise multiplier."""
         self.check_affords_another()
-        noise = self._budget.noise_now
-        self._budget.record(noise)
+        noise, count = self._budget.settle_next()
+        count()
         return noise * self._sensitivity
 
     def _add_noise(

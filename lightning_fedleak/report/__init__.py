@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.files import write as write
     from lightning_fedleak.report.files import write_at_end as write_at_end
     from lightning_fedleak.report.files import write_live as write_live
-    from lightning_fedleak.report.html import leakage_file as leakage_file
     from lightning_fedleak.report.html import model_card as model_card
     from lightning_fedleak.report.html import page as page
     from lightning_fedleak.report.logs import FitLog as FitLog
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "content": ("Findings", "findings"),
     "files": ("print_card", "write", "write_at_end", "write_live"),
-    "html": ("leakage_file", "model_card", "page"),
+    "html": ("model_card", "page"),
     "logs": ("FitLog", "NothingToReport", "ReportError", "read"),
     "overview": ("explain",),
 }

@@ -26,7 +26,6 @@ LEAKAGE = "leakage.json"
 def write(
     runs: Sequence[Path],
     out: Path | None = None,
-    about: Path | None = None,
     reveal: Sequence[Path] = (),
     *,
     run: str | None = None,
@@ -35,8 +34,8 @@ def write(
 
     Args:
         runs: log folders, or log files in them.
-        out: folder to write to; made where it is not there. Default: the first run's.
-        about: TOML file of facts that the logs lack; by default ``report.toml`` in ``out``.
+        out: folder to write to; made where it is not there. Default: the first run's. A
+            ``report.toml`` in it holds facts that the logs lack.
         reveal: local reveal files, whose private text the page then holds.
         run: id of the fit that is reported alone; default all.
 
@@ -44,11 +43,11 @@ def write(
         The files.
 
     Raises:
-        ReportError: nothing is there to report, a file cannot be read or written, or ``about``
-            says what it cannot hold.
+        ReportError: nothing is there to report, a file cannot be read or written, or
+            ``report.toml`` has an unknown table or name.
     """
     folder = out or _folder_of(runs[0])
-    content = findings(read(runs, run=run), _about_fields(about, folder))
+    content = findings(read(runs, run=run), _facts(folder))
     texts = {str(path): _text(path) for path in reveal}
     files = {
         folder / "report.html": page(content, texts),
@@ -72,7 +71,7 @@ def write_live(record: Path, run: str) -> None:
         ReportError: ``record`` cannot be read.
         OSError: the page cannot be written.
     """
-    content = findings(read([record], run=run), _about_fields(None, record.parent))
+    content = findings(read([record], run=run), _facts(record.parent))
     _write_whole(record.parent / "report.html", page(content, live=time.time()))
 
 
@@ -95,20 +94,18 @@ def write_at_end(record: Path, run: str, watcher: str) -> Path | None:
     return path
 
 
-def print_card(
-    runs: Sequence[Path], about: Path | None = None, weights: Path | None = None
-) -> None:
+def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
     """Print a block for a model card, and write ``leakage.json`` beside the weights.
 
     Args:
-        runs: log folders, or log files in them.
+        runs: log folders, or log files in them. A ``report.toml`` in the first one's folder is
+            read as by :func:`write`.
         weights: folder of the weights, for what the block says as JSON; None writes nothing.
-        about: as for :func:`write`; by default ``report.toml`` in the first run's folder.
 
     Raises:
         ReportError: as :func:`write`.
     """
-    content = findings(read(runs), _about_fields(about, _folder_of(runs[0])))
+    content = findings(read(runs), _facts(_folder_of(runs[0])))
     print(model_card(content), end="")
     if weights is None:
         return
@@ -123,20 +120,19 @@ def _folder_of(run: Path) -> Path:
     return run if run.is_dir() else run.parent
 
 
-def _about_fields(about: Path | None, folder: Path) -> Mapping[str, object]:
-    """Return the table of a file of TOML, by default of ``report.toml`` in a folder."""
-    if about is None:
-        about = folder / REPORT_TOML
-        if not about.is_file():
-            return {}
-    text = _text(about)
-    with explain_errors(f"'{about}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
+def _facts(folder: Path) -> Mapping[str, object]:
+    """Return the table of ``report.toml`` in a folder; an empty mapping without such a file."""
+    path = folder / REPORT_TOML
+    if not path.is_file():
+        return {}
+    text = _text(path)
+    with explain_errors(f"'{path}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
         tables = tomllib.loads(text)
     fields = tables.get("release", {})
     names = {*tables} - {"release"} or (isinstance(fields, dict) and {*fields} - {*RELEASE})
     if names or not isinstance(fields, dict):
         raise ReportError(
-            f"'{about}' has '{min(names or {'release'})}': it may have one table, [release], with "
+            f"'{path}' has '{min(names or {'release'})}': it may have one table, [release], with "
             f"{', '.join(RELEASE)}"
         )
     return tables

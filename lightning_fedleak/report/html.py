@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from lightning_fedleak.report.attacks import AttackSummary
-from lightning_fedleak.report.charts.figures import MOST_DRAWN, compared_figures, figures
+from lightning_fedleak.report.charts.figures import MAX_RUNS, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
 from lightning_fedleak.report.content import Findings, memorized_rows, together
 from lightning_fedleak.report.edpb import NOT_TRIED, smallest_rate, tiers
@@ -49,7 +49,7 @@ def _template() -> jinja2.Template:
     script = _source("page.js")
     environment.globals |= {
         "names": names_of,
-        "most_drawn": MOST_DRAWN,
+        "max_runs": MAX_RUNS,
         "ends": _ends,
         "style": Markup(_source("page.css")),
         "script": Markup(script),

@@ -22,9 +22,9 @@ from lightning_fedleak.report.records import MetricValue
 from lightning_fedleak.report.records.utility import is_lower_better, is_training, is_validation
 from lightning_fedleak.report.wording import brief, brief_interval, measure
 
-MOST_ROUNDS, MOST_CLIENTS = 24, 20
-"""Most columns and rows of a heat map, so that its numbers can be read."""
-LARGEST_DRAWN = 1e300  # of larger values differences may be infinite
+MAX_ROUNDS, MAX_CLIENTS = 24, 20
+"""Largest numbers of columns and rows of a heat map at which its numbers can be read."""
+MAX_DRAWN = 1e300  # of larger values differences may be infinite
 Span = tuple[float, float]
 
 
@@ -93,12 +93,12 @@ class Bins:
 
     Args:
         steps: all of them.
-        most: how many bins there may be.
+        max_bins: largest number of bins.
     """
 
-    def __init__(self, steps: Iterable[int], most: int) -> None:
+    def __init__(self, steps: Iterable[int], max_bins: int) -> None:
         distinct = sorted(set(steps))
-        self.size = max(1, math.ceil(len(distinct) / most))
+        self.size = max(1, math.ceil(len(distinct) / max_bins))
         self._bins = {step: number // self.size for number, step in enumerate(distinct)}
         self.steps = [distinct[i : i + self.size] for i in range(0, len(distinct), self.size)]
         self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
@@ -113,7 +113,7 @@ class Bins:
 
     def thinned(self, line: Points) -> dict[int, tuple[int, float]]:
         """Return the highest value of each bin; of the last bin the last."""
-        known_values = [(s, v) for s, v in line if v is not None and abs(v) < LARGEST_DRAWN]
+        known_values = [(s, v) for s, v in line if v is not None and abs(v) < MAX_DRAWN]
         parts = sorted(grouped(known_values, lambda p: self._bins[p[0]]).items())
         remaining = {number: max(part, key=lambda p: p[1]) for number, part in parts}
         return remaining | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
@@ -137,14 +137,14 @@ def heat_maps(
 ) -> tuple[Bins, dict[str, list[Row]]]:
     """Return clients by rounds, with their sum as the last row: a table for each attack."""
     summed = {a.name: list(a.points) for a in fit.attacks if a.stage == "aggregate"}
-    bins = Bins([p.step for a in attacks for p in a.points], MOST_ROUNDS)
+    bins = Bins([p.step for a in attacks for p in a.points], MAX_ROUNDS)
     tables: dict[str, list[Row]] = {}
     for attack in sorted(attacks, key=lambda a: a.chance - (a.mean or 0.0)):
         by_client = grouped(attack.points, lambda point: f"client {point.client}")
         clients = sorted(by_client.items(), key=lambda one: -_mean_value(one[1]))
-        if rest := clients[MOST_CLIENTS - 1 :] if len(clients) > MOST_CLIENTS else ():
+        if rest := clients[MAX_CLIENTS - 1 :] if len(clients) > MAX_CLIENTS else ():
             points = [point for _, each in rest for point in each]
-            clients[MOST_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
+            clients[MAX_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
         clients += [("their sum", summed[attack.name])] if attack.name in summed else []
         tables[f"{attack.name}, {measure(attack.headline)}"] = [
             Row(name, _heat_cells(attack, points, bins)) for name, points in clients

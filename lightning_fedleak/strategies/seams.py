@@ -70,7 +70,7 @@ def _rebuild(name: str, *bases: type) -> Any:
     return kind.__new__(kind)
 
 
-class BringsBackStates(_MultiProcessingLauncher):
+class _BringsBackStates(_MultiProcessingLauncher):
     """Goes before Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
 
     Lightning's launcher returns the trained weights to the main process, but not the releases that
@@ -232,7 +232,7 @@ class DDPSeam(Seam, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         launcher = twin("strategies.launchers._MultiProcessingLauncher", self)
-        brings_back: Any = combined("BringsBackStates", BringsBackStates, launcher)
+        brings_back: Any = combined("_BringsBackStates", _BringsBackStates, launcher)
         if self._fedleak.defenses and type(self._launcher) is launcher:
             self._launcher = brings_back(self, start_method=self._start_method)
 

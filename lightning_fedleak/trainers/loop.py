@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -159,15 +160,12 @@ class LoopRun(Run):
             return super().watch_release(stage_reached, before_defense)
         return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
-    @property
-    def temperature(self) -> float:
-        """Return what the loop's loss divides logits by."""
-        return self.loop.temperature
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizers of the loop, unwrapped."""
-        return self.loop.inner_optimizers
+    temperature = property(attrgetter("loop.temperature"), doc="Divisor of logits in the loss.")
+    optimizers = property(attrgetter("loop.inner_optimizers"), doc="Optimizers, unwrapped.")
+    step = property(attrgetter("loop.steps"), doc="Optimizer steps so far, skipped ones included.")
+    training_loader = property(attrgetter("loop.loader"), doc="Loader of the training data.")
+    epochs = property(attrgetter("loop.epochs"), doc="Planned number of epochs, if known.")
+    planned_steps = property(attrgetter("loop.planned_steps"), doc="Planned steps, if known.")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast if the loop uses it."""
@@ -180,16 +178,6 @@ class LoopRun(Run):
         return self.loop.zero is not None or super().is_sharded
 
     @property
-    def step(self) -> int:
-        """Return the optimizer steps so far, skipped ones included."""
-        return self.loop.steps
-
-    @property
-    def training_loader(self) -> object:
-        """Return the loader of the training data."""
-        return self.loop.loader
-
-    @property
     def progress(self) -> tuple[int, float] | None:
         """Return the epoch and the processed share of its batches; None: not known."""
         try:
@@ -198,16 +186,6 @@ class LoopRun(Run):
             return None
         epoch, batch = divmod(max(0, self.loop.batches - 1), max(1, length))
         return epoch, (batch + 1) / max(1, length)
-
-    @property
-    def epochs(self) -> int | None:
-        """Return the planned number of epochs; None: not known."""
-        return self.loop.epochs
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Return the planned number of optimizer steps; None: not known."""
-        return self.loop.planned_steps
 
     @property
     def loss_scale(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -198,10 +199,7 @@ class _TransformersRun(LoopRun):
 
     watcher: ClassVar[str] = "LeakageCallback"
 
-    @property
-    def position(self) -> int:
-        """Return the step, as the Trainer counts."""
-        return self.step
+    position = property(attrgetter("loop.steps"), doc="Steps so far, as the Trainer counts.")
 
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense

@@ -84,7 +84,7 @@ def test_the_default_gate_watches_what_the_table_shows(tmp_path: Path, small: di
     settings = {"text": None, "column": None, "length": 16, "members": 16, "rounds": 1}
     settings |= {
         "optimizer": "adamw",
-        "peft": "lora",
+        "lora_r": 8,
         "local_steps": 4,
         "batch_size": 4,
         "gate": 0.75,
@@ -150,8 +150,8 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
         ("--trust local", "give --epsilon too"),
         ("--epsilon 8 --sampling poisson", "needs per_round="),
         ("--epsilon 8 --delta 0.9", "below 0.25"),
-        ("--lora-r 4", "give --peft lora too"),
-        ("--peft lora --targets none_such", "--targets none_such"),
+        ("--targets c_attn", "give its rank too, --lora-r 8"),
+        ("--lora-r 8 --targets none_such", "--targets none_such"),
         ("--length 4000", "--length must be an integer from 1 to"),
     ],
 )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lightning_fedleak.cli.commands.memorization import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MODEL
-from lightning_fedleak.cli.pytest_plugin import ReleaseCheck
+from lightning_fedleak.cli.pytest_plugin import _ReleaseCheck
 from tests.commands.test_memorization_cli import rows_of, train
 from tests.helpers.commands import run_command
 
@@ -82,8 +82,8 @@ def test_learned_values_breach_a_limit_and_those_left_out_do_not(
     notes: list[str] = []
     for name in ("entity/phone/label", "entity/email/label"):
         with pytest.raises(pytest.fail.Exception, match=f"BREACH|{name}/auc"):
-            ReleaseCheck(content, printed, notes).assert_at_most(0.6, name)
-    ReleaseCheck(content, printed, notes).assert_at_most(1.0, "entity/phone/label")
+            _ReleaseCheck(content, printed, notes).assert_at_most(0.6, name)
+    _ReleaseCheck(content, printed, notes).assert_at_most(1.0, "entity/phone/label")
     assert notes[0].startswith(f"entity/phone/label/auc {phone['auc']:.3f}")
 
 
@@ -124,6 +124,6 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["prompts"]["known"] is False
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
-    check = ReleaseCheck(content | {"known": True}, "", [])
+    check = _ReleaseCheck(content | {"known": True}, "", [])
     with pytest.raises(pytest.fail.Exception, match="unknown"):
         check.assert_at_most(1.0, "entity/phone/prompt")

@@ -78,7 +78,7 @@ QWEN3_32B = {
 def test_a_configuration_alone_gives_time_and_memory(tmp_path: Path) -> None:
     shape, billions = QWEN3_32B, 32.762
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    output = printed(model=str(tmp_path), batch=(4, 512), peft="lora")
+    output = printed(model=str(tmp_path), batch=(4, 512))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
     gigabytes = {
         line[0]: [float(cell.split(" GB")[0]) for cell in line[1:]] for line in lines if line
@@ -113,12 +113,12 @@ def save_config(
     return str(folder)
 
 
-@pytest.mark.parametrize("peft", ["lora", "full"])
+@pytest.mark.parametrize("rank", [8, 0])
 def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
-    peft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "_rate", lambda _: 1e6)
-    output = printed(model=save_config(tmp_path), batch=(2, 4), peft=peft)
+    output = printed(model=save_config(tmp_path), batch=(2, 4), lora_r=rank)
     seconds: dict[str, list[float]] = {}
     gigabytes: dict[str, list[float]] = {}
     for cells in (line.split("│") for line in output.splitlines()):
@@ -128,14 +128,14 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
             seconds[cells[1].strip()] = [float(other.split(" s")[0]) for _, other in both]
     # A LoRA of 8 on q_proj and v_proj shares 16 rows; the whole block those of q, k and v, of
     # which no more than 64 count.
-    rows = 16 if peft == "lora" else 64
+    rows = 16 if rank else 64
     capacity = 64 / (1 + math.log(1000) / (2.5 * rows))
     of_a_type = plan.PER_SQUARE * 64**2 + plan.PER_WORD * 1000 * 64
     look = [min(types, capacity) * of_a_type / 1e6 for types in (8, 64, 64)]
     assert seconds["a look adds"] == pytest.approx(look, rel=0.05)
     numbers = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
-    numbers += 2 * 2 * 8 * (64 + 64) if peft == "lora" else 0
-    passes = (4 if peft == "lora" else 6) * numbers * 8 / 1e6
+    numbers += 2 * 2 * rank * (64 + 64)
+    passes = (4 if rank else 6) * numbers * 8 / 1e6
     assert seconds["its control adds at least"] == pytest.approx(
         [passes + each for each in look], rel=0.05
     )
@@ -152,7 +152,6 @@ LLAMA = ("LlamaForCausalLM", "llama")
         (None, "--targets nothing", "--targets nothing: Target modules"),
         (None, "--targets c_attn --lora-r 0", "give its rank too, --lora-r 8"),
         (None, "--batch 2x65", "--batch 2 x 65 is longer than the model's context of 64"),
-        (None, "--peft full --lora-r 16", "leave out --lora-r, or --peft full"),
         (LLAMA, "--targets foo", "fedleak: --targets foo: Target modules"),
         (LLAMA, "--batch 1x9999", "--batch 1 x 9999 is longer than the model's context of 2048"),
         (("Qwen3MoeForCausalLM", "qwen3_moe"), "", "no default for this model: pass --targets"),

@@ -44,7 +44,7 @@ from lightning_fedleak.attacks import GradientMembership
 from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
-from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows
+from lightning_fedleak.cli.finetuning.data import PadRight, tokenize_rows
 from lightning_fedleak.federation import RoundObserver, trained_state
 from lightning_fedleak.report import write
 from tests.docs.blocks import ROOT, Block, blocks
@@ -168,7 +168,7 @@ def training_step() -> Iterator[Names]:
 def canaries() -> Iterator[Names]:
     """Data with texts of the reader's own among them."""
     tokenizer = tiny_tokenizer()
-    rows = list(TokenRows.tokenize(TEXTS, tokenizer, 16))
+    rows = tokenize_rows(TEXTS, tokenizer, 16)
     names = {
         "model": CausalLMFineTuning(language_model(), loss="sample_mean"),
         "train": rows[:-8],

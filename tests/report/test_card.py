@@ -140,10 +140,8 @@ def test_the_page_says_how_the_model_is_released(run):
 )
 @pytest.mark.parametrize("card", [True, False])
 def test_an_unknown_name_is_refused_with_the_known_ones(run, capsys, about, said, card):
-    file = run / "about.toml"
-    file.write_text(about)
-    options = ["report", str(run), "--about", str(file), *(["--model-card"] if card else [])]
-    assert main(options) == 1
+    (run / "report.toml").write_text(about)
+    assert main(["report", str(run), *(["--model-card"] if card else [])]) == 1
     error = capsys.readouterr().err
     assert re.search(said, error)
     assert not (run / "report.html").exists()

@@ -142,7 +142,6 @@ def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
     cases = {
         ("report", str(tmp_path / "nowhere")): "does not exist",
         ("report", str(folder), "--out", str(tmp_path)): "has 'licence': it may have one table",
-        ("report", str(folder), "--about", str(tmp_path / "no.toml")): "cannot be read",
         ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
         ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",
         ("compare", str(folder), str(folder)): "one run to compare",

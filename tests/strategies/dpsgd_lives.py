@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fedleak.defenses import DPSGD
-from lightning_fedleak.defenses.accounting.account import Ledger
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, loader, trainer
 
@@ -122,7 +122,7 @@ def main() -> None:
                 "killed": os.WIFSIGNALED(status),
                 "until": until,
                 "seen": len(releases) - before,
-                "ledger": Ledger(folder / "ledger").steps,
+                "ledger": Accountant(ledger=folder / "ledger").steps,
             }
         )
     np.save(folder / "releases.npy", np.stack(releases))

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.defense_specs import DefenseSpec, parse_defenses
-from lightning_fedleak.defenses import Freeze, GradientNoise, LDPProtocol
+from lightning_fedleak.defenses import Freeze, GradientNoise
 
 
 def test_values_make_a_grid_in_order() -> None:
@@ -46,7 +46,8 @@ def test_settings_in_groups_are_written_like_the_others() -> None:
     first, second = (spec.build()[0].settings() for spec in specs)
     assert (first["trust"], second["trust"]) == ("local", "central")
     (rappor,) = parse_defenses("rappor:epsilon=1,decode=first,keep_special=false")
-    assert rappor.arguments["protocol"] == LDPProtocol("first", keep_special=False)
+    assert rappor.arguments["decode"] == "first"
+    assert rappor.arguments["keep_special"] is False
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from named_messages import SecAggMessages
 from lightning_fedleak import Games
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES
-from lightning_fedleak.cli.finetuning.data import PadRight, TokenRows, load_tokenizer
+from lightning_fedleak.cli.finetuning.data import PadRight, load_tokenizer, tokenize_rows
 from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.federation import (
@@ -51,7 +51,7 @@ PRIVATE = 200
 def rows_of(texts: list[str], context: Context) -> list[torch.Tensor]:
     """Token ids of texts, at most 32 a row."""
     tokenizer = load_tokenizer(context.run_config["model"] or None)
-    return list(TokenRows.tokenize(texts, tokenizer, 32).rows)
+    return tokenize_rows(texts, tokenizer, 32)
 
 
 def batches(context: Context, client: int, clients: int, round_: int) -> list[dict]:

@@ -89,7 +89,6 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _check_options(options: Namespace) -> None:
     """Raise an error for options that have no effect without another one."""
     rules = (
-        (options.peft, ("lora_r", "targets"), "--peft lora"),
         (options.gate, ("watch", "action"), "--gate, such as 0.5"),
         (options.epsilon, ("clip", "delta", "trust", "sampling", "per_round"), "--epsilon"),
     )
@@ -130,7 +129,7 @@ def _introduction(federation: Federation) -> str:
     """Return who trains what, and what looks at it."""
     sizes = [len(rows) for rows in federation.rows]
     model = printing.model_name(federation.model)
-    trained = model if federation.peft is None else f"low-rank adapters on {model}"
+    trained = f"a LoRA of rank {federation.lora_r} on {model}" if federation.lora_r else model
     lines = [
         f"{federation.clients} clients with {min(sizes)} to {max(sizes)} rows each of "
         f"{printing.text_name(federation.text)} train {trained}: {federation.rounds} rounds of "
@@ -160,7 +159,7 @@ def _introduction(federation: Federation) -> str:
                 f"Noise will drown the updates: its norm is {noise:.3g} times the largest norm "
                 "that the mean of the clipped updates can have, so that low numbers and a loss "
                 "that rises may come from it. More clients in a round, fewer trained numbers "
-                "(--peft lora) or a larger epsilon reduce it: "
+                "(--lora-r 8) or a larger epsilon reduce it: "
                 f"{math.ceil(noise * dp.per_round)} clients a round would bring it to 1."
             )
     return "\n".join(lines)

@@ -18,16 +18,14 @@ def report(add: Add) -> None:
 
     Options:
         runs: folder of logs.
-        out: folder of the report (default: the first RUN's).
-        about: how the model is released, which no log holds (default: report.toml in --out, where
-            there is one).
+        out: folder of the report (default: the first RUN's). A report.toml in it says how the
+            model is released, which no log holds.
         model_card: print a block of Markdown for a model card, and write no report. With --out,
             the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.
     """
     add("runs", nargs="+", metavar="RUN", type=Path)
     add("--out", **path_option("DIR"))
-    add("--about", **path_option("TOML"))
     add("--model-card", action="store_true")
     add("--reveal", nargs="+", metavar="FILE", type=Path, default=[])
 

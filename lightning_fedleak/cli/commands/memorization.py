@@ -209,13 +209,12 @@ def _list_rows(
     options: Namespace,
 ) -> Mapping[str, float]:
     """Save the list of rows of a pool, print what it says, and return its counts."""
-    rate = options.false_discoveries
-    records = pool.list_records(*answer, rate, alpha, scores=beyond, references=options.references)
+    records = pool.list_records(*answer, alpha, scores=beyond, references=options.references)
     records.save(options.records)
     console.print(_counted(records, options.records))
     if beyond is None:
         return records.counts
-    first_counts = pool.list_records(*answer, rate, alpha).counts
+    first_counts = pool.list_records(*answer, alpha).counts
     return max(records.counts, first_counts, key=lambda one: one["at_least"])
 
 
@@ -269,10 +268,7 @@ def _beyond(
     for n, pool in by_number.items():
         rows = [places[text.content] for text in pool.texts]
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
-        before, after = (
-            pool.list_records(*answers[n], options.false_discoveries, scores=one)
-            for one in (None, scores[n])
-        )
+        before, after = (pool.list_records(*answers[n], scores=one) for one in (None, scores[n]))
         text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
             f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "

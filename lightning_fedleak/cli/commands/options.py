@@ -42,7 +42,6 @@ def _converter(
 
 
 _SHARE = _converter(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
-_RATE = _converter(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _POSITIVE = _converter(float, lambda x: 0 < x < float("inf"), "a positive number")
 _DURATION = _converter(float, lambda x: x > 0, "a positive number")
 _NOISE = _converter(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
@@ -231,7 +230,7 @@ def sweep(add: Add) -> None:
     _add_sources(add)
     add("--layer", **count_option(None, 0))
     _add_training(add, steps=60)
-    add("--peft", choices=("lora", "bitfit"))
+    add("--peft", choices=("lora",))
     add("--budget-seconds", **_number("S", _POSITIVE, 10.0))
     add("--seed", **_SEED)
     add("--out", **path_option("DIR", "fedleak_runs/sweep"))
@@ -248,15 +247,13 @@ def plan(add: Add) -> None:
     Options:
         model: language model: a folder or a name on the hub.
         batch: texts of a process's batch, and tokens of each.
-        peft: lora, or full for the whole model.
-        lora_r: rank of the LoRA, by default 8; 0 for the whole model.
+        lora_r: rank of the LoRA; 0 for the whole model.
         targets: {targets}.
         seed: seed of adapters and planted sets.
     """
     add("--model", metavar="NAME")
     add("--batch", default="8x64", metavar="NxL", type=_batch)
-    add("--peft", choices=("lora", "full"), default="lora")
-    add("--lora-r", **count_option(None, 0))
+    add("--lora-r", **count_option(8, 0))
     add("--targets", metavar="NAMES")
     add("--seed", **_SEED)
 
@@ -297,7 +294,6 @@ def memorization(add: Add) -> None:
         entities: kinds of personal data to find in the texts, separated by commas: phone, email,
             iban, card, date, code, or a file with a value in each line. Values of members are
             compared with those of the others, by kind and place.
-        false_discoveries: rate of that list: the expected share of rows in it that chance explains.
         references: train so many models without the rows that are asked about, each on a half of
             members and others, and score beyond what a row gains in those. It takes as many fits.
             Needs --drawn. Prompts are scored without. What they said is kept beside --records, in
@@ -330,7 +326,6 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
-    add("--false-discoveries", **_number("X", _RATE, 0.1))
     add("--references", **count_option(0, 0))
     add("--run", **path_option("DIR"))
     add("--epochs", **count_option(None))
@@ -391,8 +386,7 @@ def federate(add: Add) -> None:
             or each client with its own shares of the kinds of text in --partition-by, or else of
             the whole. By default 'speaker' with --partition-by, 'iid' without.
         alpha: for 'dirichlet': the smaller, the less alike clients are.
-        peft: clients train low-rank adapters; by default the whole model.
-        lora_r: rank of --peft lora (8).
+        lora_r: clients train a LoRA of this rank; 0: the whole model.
         targets: {targets}.
         optimizer: optimizer of the clients.
         lr: its learning rate (0.1, of adamw 3e-4).
@@ -421,8 +415,7 @@ def federate(add: Add) -> None:
     add("--partition-by", metavar="COLUMN")
     add("--partition", choices=("iid", "speaker", "dirichlet"))
     add("--alpha", **_number("X", _POSITIVE, 0.5))
-    add("--peft", choices=("lora",))
-    add("--lora-r", **count_option(None))
+    add("--lora-r", **count_option(0, 0))
     add("--targets", metavar="NAMES")
     add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
     add("--lr", **_number("X", _POSITIVE))
@@ -470,7 +463,7 @@ def fit(add: Add) -> None:
     add("--print_config", action="store_true")
     add("--model.model", metavar="NAME")
     add("--model.lr", metavar="X", default=1e-4)
-    add("--model.peft", choices=("lora", "bitfit"))
+    add("--model.peft", choices=("lora",))
     add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
     add("--data.text", metavar="SOURCE")
     add("--data.column", metavar="NAME")

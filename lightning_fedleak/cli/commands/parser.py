@@ -1,4 +1,4 @@
-"""The reader of ``fedleak``'s command line. Imports nothing that a subcommand needs."""
+"""The parser of ``fedleak``'s command line. It imports nothing that a subcommand needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMMANDS = (
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Print the default of an option that has one."""
+    """Shows the default of an option if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         empty = action.default is None or action.default is False or action.default in ("", [])
@@ -28,38 +28,38 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports in one line what was wrong."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """End the program with status 2."""
+        """Print the message and end the program with status 2."""
         self.exit(2, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; ``command`` is the subcommand's name.
+    """Return the options of a command line; ``command`` holds the name of the subcommand.
 
-    An error ends the program with status 2.
+    An error in the command line ends the program with status 2.
 
     Args:
-        arguments: without the program's name.
+        arguments: The words of the command line, without the program's name.
     """
     return parsers()[0].parse_args(arguments)
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the reader of the command line, and that of each subcommand by its name."""
+    """Return the parser of the command line, and the parsers of the subcommands by their names."""
     fedleak = _Parser(
         prog="fedleak",
         description="See, while a language model is being fine-tuned, what the gradients that "
-        "leave a client give away.",
+        "leave a client reveal.",
     )
     fedleak.add_argument("--version", action="version", version=version("lightning-fedleak"))
     names = ",".join(add_options.__name__ for add_options in _COMMANDS)
     commands = fedleak.add_subparsers(required=True, dest="command", metavar=f"{{{names}}}")
     for add_options in _COMMANDS:
-        brief, description, helps = _documentation(add_options)
+        summary, description, helps = _parse_docstring(add_options)
         command = commands.add_parser(
-            add_options.__name__, help=brief, description=description, formatter_class=_Help
+            add_options.__name__, help=summary, description=description, formatter_class=_Help
         )
 
         def add(name: str, **arguments: Any) -> None:
@@ -70,15 +70,18 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return fedleak, commands.choices
 
 
-def _documentation(add_options: Callable[[options.Add], None]) -> tuple[str, str, dict[str, str]]:
-    """Return what the help says of a command in a line and at length, and of each of its options.
+def _parse_docstring(
+    add_options: Callable[[options.Add], None],
+) -> tuple[str, str, dict[str, str]]:
+    """Return the summary and the description of a command, and the help of each of its options.
 
-    All of it is the docstring of the function that adds the options.
+    All three are parsed from the docstring of the function that adds the options.
     """
     text, _, entries = (inspect.getdoc(add_options) or "").partition("\n\nOptions:\n")
-    brief, _, description = text.partition("\n\n")
-    _, *parts = re.split(r"^    (\w+): ", entries, flags=re.MULTILINE)
-    sentences = (" ".join(part.split()).removesuffix(".") for part in parts[1::2])
+    summary, _, description = text.partition("\n\n")
+    _, *fields = re.split(r"^    (\w+): ", entries, flags=re.MULTILINE)
+    names, texts = fields[::2], fields[1::2]
+    sentences = (" ".join(text.split()).removesuffix(".") for text in texts)
     helps = (sentence.format_map(options.PHRASES).replace("%", "%%") for sentence in sentences)
-    brief = (brief[:1].lower() + brief[1:]).removesuffix(".")
-    return brief, description, dict(zip(parts[::2], helps, strict=True))
+    summary = (summary[:1].lower() + summary[1:]).removesuffix(".")
+    return summary, description, dict(zip(names, helps, strict=True))

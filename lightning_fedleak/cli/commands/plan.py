@@ -47,11 +47,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    if options.peft == "full" and options.lora_r:
-        raise SourceError("--peft full trains no LoRA: leave out --lora-r, or --peft full")
-    default = 0 if options.peft == "full" else 8
-    rank = default if options.lora_r is None else options.lora_r
-    option = f"--batch {options.batch[0]} x"
+    rank, option = options.lora_r, f"--batch {options.batch[0]} x"
     if options.model is not None and models.has_config_without_weights(options.model):
         shapes = models.build_meta_and_probe(options.model, rank, options.targets)
         models.check_context(shapes[0], options.batch[1], option)

@@ -14,8 +14,8 @@ def run(options: Namespace) -> int:
         ReportError: the runs cannot be read.
     """
     if options.model_card:
-        print_card(options.runs, options.about, options.out)
+        print_card(options.runs, options.out)
         return 0
-    for path in write(options.runs, options.out, options.about, options.reveal):
+    for path in write(options.runs, options.out, options.reveal):
         print(path)
     return 0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.assets import refuse_errors as refuse_errors
     from lightning_fedleak.cli.finetuning.data import PadRight as PadRight
     from lightning_fedleak.cli.finetuning.data import TextDataModule as TextDataModule
-    from lightning_fedleak.cli.finetuning.data import TokenRows as TokenRows
     from lightning_fedleak.cli.finetuning.data import load_tokenizer as load_tokenizer
+    from lightning_fedleak.cli.finetuning.data import tokenize_rows as tokenize_rows
     from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning as CausalLMFineTuning
     from lightning_fedleak.cli.finetuning.module import load_model as load_model
     from lightning_fedleak.cli.finetuning.texts import column_of as column_of
@@ -40,7 +40,7 @@ _HOMES = {
         "quiet_logs",
         "refuse_errors",
     ),
-    "data": ("PadRight", "TextDataModule", "TokenRows", "load_tokenizer"),
+    "data": ("PadRight", "TextDataModule", "load_tokenizer", "tokenize_rows"),
     "module": ("CausalLMFineTuning", "load_model"),
     "texts": ("column_of", "is_chat", "read_labelled", "read_rows", "read_texts", "text_of"),
 }

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_fedleak.cli.finetuning import assets
@@ -32,30 +32,25 @@ def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class TokenRows(Dataset[Tensor]):
-    """Texts as rows of token ids; a text longer than a row continues in the next one."""
+def tokenize_rows(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[Tensor]:
+    """Return texts as rows of token ids, which are a data set for a ``DataLoader``.
 
-    def __init__(self, rows: Sequence[Tensor]) -> None:
-        self.rows = rows
+    A text that is longer than a row continues in the next row. A last piece of one token is left
+    out, because no token follows it.
 
-    @classmethod
-    def tokenize(
-        cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int
-    ) -> TokenRows:
-        """Return the rows of texts, without a last piece of one token, which has no next one."""
-        rows = [
-            torch.tensor(ids[start : start + length])
-            for ids in (tokenizer(list(texts), verbose=False)["input_ids"] if texts else ())
-            for start in range(0, len(ids), length)
-            if len(ids) - start >= 2
-        ]
-        return cls(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
+    Args:
+        texts: The texts.
+        tokenizer: The tokenizer of the model.
+        length: The largest number of tokens in a row.
+    """
+    return [
+        torch.tensor(ids[start : start + length])
+        for ids in (tokenizer(list(texts), verbose=False)["input_ids"] if texts else ())
+        for start in range(0, len(ids), length)
+        if len(ids) - start >= 2
+    ]
 
 
 class PadRight:
@@ -123,8 +118,8 @@ class TextDataModule(L.LightningDataModule):
         self._tokenizer = tokenizer
         self.column = column
         self.seed = seed
-        self._train: TokenRows | None = None
-        self._val: TokenRows | None = None
+        self._train: list[Tensor] | None = None
+        self._val: list[Tensor] | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,8 +143,10 @@ class TextDataModule(L.LightningDataModule):
         texts = read_texts(source, self.column)
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         n_val = max(1, round(len(texts) * self.val_fraction))
-        train = TokenRows.tokenize([texts[i] for i in order[n_val:]], self.tokenizer, self.length)
-        val = TokenRows.tokenize([texts[i] for i in order[:n_val]], self.tokenizer, self.length)
+        train, val = (
+            tokenize_rows([texts[i] for i in part], self.tokenizer, self.length)
+            for part in (order[n_val:], order[:n_val])
+        )
         if len(train) < self.batch_size or not len(val):
             raise assets.SourceError(
                 f"'{source}' gives {len(train)} rows of at most {self.length} tokens for training "
@@ -159,11 +156,11 @@ class TextDataModule(L.LightningDataModule):
             )
         self._train, self._val = train, val
 
-    def _loader(self, rows: TokenRows | None, *, train: bool) -> DataLoader[Tensor]:
+    def _loader(self, rows: list[Tensor] | None, *, train: bool) -> DataLoader[Tensor]:
         assert rows is not None, "call setup() first"
         pad = self.tokenizer.pad_token_id
         return DataLoader(
-            rows,
+            rows,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
             batch_size=self.batch_size,
             shuffle=train,
             drop_last=train,

@@ -1,4 +1,4 @@
-"""Defences and their strengths in words, as a command line takes them."""
+"""Defences with their settings as text, as a command line takes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from lightning_fedleak import defenses as known
+from lightning_fedleak import defenses as package_defenses
 from lightning_fedleak.cli.finetuning import SourceError, refuse_errors
 from lightning_fedleak.cli.studies.names import did_you_mean
-from lightning_fedleak.defenses import Defense, DefenseError, TokenLDP
+from lightning_fedleak.defenses import Defense, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Mechanism
 
 NONE = "none"
 MECHANISMS = get_args(Mechanism)
-"""Mechanisms of TokenLDP; each name is short for that defence with this mechanism."""
+"""Mechanisms of TokenLDP; the name of each is short for TokenLDP with this mechanism."""
 
 
 @dataclass(frozen=True)
@@ -35,40 +35,40 @@ class DefenseSpec:
 
     def __str__(self) -> str:
         """Return the defence as a user writes it."""
-        settings = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
+        settings = ",".join(f"{name}={_format(value)}" for name, value in self.settings.items())
         return f"{self.kind}:{settings}" if settings else self.kind
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the class, with the settings that it groups in their groups."""
-        groups = _groups(defense_kinds()[self.kind])
+        """Return the arguments of the class, with grouped settings as objects of their groups."""
+        groups = _groups(defense_classes()[self.kind])
         arguments: dict[str, Any] = {}
         grouped = defaultdict[tuple[str, type], dict[str, Any]](dict)
         for name, value in self.settings.items():
             values = grouped[groups[name]] if name in groups else arguments
             values[name] = value
-        return arguments | {name: kind(**values) for (name, kind), values in grouped.items()}
+        return arguments | {name: group(**values) for (name, group), values in grouped.items()}
 
     def build(self) -> list[Defense]:
         """Return a new defence, for one run; an empty list for ``none``.
 
         Raises:
-            SourceError: a setting out of its range.
+            SourceError: a setting is out of its range.
         """
         if self.kind == NONE:
             return []
-        kind, wrong = defense_kinds()[self.kind], (DefenseError, ValueError, TypeError)
-        hint = f"'{self.kind}' takes {', '.join(inspect.signature(kind).parameters)}"
-        with refuse_errors(f"'{self}' cannot be built", *wrong, hint=hint):
-            return [kind(**self.arguments)]
+        defense = defense_classes()[self.kind]
+        hint = f"'{self.kind}' takes {', '.join(inspect.signature(defense).parameters)}"
+        with refuse_errors(f"'{self}' cannot be built", ValueError, TypeError, hint=hint):
+            return [defense(**self.arguments)]
 
 
-def defense_kinds() -> dict[str, type[Defense]]:
-    """Return the package's defences by name."""
+def defense_classes() -> dict[str, type[Defense]]:
+    """Return the classes of the package's defences by their names."""
     return {
-        kind.name: kind
-        for kind in vars(known).values()
-        if isinstance(kind, type) and issubclass(kind, Defense) and kind is not Defense
+        cls.name: cls
+        for cls in vars(package_defenses).values()
+        if isinstance(cls, type) and issubclass(cls, Defense) and cls is not Defense
     }
 
 
@@ -84,14 +84,14 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
         text: one defence, or ``none``.
 
     Raises:
-        SourceError: an unknown defence or setting, or a value that it does not take.
+        SourceError: the defence or a setting is unknown, or a value is not allowed.
     """
     kind, _, text_of_settings = text.strip().partition(":")
     if kind == NONE:
         if text_of_settings:
             raise SourceError(f"'{NONE}' is no defence and takes no settings")
         return [DefenseSpec(NONE, {})]
-    names = [NONE, *defense_kinds(), *MECHANISMS]
+    names = [NONE, *defense_classes(), *MECHANISMS]
     if kind not in names:
         raise SourceError(
             f"there is no defence '{kind}'{did_you_mean(kind, names)}. These exist: "
@@ -102,8 +102,7 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
             TokenLDP.name,
             ",".join([f"mechanism={kind}", *filter(None, [text_of_settings])]),
         )
-    defense = defense_kinds()[kind]
-    settings = _settings(kind, defense, text_of_settings)
+    settings = _parse_settings(kind, text_of_settings)
     specs = [
         DefenseSpec(kind, dict(zip(settings, values, strict=True)))
         for values in itertools.product(*settings.values())
@@ -113,7 +112,9 @@ def parse_defenses(text: str) -> list[DefenseSpec]:
     return specs
 
 
-def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[Any]]:
+def _parse_settings(kind: str, text: str) -> dict[str, list[Any]]:
+    """Return the values of each setting in ``setting=a/b,setting=c``."""
+    defense = defense_classes()[kind]
     parameters = inspect.signature(defense).parameters.values()
     allowed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + [*_groups(defense)]
     settings: dict[str, list[Any]] = {}
@@ -126,22 +127,22 @@ def _settings(kind: str, defense: type[Defense], text: str) -> dict[str, list[An
                 f"'{kind}' has no setting '{name}'{did_you_mean(name, allowed)}. It has: "
                 f"{', '.join(allowed)}"
             )
-        settings[name] = [_value(value) for value in values.split("/")]
+        settings[name] = [_parse_value(value) for value in values.split("/")]
     return settings
 
 
 def _groups(defense: type[Defense]) -> dict[str, tuple[str, type]]:
-    """Return each setting in a dataclass that a defence takes: its argument, and the class."""
+    """Return the argument and the dataclass of each setting that a defence takes in a group."""
     return {
-        field.name: (argument, kind)
+        field.name: (argument, group)
         for argument, hint in get_type_hints(defense.__init__).items()
-        for kind in get_args(hint)
-        if isinstance(kind, type) and is_dataclass(kind)
-        for field in fields(kind)
+        for group in get_args(hint)
+        if isinstance(group, type) and is_dataclass(group)
+        for field in fields(group)
     }
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     text = text.strip()
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
@@ -153,7 +154,7 @@ def _value(text: str) -> Any:
     return value if isinstance(value, int | float) else text
 
 
-def _written(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

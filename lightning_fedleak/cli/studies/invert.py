@@ -68,7 +68,7 @@ def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Utility:
+class _Utility:
     """Next-token prediction of the whole model from noised hidden states.
 
     Attributes:
@@ -80,7 +80,7 @@ class Utility:
     perplexity: float
 
 
-def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> Utility | None:
+def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> _Utility | None:
     """Return what a causal model in eval mode predicts with noise added at the split.
 
     Args:
@@ -104,7 +104,7 @@ def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> Ut
             right += int((logits.argmax(1) == truth).sum())
             nats += float(F.cross_entropy(logits, truth, reduction="sum"))
     n = ids[:, 1:].numel()
-    return Utility(right / n, math.exp(min(MOST_NATS, nats / n)))
+    return _Utility(right / n, math.exp(min(MOST_NATS, nats / n)))
 
 
 ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
@@ -146,7 +146,7 @@ class Cell:
     budget_seconds: float | None = None
     finished: bool = True
     problem: str | None = None
-    utility: Utility | None = None
+    utility: _Utility | None = None
     steps: float | None = None
 
 
@@ -176,7 +176,7 @@ def run_cells(
         announce: called with the name of what comes next.
     """
     for layer in layers:
-        useful: dict[tuple[int, Noise], Utility | str | None] = {}
+        useful: dict[tuple[int, Noise], _Utility | str | None] = {}
         for name, make in attacks:
             announce(f"preparing {name}@{layer}")
             attack = _prepared(make, layer, anatomy)
@@ -198,7 +198,7 @@ def run_cells(
                         sigma=noise.sigma,
                         relative=noise.relative,
                         texts=min(texts, len(ids)),
-                        utility=task if isinstance(task, Utility) else None,
+                        utility=task if isinstance(task, _Utility) else None,
                         problem=task if isinstance(task, str) else None,
                     )
                     yield _attacked(cell, attack, anatomy, ids, noise)

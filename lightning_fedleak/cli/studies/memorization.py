@@ -196,7 +196,6 @@ class ReleasedPool:
         self,
         base: TokenSnapshot,
         now: TokenSnapshot,
-        rate: float,
         alpha: float = 0.05,
         *,
         scores: Tensor | None = None,
@@ -207,14 +206,13 @@ class ReleasedPool:
         Args:
             base: what the base said of the texts.
             now: what the trained model says of them.
-            rate: of the list's false discoveries.
             alpha: probability that the number of rows that are given away at least is too high.
             scores: (N,) to list by, of the references; None: the pool's own.
             references: how many models without each record those are beyond.
         """
         released = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
         # Nothing says whether the model was trained under differential privacy.
-        facts: dict[str, Any] = {"pool": self.digest, "account": None, "rate": rate, "alpha": alpha}
+        facts: dict[str, Any] = {"pool": self.digest, "account": None, "alpha": alpha}
         facts |= {"references": references} if references else {}
         return list_records(
             released, self.members, self.rows, short=self.is_short, scores=scores, **facts

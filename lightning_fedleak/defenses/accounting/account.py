@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.checks import check_number
 CACHED = 64  # histories whose PRV epsilon an accountant stores. Not tuned
 
 
-class Ledger:
+class _Ledger:
     """Counts of releases by their noise multiplier and sample rate.
 
     Composition does not depend on the order, so an accountant needs nothing else. A checkpoint
@@ -117,7 +117,7 @@ def _milestone(count: int, slack: float) -> int:
     return milestone
 
 
-class Accountant(Ledger):
+class Accountant(_Ledger):
     """A count of releases, and their cost.
 
     :meth:`step` comes before the release. The noise must not depend on earlier releases, for which
@@ -127,7 +127,7 @@ class Accountant(Ledger):
     Args:
         kind: ``"prv"`` (tight) or ``"rdp"`` (fast).
         ledger: file that remembers every release through a crash, one for each client, see
-            :class:`Ledger`. None: what was released
+            :class:`_Ledger`. None: what was released
             after the last checkpoint is forgotten in a crash.
         sampling: how batches are drawn.
 
@@ -262,7 +262,7 @@ class Accountant(Ledger):
         return self._search[1].answer(total, fits)
 
 
-class RenyiFilter(Ledger):
+class RenyiFilter(_Ledger):
     """A budget that keeps a run within (epsilon, delta) although its noise is chosen in the run.
 
     Fully adaptive composition (Feldman & Zrnic 2021, Theorem 3.1 and Sect. 4.1; Lecuyer 2021): at a

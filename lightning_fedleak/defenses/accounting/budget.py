@@ -256,7 +256,7 @@ class Budget:
     def settle_next(self) -> tuple[float, Callable[[], None]]:
         """Return sigma of the next releases, and a function that counts one before it happens.
 
-        Both hold until an attribute of this budget changes.
+        Noise that can be guessed counts as 0. Both hold until an attribute of this budget changes.
 
         Raises:
             DefenseError: releases before had another noise or rate. The function: the account
@@ -266,15 +266,6 @@ class Budget:
         sigma = self.noise_now
         self.next_release = sigma, self.accountant.counter(0.0 if self.seeded else sigma, self.rate)
         return self.next_release
-
-    def record(self, noise_multiplier: float) -> None:
-        """Count a release that is about to happen; noise that can be guessed counts as 0.
-
-        Raises:
-            DefenseError: the account cannot be written.
-        """
-        assert self.rate is not None
-        self.accountant.step(0.0 if self.seeded else noise_multiplier, self.rate)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return what releases were accounted as, the noise, and its hardenings."""

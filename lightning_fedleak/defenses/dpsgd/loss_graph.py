@@ -40,6 +40,7 @@ from torch.autograd.graph import GradientEdge, Node
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
+from lightning_fedleak.model.batches import IGNORE_INDEX
 
 CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
 
@@ -541,7 +542,6 @@ def mean_of_sample_means(
     labels: Tensor,
     *,
     causal: bool,
-    ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the cross-entropy averaged over each sample's labels, then over samples.
@@ -560,9 +560,8 @@ def mean_of_sample_means(
 
     Args:
         logits: (B, T, V) or, of a classifier, (B, V).
-        labels: (B, T) or (B,) integers, beside the inputs they belong to.
+        labels: (B, T) or (B,) integers, beside the inputs they belong to; -100 does not count.
         causal: whether position t predicts label t + 1, as in Hugging Face's causal models.
-        ignore_index: label that does not count.
         label_smoothing: in [0, 1], as in torch's cross-entropy.
 
     Raises:
@@ -579,15 +578,15 @@ def mean_of_sample_means(
                 "mean_of_sample_means: causal=True needs logits (B, T, V) of two positions or more"
             )
         # Labels are shifted, not logits, which would be copied with their gradients.
-        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     samples = len(labels)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = torch.nn.functional.cross_entropy(
         wide.flatten(0, -2),
         labels.flatten(),
         reduction="none",
-        ignore_index=ignore_index,
+        ignore_index=IGNORE_INDEX,
         label_smoothing=label_smoothing,
     ).view(samples, -1)
-    counts = (labels.reshape(samples, -1) != ignore_index).sum(1).clamp(min=1)
+    counts = (labels.reshape(samples, -1) != IGNORE_INDEX).sum(1).clamp(min=1)
     return (losses.sum(1) / counts).mean()

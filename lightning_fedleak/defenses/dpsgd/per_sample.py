@@ -46,7 +46,7 @@ _MENDS = {
 
 
 @dataclass(frozen=True)
-class Outer:
+class _Outer:
     """Factors of a matrix's gradients: sample b's is ``sum_t left[b, t] right[b, t]^T``, (m, n).
 
     Attributes:
@@ -59,7 +59,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class EmbeddingRows:
+class _EmbeddingRows:
     """Rows of an embedding's gradients: sample b's has ``values[b, t]`` added to ``ids[b, t]``.
 
     Attributes:
@@ -72,7 +72,7 @@ class EmbeddingRows:
 
 
 @dataclass(frozen=True)
-class Dense:
+class _Dense:
     """Per-sample gradients in full.
 
     Attributes:
@@ -82,7 +82,7 @@ class Dense:
     values: Tensor
 
 
-Part = Outer | EmbeddingRows | Dense
+Part = _Outer | _EmbeddingRows | _Dense
 Parts = Sequence[Part]
 
 Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
@@ -121,27 +121,27 @@ def in_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
     product. Factors beside a part in full are always multiplied out: their sum has no ghost norm.
     """
     parts = _merged(parts) if len(parts) > 1 else parts
-    if len(parts) == 1 and isinstance(parts[0], Dense):
+    if len(parts) == 1 and isinstance(parts[0], _Dense):
         return parts
-    full = any(isinstance(part, Dense) for part in parts) or clipping == "per_sample"
-    if clipping == "auto" and all(isinstance(part, Outer) for part in parts):
-        size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, Outer))
+    full = any(isinstance(part, _Dense) for part in parts) or clipping == "per_sample"
+    if clipping == "auto" and all(isinstance(part, _Outer) for part in parts):
+        size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, _Outer))
         full = full or shape.numel() <= size
-    return [Dense(in_full(parts, shape))] if full else parts
+    return [_Dense(in_full(parts, shape))] if full else parts
 
 
 def _merged(parts: Parts) -> list[Part]:
     """Return at most one part of each kind; uses of a parameter become further positions."""
-    outer = [part for part in parts if isinstance(part, Outer)]
+    outer = [part for part in parts if isinstance(part, _Outer)]
     if len(outer) > 1:
         left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
-        outer = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
-    rows = [part for part in parts if isinstance(part, EmbeddingRows)]
+        outer = [_Outer(torch.cat(left, 1), torch.cat(right, 1))]
+    rows = [part for part in parts if isinstance(part, _EmbeddingRows)]
     if len(rows) > 1:
         values = torch.cat([_wide(part.values) for part in rows], 1)
-        rows = [EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
-    dense = [part.values for part in parts if isinstance(part, Dense)]
-    full = [Dense(functools.reduce(torch.add, dense))] if dense else []
+        rows = [_EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
+    dense = [part.values for part in parts if isinstance(part, _Dense)]
+    full = [_Dense(functools.reduce(torch.add, dense))] if dense else []
     return [*outer, *rows, *full]
 
 
@@ -149,9 +149,9 @@ def in_full(parts: Parts, shape: torch.Size) -> Tensor:
     """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
     total: Tensor | None = None
     for part in parts:
-        if isinstance(part, Dense):
+        if isinstance(part, _Dense):
             values = _wide(part.values)
-        elif isinstance(part, Outer):
+        elif isinstance(part, _Outer):
             left, right = _wide(part.left), _wide(part.right)
             if left.shape[2] > right.shape[2]:  # a tall product is several times slower on a CPU
                 values = (right.transpose(1, 2) @ left).transpose(1, 2).contiguous()
@@ -204,17 +204,17 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
 
     result: list[Part] = []
     for part in parts:
-        if isinstance(part, Dense):
+        if isinstance(part, _Dense):
             wide = _wide(part.values)
             column = weights.to(wide).view(-1, *[1] * (wide.dim() - 1))
             total = wide.new_zeros(len(rows), *wide.shape[1:])
-            result.append(Dense(total.index_add_(0, owner.to(wide.device), wide * column)))
-        elif isinstance(part, Outer):
+            result.append(_Dense(total.index_add_(0, owner.to(wide.device), wide * column)))
+        elif isinstance(part, _Outer):
             left = _wide(part.left) * weights.to(_wide(part.left))[:, None, None]
-            result.append(Outer(by_user(left), by_user(_wide(part.right))))
+            result.append(_Outer(by_user(left), by_user(_wide(part.right))))
         else:
             values = _wide(part.values) * weights.to(_wide(part.values))[:, None, None]
-            result.append(EmbeddingRows(by_user(part.ids), by_user(values)))
+            result.append(_EmbeddingRows(by_user(part.ids), by_user(values)))
     return result
 
 
@@ -226,7 +226,7 @@ def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
     """
     norms: list[Tensor] = []
     for parts in layers:
-        if len(parts) == 1 and isinstance(parts[0], Dense):
+        if len(parts) == 1 and isinstance(parts[0], _Dense):
             norms.append(_wide(parts[0].values).flatten(1).square().sum(1))
             continue
         samples = len(next(iter(vars(parts[0]).values())))
@@ -282,10 +282,10 @@ def weighted_sum(
     """
     total = target
     for part in parts:
-        if isinstance(part, Dense):
+        if isinstance(part, _Dense):
             wide = _wide(part.values)
             term = torch.tensordot(weights.to(wide), wide, dims=1)
-        elif isinstance(part, Outer):
+        elif isinstance(part, _Outer):
             left, right = _wide(part.left), _wide(part.right)
             column = weights.to(left)[:, None, None]
             if left.shape[2] < right.shape[2]:
@@ -326,11 +326,11 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """
     value, squares = left.new_zeros(()), left.new_zeros((), dtype=torch.float64)
     for part in parts:
-        if isinstance(part, Dense):
+        if isinstance(part, _Dense):
             terms = _wide(part.values).flatten(1)
             numbers = (terms.view(len(terms), len(left), -1) @ right) @ left
             norms = _norms(terms)
-        elif isinstance(part, Outer):
+        elif isinstance(part, _Outer):
             numbers = (_wide(part.left) @ left) * (_wide(part.right) @ right)
             norms = _norms(part.left) * _norms(part.right)
         else:
@@ -374,14 +374,14 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
     """Return the squared norms of some samples, so that copies and Gram matrices stay small."""
     total: Tensor | None = None
     absolute: Tensor | None = None
-    outer = next((part for part in parts if isinstance(part, Outer)), None)
+    outer = next((part for part in parts if isinstance(part, _Outer)), None)
     if outer is not None:
         left, right = _wide(outer.left[rows]), _wide(outer.right[rows])
         total, absolute = _add(None, None, (left @ left.mT).mul_(right @ right.mT))
     for part in parts:
-        if isinstance(part, Dense):
+        if isinstance(part, _Dense):
             raise AssertionError("parts in full and factors together have no ghost norm")
-        if not isinstance(part, EmbeddingRows):
+        if not isinstance(part, _EmbeddingRows):
             continue
         ids, values = part.ids[rows], _wide(part.values[rows])
         same = ids[:, :, None] == ids[:, None, :]
@@ -466,9 +466,9 @@ def _linear(
     gradient = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.weight.requires_grad:
         source = source.reshape(samples, -1, source.shape[-1])
-        parts["weight"] = Outer(source, gradient) if transposed else Outer(gradient, source)
+        parts["weight"] = _Outer(source, gradient) if transposed else _Outer(gradient, source)
     if module.bias is not None and module.bias.requires_grad:
-        parts["bias"] = Dense(_wide(gradient).sum(1))
+        parts["bias"] = _Dense(_wide(gradient).sum(1))
     return parts
 
 
@@ -482,7 +482,7 @@ def _embedding(
     values = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.padding_idx is not None:
         values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    return {"weight": EmbeddingRows(ids, values)}
+    return {"weight": _EmbeddingRows(ids, values)}
 
 
 def _layer_norm(
@@ -493,9 +493,9 @@ def _layer_norm(
     gradient = _wide(gradient).reshape(samples, -1, *shape)
     if module.weight.requires_grad:
         normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
-        parts["weight"] = Dense((normal.reshape_as(gradient) * gradient).sum(1))
+        parts["weight"] = _Dense((normal.reshape_as(gradient) * gradient).sum(1))
     if module.bias is not None and module.bias.requires_grad:
-        parts["bias"] = Dense(gradient.sum(1))
+        parts["bias"] = _Dense(gradient.sum(1))
     return parts
 
 
@@ -539,7 +539,7 @@ def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> d
         ) from error
     finally:
         module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-    return {key: Dense(values) for key, values in gradients.items()}
+    return {key: _Dense(values) for key, values in gradients.items()}
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:

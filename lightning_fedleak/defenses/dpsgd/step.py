@@ -1,7 +1,7 @@
 """One training step of DP-SGD: its batch, its forward pass and loss, and its clipped sum.
 
 Noise covers the optimizer's updates and nothing else. What is written to a model in another way
-leaves with it uncovered, so :class:`Buffers` and :class:`Weights` refuse such a write.
+leaves with it uncovered, so :class:`_Buffers` and :class:`_Weights` refuse such a write.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WatchedStep:
 
     def __init__(self, root: nn.Module, team: Team, *, clip: Clip, trusted: bool) -> None:
         self.check, self.canaries = loss_graph.LossCheck(trusted=trusted), 0
-        self.weights, self._buffers = Weights(), Buffers(root)
+        self.weights, self._buffers = _Weights(), _Buffers(root)
         self._team = team
         self.clip = clip
         self._batch: Any = None
@@ -352,7 +352,7 @@ def _loss_with_graph(output: Any, samples: int) -> Tensor:
     )
 
 
-class Buffers:
+class _Buffers:
     """The buffers and parameters of a model, to see whether a training step writes to one.
 
     Averages of activations, codebooks, or embedding rows that ``max_norm`` shortens are computed
@@ -440,7 +440,7 @@ class Buffers:
         self._buffers, self._parameters = {}, []  # the memory of the copies
 
 
-class Weights:
+class _Weights:
     """The trained weights as the optimizer's last step left them, to see another write to them.
 
     An average that is swapped in for validation, and out again before the next batch, is no such

@@ -6,7 +6,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,21 +23,7 @@ from lightning_fedleak.model.batches import BatchError, write_batch
 Per = Literal["token", "sequence"]
 
 
-@dataclass(frozen=True)
-class LDPProtocol:
-    """What published code does otherwise than :class:`TokenLDP`.
-
-    Attributes:
-        decode: how a vector becomes a token: ``"uniform"``, ``"first"``, ``"argmax"``; None for
-            ``"argmax"`` with ``the``, else ``"uniform"``.
-        keep_special: False randomises special tokens and padding like words.
-    """
-
-    decode: Decode | None = None
-    keep_special: bool = True
-
-
-class ReleaseCounter:
+class _ReleaseCounter:
     """How often at most one row has been released, over all fits so far.
 
     Rows are distinguished by digests, see :func:`row_digests`, which are kept for one fit only.
@@ -171,7 +156,10 @@ class TokenLDP(Defense):
         bits: d of dBitFlipPM; None for all.
         memoize: whether a row keeps its replacement for the fit; None: yes, except with
             ``domain="batch"``, where it is impossible.
-        protocol: decoding rule and special tokens, where published code differs.
+        decode: how a vector becomes a token: ``"uniform"``, ``"first"`` or ``"argmax"``; None for
+            ``"argmax"`` with ``the``, else ``"uniform"``.
+        keep_special: False randomises special tokens and padding like words, as published code
+            does.
         form: of the batches, where it is not read by itself.
         seed: for tests only: whoever knows it can take the replacement back, so nothing is
             guaranteed.
@@ -192,11 +180,12 @@ class TokenLDP(Defense):
         special_ids: Collection[int] | Any = None,
         bits: int | None = None,
         memoize: bool | None = None,
-        protocol: LDPProtocol | None = None,
+        decode: Decode | None = None,
+        keep_special: bool = True,
         form: BatchForm | None = None,
         seed: int | None = None,
     ) -> None:
-        protocol, form = protocol or LDPProtocol(), form or BatchForm()
+        form = form or BatchForm()
         check_number("TokenLDP: epsilon", epsilon, above=0)
         check_choice("TokenLDP: per", per, get_args(Per))
         if isinstance(domain, str) and domain not in ("vocabulary", "batch"):
@@ -210,16 +199,16 @@ class TokenLDP(Defense):
         self.per: Per = per
         self.domain = domain
         self.special_ids = special_ids
-        self.keep_special = protocol.keep_special
+        self.keep_special = keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
         self.example_ids = form.example_ids
         self.kind = form.kind
         self.seed = seed
-        self._settings = (protocol.decode, bits)
+        self._settings = (decode, bits)
         self._form = form
         self._set = None if isinstance(domain, str) else words.public_set(domain)
         self._randomizer(max(2, bits or 2))  # checks the settings
-        self._releases = ReleaseCounter()
+        self._releases = _ReleaseCounter()
         self._earlier = 0.0
         self._ready: words.Words | None = None
         self.guarantee = self._guarantee()
@@ -239,9 +228,8 @@ class TokenLDP(Defense):
         budget is applied once to the whole data set.
         """
         rules: dict[Mechanism, Decode] = {"the": "argmax", "rappor": "first", "dbitflip": "first"}
-        protocol = LDPProtocol(rules.get(mechanism), keep_special=False)
-        published = {"per": "token", "domain": "batch", "protocol": protocol}
-        return cls(mechanism, epsilon, **{**published, **settings})
+        published = {"per": "token", "domain": "batch", "decode": rules.get(mechanism)}
+        return cls(mechanism, epsilon, **{**published, "keep_special": False, **settings})
 
     @property
     def batches(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from lightning_fedleak.report.attacks import AttackSummary, Point, Points
-from lightning_fedleak.report.charts.plot import HALF, MOST_DOTS, QUARTERS, Plot, ticks, views
+from lightning_fedleak.report.charts.plot import HALF, MAX_DOTS, QUARTERS, Plot, ticks, views
 from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.overview import Overview, best_of_family, limits_of, of_what_left
@@ -27,16 +27,18 @@ from lightning_fedleak.report.series import (
 )
 from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
 
-MOST_BINS = 120
-"""Most points of a line. Of more looks those side by side share a bin. Not tuned."""
-MOST_DRAWN = 3
-"""Runs up to which a page has the charts of each, with fewer points. More would take the page above
-150 KB, which a browser opens at once; those of several runs together are always drawn."""
+MAX_BINS = 120
+"""Largest number of points of a line. If there are more looks, adjacent ones share a bin."""
+MAX_RUNS = 3
+"""Largest number of runs of which a page has separate charts, with fewer points for each run.
+
+With more runs the page would exceed 150 KB. Charts that compare runs are always drawn.
+"""
 
 
 @dataclass(frozen=True)
 class _Figure:
-    """A chart: title and caption in words, what is drawn, and the table behind it; or heat maps."""
+    """A chart with its title, its caption and the table of its numbers; or a set of heat maps."""
 
     title: str
     caption: str
@@ -50,68 +52,68 @@ class _Figure:
 # ---- one run ------------------------------------------------------------------------------------
 
 
-def figures(fit: FitSummary, one: Overview, runs: int = 1) -> list[_Figure]:
-    """Return the charts of a run, as far as there is something to draw and the page has space.
+def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
+    """Return the charts of a run for which there are data; none on a page of too many runs.
 
     Args:
-        fit: the run.
-        one: what is said first of it.
-        runs: how many are on the page.
+        fit: The run.
+        overview: The summary of the run.
+        n_runs: The number of runs on the page.
     """
-    if runs > MOST_DRAWN:
+    if n_runs > MAX_RUNS:
         return []
-    most = MOST_BINS if runs == 1 else MOST_BINS // (4 * (runs - 1))
-    spendings = [_spending(fit, a.defense, a.series, most) for a in fit.privacy]
-    sections = [
-        _heat_map(fit),
-        _knee(fit),
-        _over_steps(fit, one, most),
-        _defense(fit),
-        _each_attack(fit),
+    max_bins = MAX_BINS if n_runs == 1 else MAX_BINS // (4 * (n_runs - 1))
+    spendings = [_draw_spending(fit, a.defense, a.series, max_bins) for a in fit.privacy]
+    charts = [
+        _draw_heat_map(fit),
+        _draw_knee(fit),
+        _draw_steps(fit, overview, max_bins),
+        _draw_defense(fit),
+        _draw_attacks(fit),
         *spendings,
     ]
-    return [each for each in sections if each is not None]
+    return [chart for chart in charts if chart is not None]
 
 
-def _curves(fit: FitSummary, one: Overview) -> list[Curve]:
-    """Return a line for each kind of leak, by the attack that is quoted."""
-    quoted = {r.title.lower(): best_of_family(fit, r.family) for r in one.readings if r.rate}
+def _curves(fit: FitSummary, overview: Overview) -> list[Curve]:
+    """Return a line for each family of attacks: that of the attack which the page quotes."""
+    quoted = {r.title.lower(): best_of_family(fit, r.family) for r in overview.readings if r.rate}
     return [curve_of(attack, title) for title, attack in quoted.items() if attack]
 
 
-def _measured(fit: FitSummary) -> list[AttackSummary]:
+def _measured_attacks(fit: FitSummary) -> list[AttackSummary]:
     return [attack for attack in of_what_left(fit) if attack.quoted]
 
 
-def _heat_map(fit: FitSummary) -> _Figure | None:
-    """Return clients by rounds, as tables whose cells are coloured."""
-    attacks = [a for a in _measured(fit) if len(a.clients) > 1]
+def _draw_heat_map(fit: FitSummary) -> _Figure | None:
+    """Draw a table of clients by rounds for each attack, in which colours show the leakage."""
+    attacks = [a for a in _measured_attacks(fit) if len(a.clients) > 1]
     if not attacks:
         return None
     bins, tables = heat_maps(fit, attacks)
     caption = (
-        "Each square is one client's update in one round. Redder is more read; grey is guessing or "
+        "Each square is one client's update in one round. Red is more leakage; grey is guessing or "
         "below." + f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
     )
     columns = ["round", *bins.names, "mean"]
     return _Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")
 
 
-def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
-    """Draw leakage above utility, on one axis of steps."""
-    curves, metrics = _curves(fit, one), dict(list(utility(fit).items())[:2])
+def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure | None:
+    """Draw leakage above utility, with the same axis of steps."""
+    curves, metrics = _curves(fit, overview), dict(list(utility(fit).items())[:2])
     steps = [point.step for curve in curves for point in curve.points]
     steps += [step for line in metrics.values() for step, _ in line]
     if not steps:
         return None
-    bins = Bins(steps, most)
+    bins = Bins(steps, max_bins)
     visible = {curve: bins.highest(curve.points) for curve in curves}
     lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
-        parts = [_leakage(fit, width, x, visible)] if curves else []
-        return "".join([*parts, *([_metrics(fit, width, x, lines)] if lines else [])])
+        leakage = _plot_leakage(fit, width, x, visible) if curves else ""
+        return leakage + (_plot_utility(fit, width, x, lines) if lines else "")
 
     def cells(number: int) -> list[Cell]:
         rates = [curve.cell(points.get(number)) for curve, points in visible.items()]
@@ -124,17 +126,17 @@ def _over_steps(fit: FitSummary, one: Overview, most: int) -> _Figure | None:
     return _Figure("Leakage and utility", caption, views(draw), columns, rows, "over_steps")
 
 
-def _leakage(
+def _plot_leakage(
     fit: FitSummary, width: float, x: Span, visible: Mapping[Curve, Mapping[int, Point]]
 ) -> str:
     is_narrow = width < HALF
     size, margins = (width, 230 if is_narrow else 280), (40, 116 if is_narrow else 150, 20, 24)
-    plot = Plot(size, x, (_lowest(visible), 1), margins)
-    plot.axes(QUARTERS, _steps(x, is_narrow))
+    plot = Plot(size, x, (_lower_end(visible), 1), margins)
+    plot.axes(QUARTERS, _step_ticks(x, is_narrow))
     plot.levels((curve.chance for curve in visible), limits_of(fit), are_named=True)
     for curve, points in visible.items():
         plot.curve(curve, list(points.values()))
-        label = f"{_short(curve.name, 13)} {brief(curve.last.value)}"
+        label = f"{_shorten(curve.name, 13)} {brief(curve.last.value)}"
         plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
     if fit.decisions:
         first = fit.decisions[0]
@@ -146,37 +148,38 @@ def _leakage(
     return plot.svg(f"Leakage by {fit.unit}: {'; '.join(rates)}")
 
 
-def _lowest(visible: Mapping[Curve, Mapping[int, Point]]) -> float:
-    """Return where an axis of rates begins: at 0, or lower if a value is negative."""
+def _lower_end(visible: Mapping[Curve, Mapping[int, Point]]) -> float:
+    """Return the lower end of an axis of rates: 0, or the lowest value if it is negative."""
     return min([0.0, *(p.low or 0.0 for points in visible.values() for p in points.values())])
 
 
-def _metrics(
+def _plot_utility(
     fit: FitSummary, width: float, x: Span, lines: Mapping[str, Mapping[int, tuple[int, float]]]
 ) -> str:
     is_narrow = width < HALF
     values = [value for line in lines.values() for _, value in line.values()]
     y = min(values), max(values)
     plot = Plot((width, 138), x, y, (40, 116 if is_narrow else 150, 12, 36))
-    plot.axes(ticks(y, 3), _steps(x, is_narrow), fit.unit)
+    plot.axes(ticks(y, 3), _step_ticks(x, is_narrow), fit.unit)
     for number, (name, line) in enumerate(lines.items()):
         places = list(line.values())
         plot.line("use thin" if number else "use", places)
-        if not number and len(places) <= MOST_DOTS:
+        if not number and len(places) <= MAX_DOTS:
             plot.dots("use", places)
-        label = f"{_short(name, 11 if is_narrow else 16)} {places[-1][1]:.2f}"
+        label = f"{_shorten(name, 11 if is_narrow else 16)} {places[-1][1]:.2f}"
         plot.label(places[-1][1], label, "use" if number else "use b")
     ends = {name: [value for _, value in line.values()] for name, line in lines.items()}
     words = [f"{name} from {line[0]:.3f} to {line[-1]:.3f}" for name, line in ends.items()]
     return plot.svg(f"Utility by {fit.unit}: {'; '.join(words)}")
 
 
-def _knee(fit: FitSummary) -> _Figure | None:
-    """Draw the trained model's leakage against utility, look by look."""
-    data = knee(fit)
-    if data is None:
+def _draw_knee(fit: FitSummary) -> _Figure | None:
+    """Draw the trained model's leakage against utility, with a dot for each look."""
+    tradeoff = knee(fit)
+    if tradeoff is None:
         return None
-    name, looks, curve, best = data.metric, data.looks, data.curve, data.best
+    name, looks, curve = tradeoff.metric, tradeoff.looks, tradeoff.curve
+    best = tradeoff.best
     losses = [loss for loss, _ in looks]
     x, y = (max(losses), min(losses)), (min([0.4, *(p.low or 0.4 for _, p in looks)]), 1.0)
     pad = 0.08 * (x[0] - x[1]) or 0.1
@@ -198,16 +201,16 @@ def _knee(fit: FitSummary) -> _Figure | None:
             label = f"{fit.unit} {point.step}: {brief(point.value)}"
             anchor = "end" if plot.x(loss) > 0.7 * plot.right else "start"
             plot.text(plot.x(loss), plot.y(point.value) + 18, label, "ink b", anchor)
-        return plot.svg(f"{curve.name}, AUC against {name}. {data.sentence}")
+        return plot.svg(f"{curve.name}, AUC against {name}. {tradeoff.sentence}")
 
     rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
-    caption = f"Each dot is a look; upwards the trained model tells more. {data.sentence}"
+    caption = f"Each dot is a look. Higher: the trained model leaks more. {tradeoff.sentence}"
     columns = [fit.unit, "AUC", name]
     return _Figure("When learning turned into memorizing", caption, views(draw), columns, rows)
 
 
-def _defense(fit: FitSummary) -> _Figure | None:
-    """Draw what each attack read before the defence, and of what left."""
+def _draw_defense(fit: FitSummary) -> _Figure | None:
+    """Draw the leakage that each attack measured before and after the defence."""
     pairs = before_and_after(fit)
     if not pairs:
         return None
@@ -251,23 +254,23 @@ def _defense(fit: FitSummary) -> _Figure | None:
     return _Figure("What the defence took away", caption, views(draw), columns, rows)
 
 
-def _each_attack(fit: FitSummary) -> _Figure | None:
-    """Draw a small chart for each attack of what left a client or was released."""
-    attacks = [a for a in _measured(fit) if len(a.clients) < 2]
+def _draw_attacks(fit: FitSummary) -> _Figure | None:
+    """Draw a small chart for each attack on shared updates or on the trained model."""
+    attacks = [a for a in _measured_attacks(fit) if len(a.clients) < 2]
     if len(attacks) < 2:
         return None
     curves = {curve_of(a, a.name): measure(a.headline) for a in attacks}
-    bins = Bins([p.step for curve in curves for p in curve.points], MOST_DOTS)
+    bins = Bins([p.step for curve in curves for p in curve.points], MAX_DOTS)
     x = bins.span(fit.length)
     drawing, rows = Markup(""), []
     for curve, metric in curves.items():
         visible = bins.highest(curve.points)
         last = f"{metric} {brief(curve.last.value)}"
 
-        plot = Plot((240, 118), x, (_lowest({curve: visible}), 1), (28, 8, 8, 20))
+        plot = Plot((240, 118), x, (_lower_end({curve: visible}), 1), (28, 8, 8, 20))
         plot.axes([0, 0.5, 1], ticks(x, 3))
         plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
-        plot.curve(curve, list(visible.values()), most_dots=2)
+        plot.curve(curve, list(visible.values()), max_dots=2)
         title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
         svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
         drawing += Markup(title).format(curve.name, curve.tone(curve.last), last, svg)
@@ -278,9 +281,9 @@ def _each_attack(fit: FitSummary) -> _Figure | None:
     return _Figure("Each attack", bins.caption.strip(), drawing, columns, rows)
 
 
-def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figure | None:
-    """Draw the privacy that a defence has spent."""
-    bins = Bins([step for step, value in series if value is not None], most)
+def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int) -> _Figure | None:
+    """Draw the epsilon that a defence has spent by each step."""
+    bins = Bins([step for step, value in series if value is not None], max_bins)
     if len(bins.steps) < 2:
         return None
     remaining, x = bins.thinned(series), bins.span(fit.length)
@@ -289,9 +292,9 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figu
     def draw(width: float) -> str:
         is_narrow, y = width < HALF, (0.0, 1.08 * max(value for _, value in remaining.values()))
         plot = Plot((width, 150), x, y, (40, 60 if is_narrow else 150, 14, 36))
-        plot.axes(ticks(y, 4), _steps(x, is_narrow), fit.unit)
+        plot.axes(ticks(y, 4), _step_ticks(x, is_narrow), fit.unit)
         plot.line("ink", remaining.values())
-        if len(remaining) <= MOST_DOTS:
+        if len(remaining) <= MAX_DOTS:
             plot.dots("ink", remaining.values())
         plot.label(last, f"\u03b5 {digits(last)}", "ink b")
         return plot.svg(f"Epsilon by {fit.unit}: {digits(last)} at the end")
@@ -305,19 +308,21 @@ def _spending(fit: FitSummary, defense: str, series: Points, most: int) -> _Figu
 
 
 def compared_figures(fits: Sequence[FitSummary], compared: Comparison) -> list[_Figure]:
-    """Return the charts of several runs: utility against leakage, unless a gate stopped one, and
-    leakage by step.
+    """Return the charts that compare several runs.
+
+    They are leakage by step and, unless a gate stopped a run, utility against leakage.
     """
     curves = [
         curve_of(attack, name, f"dash{number % 4}")
         for number, (name, fit) in enumerate(zip(names_of(fits), fits, strict=True))
         if (attack := best_of_family(fit, compared.family))
     ]
-    first = None if compared.lengths else _pareto(compared)
-    return [each for each in (first, _overlay(curves, fits[0].unit)) if each is not None]
+    tradeoff = None if compared.lengths else _draw_tradeoff(compared)
+    overlay = _draw_overlay(curves, fits[0].unit)
+    return [chart for chart in (tradeoff, overlay) if chart is not None]
 
 
-def _pareto(compared: Comparison) -> _Figure | None:
+def _draw_tradeoff(compared: Comparison) -> _Figure | None:
     """Draw the leakage of each run against its utility."""
     runs = [
         (name, compared.utilities[name], reading, reading.rate)
@@ -340,7 +345,7 @@ def _pareto(compared: Comparison) -> _Figure | None:
             low = rate.value or 0.0 if rate.low is None else rate.low
             high = rate.value if rate.low is None else rate.high
             y = plot.y(low) + 18 if low > 0.2 else plot.y(high) - 10
-            label = f"{_short(name, 22)}  {reading.answer}"
+            label = f"{_shorten(name, 22)}  {reading.answer}"
             plot.text(plot.x(value), y, label, "ink b", "middle")
         return plot.svg(f"{compared.family} against {compared.metric}, each run")
 
@@ -350,22 +355,22 @@ def _pareto(compared: Comparison) -> _Figure | None:
     return _Figure("Utility against leakage", caption, views(draw, HALF), columns, rows)
 
 
-def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
+def _draw_overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     """Draw the leakage of each run by step."""
     if not curves:
         return None
-    bins = Bins([p.step for curve in curves for p in curve.points], MOST_DOTS)
+    bins = Bins([p.step for curve in curves for p in curve.points], MAX_DOTS)
     visible = {curve: bins.highest(curve.points) for curve in curves}
     x = bins.span(None)
 
     def draw(width: float) -> str:
-        plot = Plot((width, 300), x, (_lowest(visible), 1), (40, 110, 14, 40))
-        plot.axes(QUARTERS, _steps(x, True), unit)
+        plot = Plot((width, 300), x, (_lower_end(visible), 1), (40, 110, 14, 40))
+        plot.axes(QUARTERS, _step_ticks(x, True), unit)
         plot.levels([curves[0].chance])
         for curve, points in visible.items():
-            plot.curve(curve, list(points.values()), most_dots=0)
+            plot.curve(curve, list(points.values()), max_dots=0)
             plot.dots(curve.tone(curve.last), [(curve.last.step, curve.last.value)])
-            label = _short(curve.name, 14)
+            label = _shorten(curve.name, 14)
             plot.label(curve.last.value or 0.0, label, f"b {curve.tone(curve.last)}")
         return plot.svg(f"Leakage by {unit}, each run")
 
@@ -375,10 +380,10 @@ def _overlay(curves: Sequence[Curve], unit: str) -> _Figure | None:
     return _Figure(f"By {unit}", caption, views(draw, HALF), columns, rows)
 
 
-def _short(name: str, most: int) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}\u2026"
+def _shorten(name: str, max_length: int) -> str:
+    return name if len(name) <= max_length else f"{name[: max_length - 1]}\u2026"
 
 
-def _steps(span: Span, is_narrow: bool) -> list[float]:
-    """Return the steps that an axis names: whole numbers."""
+def _step_ticks(span: Span, is_narrow: bool) -> list[float]:
+    """Return the ticks of an axis of steps, which are whole numbers."""
     return [tick for tick in ticks(span, 4 if is_narrow else 10) if tick == int(tick)]

@@ -14,7 +14,7 @@ from lightning_fedleak.report.wording import brief
 
 DESK, HALF, PHONE = 1064, 510, 354
 """Widths in pixels: of the page's column, of half of it, and of the column on a phone."""
-MOST_DOTS = 48  # bins up to which each has a symbol: more would touch
+MAX_DOTS = 48  # bins up to which each has a symbol: more would touch
 QUARTERS = (0, 0.25, 0.5, 0.75, 1)  # ticks of a rate; more ticks crowd a phone's chart
 SHAPES = {
     "words": "m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
@@ -129,12 +129,12 @@ class Plot:
         if marks:
             self._parts.append(f'<path class="dot {kind}" d="{"".join(marks)}"/>')
 
-    def curve(self, curve: Curve, points: Sequence[Point], most_dots: int = MOST_DOTS) -> None:
+    def curve(self, curve: Curve, points: Sequence[Point], max_dots: int = MAX_DOTS) -> None:
         """Draw a line of leakage with its intervals, and with symbols if there are few."""
         tone = curve.tone(curve.last)
         self.band(tone, points)
         self.line(f"{tone} {curve.dash}".strip(), [(p.step, p.value) for p in points])
-        for kind in ("read", "calm") if len(points) <= most_dots else ():
+        for kind in ("read", "calm") if len(points) <= max_dots else ():
             places = [(p.step, p.value) for p in points if curve.tone(p) == kind]
             self.dots("read" if kind == "read" else "calm hollow", places, curve.family)
 
@@ -168,10 +168,12 @@ def _tick(value: float) -> str:
     return text.replace("0.", ".", 1) if 0 < abs(value) < 1 else text
 
 
-def ticks(span: Span, most: int) -> list[float]:
-    """Return at most so many round numbers between two, and one more."""
+def ticks(span: Span, max_intervals: int) -> list[float]:
+    """Return round numbers that divide a span into at most ``max_intervals`` intervals."""
     low, high = min(span), max(span)
-    unit = 10 ** math.floor(math.log10((high - low) / most or 1.0))
-    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= most)
+    unit = 10 ** math.floor(math.log10((high - low) / max_intervals or 1.0))
+    step = next(
+        s for s in (unit, 2 * unit, 5 * unit, 10 * unit) if (high - low) / s <= max_intervals
+    )
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(step * number, 12) for number in range(first, last + 1)]

@@ -25,7 +25,6 @@ from lightning_fedleak.defenses.accounting import accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
 from lightning_fedleak.defenses.accounting.account import (
     Accountant,
-    Ledger,
     RenyiFilter,
     best_order,
 )
@@ -317,17 +316,17 @@ def test_releases_of_a_checkpoint_that_the_ledger_lacks_are_written_to_it(tmp_pa
     elsewhere.step(1.0, 0.01, count=9)
     here = Accountant("rdp", ledger=tmp_path / "new.ledger")
     here.load_state_dict(elsewhere.state_dict())
-    assert Ledger(tmp_path / "new.ledger").steps == 9
+    assert Accountant(ledger=tmp_path / "new.ledger").steps == 9
 
 
 def test_a_ledger_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    first, second = Ledger(path), Ledger(path)
+    first, second = Accountant(ledger=path), Accountant(ledger=path)
     first.record(1.0, 0.01, 5)
     with pytest.raises(DefenseError, match="changed by something else"):
         second.record(1.0, 0.01, 7)
     assert second.steps == 0
-    third = Ledger(path)
+    third = Accountant(ledger=path)
     third.record(1.0, 0.01)
     with pytest.raises(DefenseError, match="changed by something else"):
         first.record(1.0, 0.01)
@@ -339,7 +338,7 @@ def test_a_ledger_that_another_run_writes_is_refused(tmp_path: Path) -> None:
 
 def test_a_line_that_does_not_reach_the_disk_is_taken_back(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "ledger"
-    ledger = Ledger(path)
+    ledger = Accountant(ledger=path)
     ledger.record(1.0, 0.01)
 
     def fails(descriptor: int) -> None:
@@ -350,7 +349,7 @@ def test_a_line_that_does_not_reach_the_disk_is_taken_back(tmp_path: Path, monke
         with pytest.raises(DefenseError, match="broken disk"):
             ledger.record(1.0, 0.01)
     ledger.record(1.0, 0.01)
-    assert ledger.steps == Ledger(path).steps == 2
+    assert ledger.steps == Accountant(ledger=path).steps == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
@@ -361,7 +360,7 @@ def test_killed_at_ten_random_points_no_release_is_forgotten(tmp_path: Path) -> 
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:  # releases after recording, until it is killed
-            ledger = Ledger(path)
+            ledger = Accountant(ledger=path)
             while True:
                 ledger.record(1.0, 0.01)
                 os.write(writer, b"r")
@@ -376,7 +375,7 @@ def test_killed_at_ten_random_points_no_release_is_forgotten(tmp_path: Path) -> 
             observed += len(more)
         os.close(reader)
         released += observed
-        counted = Ledger(path).steps
+        counted = Accountant(ledger=path).steps
         assert released <= counted <= released + 1
         released = counted
 

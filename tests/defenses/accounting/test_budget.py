@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fedleak.defenses.accounting.account import Ledger
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
 from lightning_fedleak.defenses.base import DefenseError
 
@@ -30,7 +30,7 @@ def spend(budget: Budget, most: int) -> int:
             budget.check_affords_another()
         except BudgetSpent:
             return released
-        budget.record(budget.noise_now)
+        budget.settle_next()[1]()
     return most
 
 
@@ -72,7 +72,7 @@ def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_pa
     """A checkpoint of before the first release, and a ledger with releases at another rate."""
     first = budget()
     first.settle(0.05, DELTA, lambda: STEPS)
-    Ledger(tmp_path / "ledger").record(first.noise_now, 0.2)
+    Accountant(ledger=tmp_path / "ledger").record(first.noise_now, 0.2)
     later = budget()
     later.open_ledger(tmp_path / "ledger")
     later.load_state_dict(first.state_dict(), 0)
@@ -103,7 +103,7 @@ def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     assert resumed.accountant.steps == 3
     assert resumed.privacy.epsilon == math.inf
     with pytest.raises(DefenseError, match="differ from those of earlier releases"):
-        resumed.record(resumed.noise_now)
+        resumed.settle_next()[1]()
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.accounting.account import Ledger
+from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.ledger import client_path
 
 OWN = b"1.0 0.01 5\n0.5 1e-05 3\n"
@@ -31,11 +31,11 @@ def test_reading_writes_nothing_and_half_a_line_goes_with_the_next_release(
 ) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(OWN + tail)
-    ledger = Ledger(path)
+    ledger = Accountant(ledger=path)
     assert (ledger.steps, path.read_bytes()) == (8, OWN + tail)
     ledger.record(1.0, 0.01, 2)
     assert path.read_bytes() == OWN + b"1.0 0.01 2\n"
-    assert ledger.steps == Ledger(path).steps == 10
+    assert ledger.steps == Accountant(ledger=path).steps == 10
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_file_of_someone_else_stays_as_it_was(tmp_path: Path, text: bytes) -> 
     path = tmp_path / "ledger"
     path.write_bytes(text)
     with pytest.raises(DefenseError, match=names(path)) as refused:
-        Ledger(path)
+        Accountant(ledger=path)
     assert path.read_bytes() == text
     assert "diary" not in str(refused.value)
 
@@ -127,7 +127,7 @@ def test_what_is_no_file_is_neither_opened_nor_written(
     with monkeypatch.context() as closed:
         closed.setattr(os, "open", opened)
         with pytest.raises(DefenseError, match=names(path) + what):
-            Ledger(path)
+            Accountant(ledger=path)
     assert sorted(p.name for p in Path().iterdir()) == before
 
 
@@ -138,7 +138,7 @@ def test_what_took_the_place_of_the_file_is_not_written(
 ) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(OWN)
-    ledger = Ledger(path)
+    ledger = Accountant(ledger=path)
     path.unlink()
     make(path)
     with pytest.raises(DefenseError, match=names(path)):
@@ -151,7 +151,7 @@ def test_what_took_the_place_of_the_file_is_not_written(
 def test_what_another_wrote_behind_a_torn_line_is_not_cut(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(OWN)
-    ledger, write = Ledger(path), os.write
+    ledger, write = Accountant(ledger=path), os.write
 
     def beside(descriptor: int, data: bytes) -> int:
         written = write(descriptor, data[:3])
@@ -168,35 +168,35 @@ def test_what_another_wrote_behind_a_torn_line_is_not_cut(tmp_path: Path, monkey
 def test_a_full_disk_behind_half_a_line_counts_nothing(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(OWN + b"1.0 0")
-    ledger, write = Ledger(path), os.write
+    ledger, write = Accountant(ledger=path), os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     with pytest.raises(DefenseError, match="fit on the disk"):
         ledger.record(1.0, 0.01)
     monkeypatch.undo()
     assert path.read_bytes() == OWN
     ledger.record(1.0, 0.01, 2)
-    assert ledger.steps == Ledger(path).steps == 10
+    assert ledger.steps == Accountant(ledger=path).steps == 10
 
 
 @pytest.mark.parametrize("count", [5, 5.0])
 def test_whatever_is_recorded_can_be_read_again(tmp_path: Path, count: float) -> None:
     path = tmp_path / "ledger"
-    ledger = Ledger(path)
+    ledger = Accountant(ledger=path)
     for sigma, rate in ((-0.0, 1), (1, 5e-324), (1.7976931348623157e308, 0.1), (1e16, 1e-5)):
         ledger.record(sigma, rate, count)  # type: ignore[arg-type]
-    assert Ledger(path).history == ledger.history
+    assert Accountant(ledger=path).history == ledger.history
     assert all(isinstance(row[2], int) for row in ledger.history)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, 1.5])
 def test_of_a_checkpoint_that_holds_no_counts_nothing_is_taken(tmp_path: Path, bad: float) -> None:
-    other = Ledger()
+    other = Accountant()
     other.record(1.0, 0.01, 3)
     other.record(2.0, 0.01, 3)
     state = other.state_dict()
     state["releases"][1, 2] = bad
     path = tmp_path / "ledger"
-    ledger = Ledger(path)
+    ledger = Accountant(ledger=path)
     with pytest.raises(DefenseError, match="count"):
         ledger.load_state_dict(state)
     assert ledger.steps == 0

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fedleak.defenses import DPSGD, ClipSettings, Users, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.per_sample import (
-    Dense,
-    EmbeddingRows,
-    Outer,
     Part,
+    _Dense,
+    _EmbeddingRows,
+    _Outer,
     full_precision,
     in_form,
     in_full,
@@ -238,7 +238,7 @@ def test_layers_of_other_kinds(samples: int) -> None:
 
 def squared_terms(part: Part) -> Tensor:
     """The squared norms of all positions' gradients, each multiplied out; of samples in full."""
-    if isinstance(part, Outer):
+    if isinstance(part, _Outer):
         return torch.einsum("btm,btn->btmn", part.left, part.right).square().sum()
     return part.values.square().sum()
 
@@ -261,12 +261,12 @@ def test_every_form_says_the_same(
     parts: list[Part] = []
     for kind, length in zip(kinds, lengths, strict=False):
         if kind == "outer":
-            parts.append(Outer(normal(samples, length, 7), normal(samples, length, 3)))
+            parts.append(_Outer(normal(samples, length, 7), normal(samples, length, 3)))
         elif kind == "rows":
             ids = torch.randint(0, 7, (samples, length), generator=generator)
-            parts.append(EmbeddingRows(ids, normal(samples, length, 3)))
+            parts.append(_EmbeddingRows(ids, normal(samples, length, 3)))
         else:
-            parts.append(Dense(normal(samples, *shape)))
+            parts.append(_Dense(normal(samples, *shape)))
     full = in_full(parts, shape)
     weights, left, right = normal(samples), normal(7), normal(3)
     for clipping in ("auto", "per_sample", "ghost"):
@@ -279,15 +279,15 @@ def test_every_form_says_the_same(
         torch.testing.assert_close(value, left @ full.sum(0) @ right)
         torch.testing.assert_close(terms, sum(map(squared_terms, form), start=left.new_zeros(())))
     ghost = in_form(parts, shape, "ghost")
-    assert all(isinstance(p, Dense) for p in ghost) == ("dense" in kinds)
+    assert all(isinstance(p, _Dense) for p in ghost) == ("dense" in kinds)
 
 
 def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     output = torch.full((1, 2, 4), 1e4)
     inputs = torch.ones(1, 2, 3)
     inputs[:, 1] = -1 + 1e-7
-    square = float(squared_norms([[Outer(output, inputs)]])[0])
-    true = float(in_full([Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
+    square = float(squared_norms([[_Outer(output, inputs)]])[0])
+    true = float(in_full([_Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
     assert square**0.5 >= true
 
 
@@ -309,12 +309,12 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
         parts: list[Part]
         if kind == "outer":
             left, right = [one, -near(one, by)], [other, near(other, by)]
-            parts = [Outer(torch.cat(left, 1), torch.cat(right, 1))]
+            parts = [_Outer(torch.cat(left, 1), torch.cat(right, 1))]
         elif kind == "rows":
-            parts = [EmbeddingRows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
+            parts = [_EmbeddingRows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
         else:
             one_hot = nn.functional.one_hot(ids, size).float()
-            parts = [Outer(one_hot, one), EmbeddingRows(ids, -near(one, by))]
+            parts = [_Outer(one_hot, one), _EmbeddingRows(ids, -near(one, by))]
         exact: list[Part] = [
             type(part)(
                 **{k: v.double() if v.is_floating_point() else v for k, v in vars(part).items()}
@@ -376,7 +376,7 @@ def test_norms_and_sums_are_not_computed_in_tf32(
     reduced()
     assert set(training.precisions) == {"high"}
     assert set(release.precisions) == {"highest"}
-    part = Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    part = _Outer(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
     with pytest.raises(RuntimeError), full_precision():
         weighted_sum([part], torch.ones(2), torch.Size([3, 3]))
     reduced()

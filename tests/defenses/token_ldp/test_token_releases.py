@@ -1,4 +1,4 @@
-"""ReleaseCounter against a plain count of all releases of all fits."""
+"""The counter of releases against a plain count of all releases of all fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.defenses.token_ldp.token_ldp import ReleaseCounter
+from lightning_fedleak.defenses.token_ldp.token_ldp import _ReleaseCounter
 
 ROWS = [bytes([i]) for i in range(4)]
 FITS = st.lists(
@@ -18,7 +18,7 @@ FITS = st.lists(
 @given(fits=FITS, interruption=st.sampled_from(["none", "same process", "new process"]))
 def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: str) -> None:
     """Exact within a fit; over several at least the truth, whatever carries the counts over."""
-    counter, truth, bound, longest = ReleaseCounter(), Counter[bytes](), 0, 0
+    counter, truth, bound, longest = _ReleaseCounter(), Counter[bytes](), 0, 0
     for fit in fits:
         in_fit = Counter[bytes]()
         for batch in fit:
@@ -31,7 +31,7 @@ def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: st
         assert bound >= max(truth.values(), default=0)
         state = counter.state_dict()
         if interruption == "new process":
-            counter = ReleaseCounter()
+            counter = _ReleaseCounter()
         if interruption != "none":
             counter.load(**state)
         counter.next_fit()
@@ -40,7 +40,7 @@ def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: st
 
 
 def test_an_older_checkpoint_takes_no_release_back() -> None:
-    counter = ReleaseCounter()
+    counter = _ReleaseCounter()
     for _ in range(3):
         counter.count(ROWS, 7, memoized=False)
     counter.load(batches=1, releases=1, longest=2)
@@ -48,7 +48,7 @@ def test_an_older_checkpoint_takes_no_release_back() -> None:
 
 
 def test_memoised_rows_are_released_once_in_a_fit() -> None:
-    counter = ReleaseCounter()
+    counter = _ReleaseCounter()
     for fit in range(1, 4):
         for _ in range(5):
             counter.count(ROWS * 2, 3, memoized=True)
@@ -61,7 +61,7 @@ def test_memoised_rows_are_released_once_in_a_fit() -> None:
     add=st.booleans(),
 )
 def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add: bool) -> None:
-    counters = [ReleaseCounter() for _ in by_process]
+    counters = [_ReleaseCounter() for _ in by_process]
     for counter, rows in zip(counters, by_process, strict=True):
         counter.load(batches=0, releases=2, longest=3)
         counter.count(rows, len(rows), memoized=False)
@@ -75,7 +75,7 @@ def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add
         assert counter.most >= 2 + max(truth.values(), default=0)
         assert counter.longest == max(3, *map(len, by_process))
     assert len({str(counter.state_dict()) for counter in counters}) == 1
-    after = ReleaseCounter()
+    after = _ReleaseCounter()
     after.load(**counters[0].state_dict())
     after.count(ROWS, 1, memoized=False)
     assert after.most == counters[0].most + 1

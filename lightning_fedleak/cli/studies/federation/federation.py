@@ -54,8 +54,7 @@ class Federation:
         partition_by: the column with the speaker, or the kind, of each text.
         partition: how texts are divided among clients; None: by speaker where there are speakers.
         alpha: of the Dirichlet distribution; the smaller it is, the less alike clients are.
-        peft: ``"lora"`` trains low-rank adapters; None the whole model.
-        lora_r: rank of the adapters; None for 8.
+        lora_r: rank of the LoRA that is trained; 0 for the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
         optimizer: of the clients, a key of ``OPTIMIZERS``.
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
@@ -83,8 +82,7 @@ class Federation:
     partition_by: str | None = None
     partition: Literal["iid", "speaker", "dirichlet"] | None = None
     alpha: float = 0.5
-    peft: Literal["lora"] | None = None
-    lora_r: int | None = None
+    lora_r: int = 0
     targets: str | None = None
     optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
     lr: float | None = None
@@ -112,9 +110,8 @@ class Federation:
     def make_model(self) -> nn.Module:
         """Return the model with its trained part, in train mode; the same at every call."""
         model: nn.Module = finetuning.load_model(self.model)
-        if self.peft == "lora":
-            rank = 8 if self.lora_r is None else self.lora_r
-            model = with_lora(find_anatomy(model), rank, self.targets, self.seed).model
+        if self.lora_r or self.targets is not None:
+            model = with_lora(find_anatomy(model), self.lora_r, self.targets, self.seed).model
         return model.train()
 
     @cached_property
@@ -165,7 +162,7 @@ class Federation:
         )
 
     def _rows(self, texts: Sequence[str]) -> list[Tensor]:
-        return list(finetuning.TokenRows.tokenize(texts, self.tokenizer, self.length).rows)
+        return finetuning.tokenize_rows(texts, self.tokenizer, self.length)
 
     @cached_property
     def rows(self) -> list[list[Tensor]]:

@@ -113,7 +113,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
-    "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
+    "subspace_texts": lambda: SubspaceTexts(budget_seconds=None),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
     "token_relaxation": lambda: TokenRelaxation(1, steps=3, initial="mean"),

@@ -27,9 +27,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_number, explain_arguments
 
-MAX_STORED_WEIGHTS = 1 << 26
-"""Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
-
 
 class CraftedFC(nn.Module):
     """Two fully connected layers whose second has K neurons that differ in their bias alone.
@@ -46,11 +43,7 @@ class CraftedFC(nn.Module):
     """
 
     def __init__(
-        self,
-        first: TwoIdentities | FrozenLinear,
-        second: Tensor,
-        biases: Tensor,
-        tokens: int | None,
+        self, first: FrozenLinear, second: Tensor, biases: Tensor, tokens: int | None
     ) -> None:
         super().__init__()
         self.tokens = tokens
@@ -89,36 +82,17 @@ class FrozenLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class TwoIdentities(nn.Module):
-    """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
+def two_identities(target: Tensor, dead_zone: Tensor) -> FrozenLinear:
+    """Return Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
 
     The paper's rows of zeros are left out.
 
-    W1 is stored up to :data:`MAX_STORED_WEIGHTS` weights. A larger one is applied without being
-    stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
-
     Args:
         target: T, (D,).
-        dead_zone: a scalar.
+        dead_zone: ().
     """
-
-    def __init__(self, target: Tensor, dead_zone: Tensor) -> None:
-        super().__init__()
-        d = len(target)
-        self.register_buffer("bias", torch.cat([-target, target]) - dead_zone)
-        self.bias: Tensor
-        weight = None
-        if 2 * d * d <= MAX_STORED_WEIGHTS:
-            eye = torch.eye(d).to(target)
-            weight = torch.cat([eye, -eye])
-        self.register_buffer("weight", weight)
-        self.weight: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., width) for (..., d)."""
-        if self.weight is not None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        return torch.cat([x, -x], -1) + self.bias
+    eye = torch.eye(len(target)).to(target)
+    return FrozenLinear(torch.cat([eye, -eye]), torch.cat([-target, target]) - dead_zone)
 
 
 def batch_inputs(
@@ -368,7 +342,7 @@ class FCMembership(MembershipAttack):
         """
         taus, zones = self.settings(target[None])
         target = target.detach().to(taus.dtype)
-        first = TwoIdentities(target, zones[0])
+        first = two_identities(target, zones[0])
         second = target.new_full((1, 2 * len(target)), -1.0)
         return CraftedFC(first, second, taus[0], self.read_together)
 

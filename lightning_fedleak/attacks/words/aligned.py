@@ -95,8 +95,6 @@ class AlignedFlatChat(Attack):
             an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
             backward over them.
         lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
-        refresh_every: steps after which :meth:`refresh` aligns with the changed model again; the
-            classifier stays.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -138,6 +136,8 @@ class AlignedFlatChat(Attack):
     gathers = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
+    refresh_every = 500
+    """Steps after which :meth:`refresh` aligns with the changed model again; the classifier stays."""
 
     @explain_arguments("AlignedFlatChat('sampled')")
     def __init__(
@@ -148,14 +148,12 @@ class AlignedFlatChat(Attack):
         readout: Literal["sign", "learned"] = "learned",
         calibration_tokens: int = 12_000,
         lengths: Sequence[int] = LENGTHS,
-        refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.readout = check_choice("readout", readout, ("sign", "learned"))
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         attack = type(self).__name__

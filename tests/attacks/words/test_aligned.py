@@ -186,7 +186,8 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     batch = PublicText(language.texts(16, 24, seed=9)).rows(range(16), 24, generator())
     view = observation(gradient_of(moved, batch, ["head.weight"])["head.weight"])
     truth = batch.target_ids().unique()
-    attack = AlignedFlatChat(public, readout="sign", refresh_every=10)
+    attack = AlignedFlatChat(public, readout="sign")
+    attack.refresh_every = 10
     attack.prepare(trained)
     stale = attack.run(view).types
     attack.refresh(moved, 9)
@@ -204,7 +205,8 @@ def test_refresh_learns_what_the_moved_model_expects(trained, public, language):
         optimizer.zero_grad()
         moved.model(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
-    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600, refresh_every=10)
+    attack = AlignedFlatChat(public, lengths=(24,), calibration_tokens=600)
+    attack.refresh_every = 10
     attack.prepare(trained)
     before = attack.state_dict()
     attack.refresh(moved, 10)

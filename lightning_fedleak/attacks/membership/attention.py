@@ -117,11 +117,10 @@ class AttentionMembership(MembershipAttack):
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
     needs_float64 = True
+    # Share of batches without the target that are taken for one with it: in the calibration and,
+    # under noise, in the decision.
     false_positive_rate = FALSE_POSITIVE_RATE
-    """Rate at which a batch without the target is taken for one with it, in the calibration and,
-    under noise, in the decision."""
-    refresh_every = 500
-    """Steps after which :meth:`refresh` calibrates again; not tuned."""
+    refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(

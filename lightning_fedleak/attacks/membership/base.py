@@ -104,10 +104,8 @@ class PassiveMembership(Attack):
         *("public_text", "public_rows", "tokens", "refresh_every", "seed"),
     )
     _prepared_at = 0
-    refresh_every = 50
-    """Steps after which :meth:`refresh` runs the model on public text again; more: staler sizes."""
-    controls = 8
-    """Public texts after the first ``public_rows`` that an attack scores as controls."""
+    refresh_every = 50  # steps after which refresh runs the model on public text again; not tuned
+    controls = 8  # public texts after the first ``public_rows`` that are scored as controls
 
     def __init__(
         self,

@@ -108,8 +108,7 @@ class InversionAttack(TextAttack):
         Capability.KNOWS_BOTTOM_MODEL,
     )
 
-    refresh_every = 1
-    """Optimizer steps after which the bottom model is copied again."""
+    refresh_every = 1  # optimizer steps after which the bottom model is copied again
 
     def __init__(
         self, layer: int, budget_seconds: float | None = None, name: str | None = None

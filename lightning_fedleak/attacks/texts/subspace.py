@@ -84,8 +84,7 @@ class SubspaceTexts(TextAttack):
     restores_fully = False
     last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
-    beam = 3
-    """Prefixes that are continued side by side where none is exact; more: slower. Not tuned."""
+    beam = 3  # prefixes that are continued side by side where none is exact; more: slower
     _copy: subspace_rows.BlockInputs | None = None
 
     def __init__(

@@ -136,8 +136,7 @@ class AlignedFlatChat(Attack):
     gathers = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
-    refresh_every = 500
-    """Steps after which :meth:`refresh` aligns with the changed model again; the classifier stays."""
+    refresh_every = 500  # steps after which refresh aligns with the changed model; not tuned
 
     @explain_arguments("AlignedFlatChat('sampled')")
     def __init__(

@@ -105,7 +105,6 @@ def attacks() -> list[Attack]:
         FlatChat(n_types=40),
         FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
         aligned,
-        AlignedFlatChat(public_text(), readout="sign", lengths=(12,), name="sign"),
         AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
         PrefixInversion(1, public_text(), types=None),
         BagOfWords(),

@@ -270,7 +270,8 @@ class FCMembership(MembershipAttack):
             ValueError: the precision is unknown.
         """
         name = str(precision)
-        prefixes = {**{key: key for key in SAFE_DISTANCES}, **PRECISION_BY_PREFIX}
+        prefixes: dict[str, Precision] = dict(zip(SAFE_DISTANCES, SAFE_DISTANCES, strict=True))
+        prefixes |= PRECISION_BY_PREFIX
         current = next((p for prefix, p in prefixes.items() if name.startswith(prefix)), None)
         if current is None:
             raise ValueError(

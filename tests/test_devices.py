@@ -101,8 +101,7 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
 PUBLIC = PublicText(ids_of(24, 12, seed=1))
 ATTACKS: dict[str, Callable[[], Attack]] = {
     "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
-    "aligned, sign": lambda: AlignedFlatChat(PUBLIC, readout="sign", calibration_tokens=200),
-    "aligned, learned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
+    "aligned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
     "reveal_labels": RevealLabels,
     "bag_of_words": BagOfWords,
     "bias_sign": BiasSign,
@@ -113,7 +112,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "trained": lambda: TrainedMembership(1, PUBLIC, hidden_units=8, steps=3, public_rows=8),
     "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
-    "subspace_texts": lambda: SubspaceTexts(beam=1, budget_seconds=None),
+    "subspace_texts": lambda: SubspaceTexts(budget_seconds=None),
     "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
     "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
     "token_relaxation": lambda: TokenRelaxation(1, steps=3, initial="mean"),
@@ -222,7 +221,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
         there = run_attack(attack, device.model(model_for(name)), device.put)
     assert device.synchronisations.total() > 0
     # A readout is learned from what the generator of the device draws, which has its own numbers.
-    drawn = ("scores",) if name == "aligned, learned" and device_type is Gpu else ()
+    drawn = ("scores",) if name == "aligned" and device_type is Gpu else ()
     assert_same(here, there, without=drawn)
     if attack.needs_float64 and device_type is FakeDevice:
         with (
@@ -233,7 +232,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("name", ["flatchat", "aligned, learned", "attention", "trained"])
+@pytest.mark.parametrize("name", ["flatchat", "aligned", "attention", "trained"])
 def test_a_restored_calibration_moves_to_the_device_of_the_model(
     name: str, device_type: Device
 ) -> None:
@@ -391,7 +390,7 @@ def test_steps_without_a_look_add_no_host_synchronisation(
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 def test_looks_of_a_fit_agree_across_devices(device_type: Device) -> None:
     def monitor() -> LeakageMonitor:
-        names = ("aligned, sign", "bag_of_words", "fc, full", "gradient", "token_relaxation")
+        names = ("flatchat", "bag_of_words", "fc, full", "gradient", "token_relaxation")
         return monitor_of(*names, assume=DISHONEST_SERVER, stages=("local", "shared"))
 
     noise = GradientNoise(None, 0.0)
@@ -432,7 +431,6 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     assert monitor.engine.results.looks == 1
 
 
-@pytest.mark.filterwarnings("ignore:attack 'aligned_sign'")
 def test_what_make_gpu_measures_runs_on_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

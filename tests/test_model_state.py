@@ -284,8 +284,7 @@ def calibrated(anatomy: Anatomy, seed: int) -> None:
     flatchat.prepare(anatomy)
     flatchat.regressor = None
     flatchat.refresh(anatomy, 1)
-    readout = "learned" if seed % 10 == 0 else "sign"
-    aligned = AlignedFlatChat(public_text=TEXT, readout=readout, calibration_tokens=60)
+    aligned = AlignedFlatChat(public_text=TEXT, calibration_tokens=60)
     aligned.prepare(anatomy)
     aligned.refresh(anatomy, 1)
 

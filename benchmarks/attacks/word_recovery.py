@@ -43,10 +43,10 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Sta
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
-    "flatchat-abs,aligned-sign --calibration-tokens 500 --regression-batches 1 "
+    "flatchat-abs,aligned --calibration-tokens 500 --regression-batches 1 "
     "--regression-shapes 4 --regression-pool 1 --pool 8 --blind-tokens 500",
     "--model {model} --private {text} --public {text} --shapes 2x8 --batches 1 --attacks "
-    "flatchat-abs-oracle,aligned-sign --calibration-tokens 500 --pool 8 --surface lora",
+    "flatchat-abs-oracle,aligned --calibration-tokens 500 --pool 8 --surface lora",
 )
 
 ATTACKS = (
@@ -55,8 +55,7 @@ ATTACKS = (
     "flatchat-gmm",
     "flatchat-abs-oracle",
     "flatchat-abs",
-    "aligned-sign",
-    "aligned-learned",
+    "aligned",
 )
 REGRESSION_SHAPES = tuple((b, n) for b in (1, 2, 4, 8, 16, 32) for n in (25, 50, 100))
 
@@ -129,7 +128,6 @@ def runners(names, anatomy, public: PublicText, args):
             continue
         attack = AlignedFlatChat(
             public,
-            readout=name.split("-")[1],
             calibration_tokens=args.calibration_tokens,
             lengths=args.lengths,
             seed=args.seed,

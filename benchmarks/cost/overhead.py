@@ -35,7 +35,7 @@ from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
-    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,sign,membership "
+    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,aligned,membership "
     "--layer 1 --device cpu --out {out}",
 )
 
@@ -138,8 +138,7 @@ def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
     public = PublicText(torch.randint(0, vocab, (64, 64), generator=generator))
     chosen = {
         "flatchat": lambda: FlatChat(public, shapes=((2, 16), (4, 32))),
-        "sign": lambda: AlignedFlatChat(public, readout="sign", name="aligned_sign"),
-        "learned": lambda: AlignedFlatChat(public, name="aligned_learned"),
+        "aligned": lambda: AlignedFlatChat(public),
         "membership": lambda: FCMembership(layer=arguments.layer),
     }
     return [chosen[name]() for name in arguments.attacks.split(",")]
@@ -217,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
     parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
     parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--attacks", default="flatchat,sign", help="also: learned, membership")
+    parser.add_argument("--attacks", default="flatchat,aligned", help="also: membership")
     parser.add_argument("--layer", type=int, default=6, help="of membership")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -91,8 +91,7 @@ class LogitMap:
         raise ValueError(
             f"{type(without_peft(model)).__name__} computes logits from its head by more than "
             f"scale, shift and softcap (off by {min(errors):.2g} of {size:.2g}), so that the "
-            "gradient of its head is unknown; FlatChat, or AlignedFlatChat(readout='sign'), does "
-            "not need it"
+            "gradient of its head is unknown; FlatChat does not need it"
         )
 
     @classmethod

@@ -172,7 +172,7 @@ def spans_of(text: str, finders: Mapping[str, _Find]) -> list[tuple[str, int, in
     return sorted((one for one in taken if one[0] in finders), key=lambda one: one[1])
 
 
-class Value(NamedTuple):
+class _Value(NamedTuple):
     """A value in a text.
 
     Attributes:
@@ -251,7 +251,7 @@ class EntityFinder:
         if held:
             yield self._piece(held), len(held)
 
-    def find(self, ids: Sequence[int]) -> list[Value]:
+    def find(self, ids: Sequence[int]) -> list[_Value]:
         """Return the values in a text without padding, in their order."""
         if not self.kinds:
             return []
@@ -261,7 +261,7 @@ class EntityFinder:
             text += piece
             ends += [len(text)] * n
         return [
-            Value(
+            _Value(
                 kind,
                 # 1-11-2020 is not 11-1-2020
                 ("-" * (kind == "date")).join(re.findall(r"[^\W_]+", text[start:end])).casefold(),

@@ -1,4 +1,4 @@
-"""Sharded models, made whole on every process, all at once or parameter by parameter."""
+"""Gathering the parameters of a sharded model on every process, all at once or one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ParameterPlace = tuple[nn.Module, str, Tensor]
 def parameter_places(
     modules: Iterable[nn.Module], values: Mapping[int, Tensor]
 ) -> list[ParameterPlace]:
-    """Return the places of parameters, with values that are given by the ``id`` of each."""
+    """Return the places of parameters, each with its value: ``values`` has it by the id."""
     return [
         (module, name, values[id(parameter)])
         for module in modules
@@ -38,7 +38,7 @@ def parameter_places(
 
 @contextmanager
 def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
-    """Put tensors into places of parameters, and the parameters back."""
+    """Run the block with tensors instead of parameters, and put the parameters back after it."""
     live = [module._parameters.get(name) for module, name, _ in places]
     try:
         for module, name, value in places:
@@ -53,20 +53,22 @@ def parameters_replaced(places: Sequence[ParameterPlace]) -> Iterator[None]:
 def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     """Replace the parameters that FSDP2 or ZeRO-3 shards by whole ones, on every process.
 
-    It gives attacks the server's copy of the model, which they may run as often as the data ask,
-    so that a collective would block other processes. It takes the parameters' memory on each, and
-    restores the model's tensors after. Their hooks do not run within, see
-    :func:`~lightning_fedleak.model.model_runs.only_needed_hooks`; the computation is in the dtype
-    that its policy casts parameters to.
+    Attacks run the model as often as their data ask for, which differs between processes. A
+    collective in such a run would block the other processes, so the parameters are gathered before.
+    That takes the memory of all parameters on each process. The model's own tensors are restored
+    after the block. Sharding hooks do not run within it, see
+    :func:`~lightning_fedleak.model.model_runs.only_needed_hooks`. The computation is in the dtype
+    that the model's policy casts parameters to.
 
-    Every process must enter it, outside of forward and backward, because it gathers.
+    Every process must enter the block, outside of forward and backward, because it gathers.
 
     Args:
         root: the module whose parameters are replaced.
-        as_read: gather a parameter only when a module reads it as its attribute, once, which every
-            process must do in one order. At a call of an embedding the rows of its ids alone are
-            gathered, which must be the same on every process. ``parameters()`` gives the shards. A
-            block within that is not ``as_read`` gathers what is missing, and frees it at its end.
+        as_read: gather a parameter only when a module first reads it as its attribute. All
+            processes must read parameters in the same order. A call of an embedding gathers only
+            the rows of its ids, which must be the same on every process. ``parameters()`` gives the
+            shards. A nested block without ``as_read`` gathers the missing parameters, and frees
+            them at its end.
     """
     modules = list(root.modules())
     owned = [p for m in modules for p in m._parameters.values()]
@@ -75,7 +77,7 @@ def whole_model(root: nn.Module, *, as_read: bool = False) -> Iterator[None]:
     if not sharded:
         yield
         return
-    dtypes = {key: one.param_dtype for key, one in mixed_precision(root).items()}
+    dtypes = {key: policy.param_dtype for key, policy in mixed_precision(root).items()}
 
     def gather(parameter: nn.Parameter) -> nn.Parameter:
         whole = whole_tensor(parameter)
@@ -98,7 +100,7 @@ def _gathered_as_read(
     gather: Callable[[nn.Parameter], nn.Parameter],
     dtypes: Mapping[int, torch.dtype | None],
 ) -> Iterator[None]:
-    """Gather a parameter when it is read, and of embeddings the rows that they give."""
+    """Gather a parameter when it is read, and of an embedding only the rows that are looked up."""
     stores, whole = [m._parameters for m in modules], dict[int, nn.Parameter]()
     by_rows = [m for m in modules if _gives_rows(m)]
     try:
@@ -115,7 +117,7 @@ def _gathered_as_read(
 
 
 def _gives_rows(module: nn.Module) -> bool:
-    """Return whether a module gives rows of a sharded weight as they are."""
+    """Return whether a module looks up rows of a sharded weight and does nothing else to them."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     is_plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
@@ -123,7 +125,7 @@ def _gives_rows(module: nn.Module) -> bool:
 
 
 def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Tensor:
-    """Return rows of an embedding, of which no others are gathered."""
+    """Return rows of an embedding, and gather no other rows of it."""
     shard = embedding._parameters.get("weight")
     if shard is None or not is_shard(shard):  # within a block that has it whole
         return nn.Embedding.forward(embedding, input)  # type: ignore[arg-type]
@@ -133,9 +135,9 @@ def _embed(embedding: nn.Module, dtype: torch.dtype | None, input: Tensor) -> Te
 
 
 class _GatheredAsRead(dict[str, nn.Parameter | None]):
-    """The parameters of a module, of which a shard is gathered when it is read by its name.
+    """The parameters of a module; one that is a shard is gathered when it is read by its name.
 
-    Their iteration and ``get`` give the shards.
+    Iteration and ``get`` give the shards.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ def explain_shards(model: nn.Module, processes: int) -> str:
     """Return why the gradients of a model under FSDP2 cannot be read; empty where they can.
 
     Args:
-        model: whose layers are sharded if an evaluation left them whole.
-        processes: that train it.
+        model: the model. Layers that an evaluation left whole are sharded again.
+        processes: the number of processes that train it.
     """
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for layer in layers:
@@ -184,6 +186,6 @@ def explain_shards(model: nn.Module, processes: int) -> str:
                 f"FSDP2 does not reduce the gradient of '{name}', which each process trains on its "
                 "own: call fully_shard on the whole model, without ignored_params"
             )
-    if any(torch.float16 in (one.param_dtype, one.reduce_dtype) for one in policies.values()):
+    if any(torch.float16 in (p.param_dtype, p.reduce_dtype) for p in policies.values()):
         return "Under FSDP2 with float16 gradients are scaled, which is not tested: use bfloat16"
     return ""

@@ -51,7 +51,6 @@ def lora() -> nn.Module:
 
 WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "head": (llama, aligned),
-    "sign": (llama, lambda: aligned(readout="sign")),
     "flattened": (llama, lambda: FlatChat(PublicText(TEXT), shapes=((1, 10), (2, 10), (4, 10)))),
     "programs": (llama, RevealLabels),
     "bias": (bert, BiasSign),

@@ -99,11 +99,12 @@ def public_text() -> PublicText:
 
 
 def attacks() -> list[Attack]:
+    aligned = AlignedFlatChat(public_text(), calibration_tokens=200, lengths=(12,))
+    aligned.refresh_every = 1
     return [
         FlatChat(n_types=40),
         FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
-        AlignedFlatChat(public_text(), calibration_tokens=200, lengths=(12,), refresh_every=1),
-        AlignedFlatChat(public_text(), readout="sign", lengths=(12,), name="sign"),
+        aligned,
         AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
         PrefixInversion(1, public_text(), types=None),
         BagOfWords(),

@@ -59,9 +59,11 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp
     for case, attack, again in (
         ("same", attention(public(0)), False),
         ("text", attention(public(1)), True),
-        ("refresh", attention(public(0), refresh_every=100), True),
+        ("refresh", attention(public(0)), True),
     ):
         prepared.clear()
+        if case == "refresh":
+            attack.refresh_every = 100
         watched(tmp_path / case, attack, n=8, state=state)
         assert prepared == ([attack] if again else [])
         means = [one.state_dict()["whitening.mean"] for one in (first, attack)]

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fedleak.evaluation.canaries import InclusionMismatch, with_entities
-from lightning_fedleak.evaluation.canaries.entities import EntityKind
+from lightning_fedleak.evaluation.canaries.entities import _EntityKind
 from lightning_fedleak.evaluation.canaries.items import token_ids_of
 
 
@@ -58,7 +58,7 @@ def text_of(item: dict[str, Any]) -> str:
 
 @given(st.text(alphabet="#?x-", min_size=1, max_size=6))
 def test_a_pattern_has_each_of_its_values_once(pattern: str) -> None:
-    kind = EntityKind("a {}", pattern)
+    kind = _EntityKind("a {}", pattern)
     assert kind.size == 10 ** pattern.count("#") * 26 ** pattern.count("?")
     numbers = range(0, kind.size, max(1, kind.size // 500))
     values = [kind.value(number) for number in numbers]

@@ -29,6 +29,7 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     tokens_at,
 )
 from lightning_fedleak.attacks.membership.base import (
+    FALSE_POSITIVE_RATE,
     MembershipAttack,
     MembershipGuess,
     check_targets,
@@ -92,10 +93,7 @@ class AttentionMembership(MembershipAttack):
         gamma: ``"calibrated"``, or ``"lemma"`` with ``score="coordinates"``.
         attention: how the layers are crafted and read.
         tokens: public texts are cut to this length.
-        batch: number of sentences in a client's batch, for which ``false_positive_rate`` holds.
-        false_positive_rate: rate at which a batch without the target is taken for one with it, in
-            the calibration and, under noise, in the decision.
-        refresh_every: number of steps after which :meth:`refresh` calibrates again.
+        batch: number of sentences in a client's batch, for which :attr:`false_positive_rate` holds.
         seed: seed of public text and calibration.
         name: the attack's name in the logs.
 
@@ -119,6 +117,10 @@ class AttentionMembership(MembershipAttack):
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
     needs_float64 = True
+    # Share of batches without the target that are taken for one with it: in the calibration and,
+    # under noise, in the decision.
+    false_positive_rate = FALSE_POSITIVE_RATE
+    refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(
@@ -131,8 +133,6 @@ class AttentionMembership(MembershipAttack):
         attention: AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
-        false_positive_rate: float = 0.01,
-        refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
@@ -146,13 +146,9 @@ class AttentionMembership(MembershipAttack):
             raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
         self.whiten = settings.whiten
         self.batch = check_integer("batch", batch)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         self.seed = seed
         self._settings = settings
         self._choose(replaced=False, defended=False)
-        self.false_positive_rate = check_number(
-            "false_positive_rate", false_positive_rate, above=0, below=1
-        )
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self._prepared_at = 0

@@ -85,7 +85,6 @@ class PassiveMembership(Attack):
         tokenizer: for strings.
         public_rows: number of public texts.
         tokens: of a text that are read at most.
-        refresh_every: steps after which ``refresh`` runs the model on public text again.
         seed: of sampled text.
         name: as in the logs.
 
@@ -105,8 +104,8 @@ class PassiveMembership(Attack):
         *("public_text", "public_rows", "tokens", "refresh_every", "seed"),
     )
     _prepared_at = 0
-    controls = 8
-    """Public texts after the first ``public_rows`` that an attack scores as controls."""
+    refresh_every = 50  # steps after which refresh runs the model on public text again; not tuned
+    controls = 8  # public texts after the first ``public_rows`` that are scored as controls
 
     def __init__(
         self,
@@ -115,14 +114,12 @@ class PassiveMembership(Attack):
         tokenizer: Any = None,
         public_rows: int = 24,
         tokens: int = 64,
-        refresh_every: int = 50,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
         self.public_rows = check_integer("public_rows", public_rows, at_least=2)
         self.tokens = check_integer("tokens", tokens, at_least=2)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed

@@ -27,9 +27,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_number, explain_arguments
 
-MAX_STORED_WEIGHTS = 1 << 26
-"""Weights of the first layer that are stored (256 MiB); more are applied without being stored."""
-
 
 class CraftedFC(nn.Module):
     """Two fully connected layers whose second has K neurons that differ in their bias alone.
@@ -42,15 +39,11 @@ class CraftedFC(nn.Module):
         first: maps (..., D) to (..., width).
         second: (1, width).
         biases: (K,).
-        tokens: positions of a sentence that are read as one input; None: each token is one.
+        tokens: the number of positions of a sentence that are one input; None: each token is one.
     """
 
     def __init__(
-        self,
-        first: TwoIdentities | FrozenLinear,
-        second: Tensor,
-        biases: Tensor,
-        tokens: int | None,
+        self, first: FrozenLinear, second: Tensor, biases: Tensor, tokens: int | None
     ) -> None:
         super().__init__()
         self.tokens = tokens
@@ -89,36 +82,17 @@ class FrozenLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class TwoIdentities(nn.Module):
-    """Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
+def two_identities(target: Tensor, dead_zone: Tensor) -> FrozenLinear:
+    """Return Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
 
     The paper's rows of zeros are left out.
 
-    W1 is stored up to :data:`MAX_STORED_WEIGHTS` weights. A larger one is applied without being
-    stored (for a sentence of 32 x 768 it would take 4.8 GB), with the same result.
-
     Args:
         target: T, (D,).
-        dead_zone: a scalar.
+        dead_zone: ().
     """
-
-    def __init__(self, target: Tensor, dead_zone: Tensor) -> None:
-        super().__init__()
-        d = len(target)
-        self.register_buffer("bias", torch.cat([-target, target]) - dead_zone)
-        self.bias: Tensor
-        weight = None
-        if 2 * d * d <= MAX_STORED_WEIGHTS:
-            eye = torch.eye(d).to(target)
-            weight = torch.cat([eye, -eye])
-        self.register_buffer("weight", weight)
-        self.weight: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., width) for (..., d)."""
-        if self.weight is not None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        return torch.cat([x, -x], -1) + self.bias
+    eye = torch.eye(len(target)).to(target)
+    return FrozenLinear(torch.cat([eye, -eye]), torch.cat([-target, target]) - dead_zone)
 
 
 def batch_inputs(
@@ -176,7 +150,7 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's
 The class says on which models they were measured.
 """
 
-MAX_NUMBERS_AT_ONCE = 1 << 20  # of a sum at once (4 MiB in float32), which bounds the memory
+MAX_NUMBERS_AT_ONCE = 1 << 20  # numbers summed at once (4 MiB in float32), which bounds the memory
 
 MAX_RELATIVE_TAU = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
@@ -193,33 +167,40 @@ class FCMembership(MembershipAttack):
     shows between which two values of ``tau`` the nearest input lies: one run gives a whole ROC. The
     paper's decision b' is read at the rung ``tau``.
 
-    **tau.** The hidden states of one text differ by rounding between batches and paddings. Relative
-    to ``‖T‖_1``, on MiniLM-L6, stories15M and SmolLM2-135M at layers >= 1, that L1 distance is at
-    most 2e-6 in float32, .004 in float16 and .029 in bfloat16; to the nearest token of another
-    sentence in the batch it is .04 or more, with rare exceptions in the first layers. Beyond a dead
-    zone of a twentieth of T's mean coordinate, rounding in bfloat16 is mostly below .005, and in
-    MiniLM's first layers below .0003, but once .015, so that member is missed: a token with a
-    massive activation (SmolLM2, layer 3). The distance to other tokens is then .0126 or more except
-    at layer 1, where it was .0016 for two sentences that differ only in their last punctuation
-    mark. ``tau="auto"`` lies between, in units of ``‖T‖_1``, because the scale of hidden states
-    differs by a factor of a thousand between models and layers. A number is absolute, as in the
-    paper. TF32 counts as float16, whose mantissa has as many bits. The server must embed its
-    targets in the client's precision: between float32 and bfloat16 the distance is up to .07. In
-    half precision the first layers round far less than the last, and other tokens come near: give
-    ``tau`` there.
+    **tau.** ``tau="auto"`` is in units of ``‖T‖_1``, because the scale of hidden states differs by
+    a factor of a thousand between models and layers. It lies between two L1 distances from the
+    target, in these units, at layers >= 1 of MiniLM-L6, stories15M and SmolLM2-135M:
+
+    ==================== ============================ ==========================================
+    hidden states        the same text, rounded       the nearest token of another sentence
+                         otherwise in another batch
+    ==================== ============================ ==========================================
+    float32              at most 2e-6                 .04 or more, rarely less in first layers
+    float16, TF32        at most .004                 the same
+    bfloat16             at most .029                 the same
+    bfloat16, dead zone  mostly below .005 (below     .0126 or more; at layer 1 once .0016, of
+    of a 20th of T's     .0003 in MiniLM's first      two sentences that differ only in their
+    mean coordinate      layers), once .015           last punctuation mark
+    ==================== ============================ ==========================================
+
+    The .015 is a token with a massive activation (SmolLM2, layer 3), and that member is missed. In
+    half precision the first layers round far less than the last ones, and other tokens come near:
+    give ``tau`` there. A number is an absolute distance, as in the paper. The server must embed its
+    targets in the client's precision: from float32 to bfloat16 the distance is up to .07.
 
     No ``tau`` separates two texts with the same hidden state: at layer 0 the same word at the same
-    place, and in a causal model positions whose whole prefix occurs in another sentence. Under
-    dropout a text is not near itself: a dishonest server turns it off.
+    position, and in a causal model positions whose whole prefix occurs in another sentence. Dropout
+    changes the hidden states of a text, so a dishonest server turns it off.
 
-    The dead zone, ``relu(tau - sum_i relu(|x_i - T_i| - dead_zone))``, lies in the first bias,
-    ``[-T - dead_zone; T - dead_zone]``. Within it the first layer is silent, as for an exact copy.
+    **Dead zone.** The layers compute ``relu(tau - sum_i relu(|x_i - T_i| - dead_zone))``. The dead
+    zone is part of the first bias, ``[-T - dead_zone; T - dead_zone]``. Within it the first layer
+    is silent, as for an exact copy.
 
-    Where the gradient at the target's token is exactly zero (a label that is ignored, say), the
-    rung stays zero and the guess is "no".
+    If the gradient at the target's token is exactly zero, for example because its label is ignored,
+    the rung stays zero and the guess is "no".
 
-    Under noise of a known standard deviation the rung ``tau`` alone is read. Rungs share the norm
-    under clipping, so where a defence acts on gradients (:meth:`meet`), that rung alone is crafted,
+    Under noise of a known standard deviation only the rung ``tau`` is read. Rungs share the norm
+    under clipping. So if a defence acts on gradients (:meth:`meet`), only that rung is crafted,
     whatever ``ladder`` says.
 
     Args:
@@ -227,7 +208,7 @@ class FCMembership(MembershipAttack):
         granularity: ``"token"`` (FC-Token) or ``"full"`` (FC-Full).
         tau: the L1 distance below which an input counts as the target, or ``"auto"``, which depends
             on the precision.
-        dead_zone: per coordinate, or ``"auto"``.
+        dead_zone: the difference up to which a coordinate counts as equal, or ``"auto"``.
         ladder: the rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5
             below, halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times
             ``tau``).
@@ -289,11 +270,9 @@ class FCMembership(MembershipAttack):
             ValueError: the precision is unknown.
         """
         name = str(precision)
-        words: dict[str, Precision] = {
-            **{one: one for one in SAFE_DISTANCES},
-            **PRECISION_BY_PREFIX,
-        }
-        current = next((one for word, one in words.items() if name.startswith(word)), None)
+        prefixes: dict[str, Precision] = dict(zip(SAFE_DISTANCES, SAFE_DISTANCES, strict=True))
+        prefixes |= PRECISION_BY_PREFIX
+        current = next((p for prefix, p in prefixes.items() if name.startswith(prefix)), None)
         if current is None:
             raise ValueError(
                 f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)}, or a Trainer's"
@@ -368,7 +347,7 @@ class FCMembership(MembershipAttack):
         """
         taus, zones = self.settings(target[None])
         target = target.detach().to(taus.dtype)
-        first = TwoIdentities(target, zones[0])
+        first = two_identities(target, zones[0])
         second = target.new_full((1, 2 * len(target)), -1.0)
         return CraftedFC(first, second, taus[0], self.read_together)
 

@@ -45,7 +45,6 @@ class SubspaceMembership(PassiveMembership):
     Args:
         public_text: text like the clients', or ``"sampled"`` for text that the model writes; it
             shows how much any text explains.
-        refresh_every: steps after which :meth:`refresh` runs the model on public text again.
         shared: ``tokenizer``, ``public_rows``, ``tokens``, ``seed`` and ``name``, as in
             :class:`~lightning_fedleak.attacks.PassiveMembership`.
 
@@ -61,11 +60,10 @@ class SubspaceMembership(PassiveMembership):
 
     default_name = "subspace_membership"
     needs_float64 = True
+    refresh_every = 500
 
-    def __init__(
-        self, public_text: TextSource = "sampled", *, refresh_every: int = 500, **shared: Any
-    ) -> None:
-        super().__init__(public_text, refresh_every=refresh_every, **shared)
+    def __init__(self, public_text: TextSource = "sampled", **shared: Any) -> None:
+        super().__init__(public_text, **shared)
         self._words = SubspaceWords(capacity_seconds=0)
         self._wide_inputs = row_space.PerMaps(_find_wide_inputs)
         self._public_inputs: tuple[row_space.SharedInput, ...] = ()

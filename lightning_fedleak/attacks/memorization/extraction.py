@@ -20,7 +20,10 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import Guess, Query
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
-from lightning_fedleak.validate import check_integer, check_number
+from lightning_fedleak.validate import check_integer
+
+DRAWS = 10_000  # n, samples of which one may contain a run, as in docs/memorization.md; not tuned
+PROBABILITY = 0.5  # q, that one of them contains it: more likely than not
 
 
 @dataclass(frozen=True)
@@ -46,29 +49,18 @@ class Extraction(MemorizationAttack):
 
     Args:
         tokens: k, label tokens in a row.
-        draws: n, numbers of samples.
-        probability: q.
         name: as in the logs.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: fewer than one token.
     """
 
     default_name = "extraction"
+    config_names = ("tokens",)
 
-    def __init__(
-        self,
-        tokens: int = 16,
-        draws: tuple[int, ...] = (1, 100, 10_000),
-        probability: float = 0.5,
-        name: str | None = None,
-    ) -> None:
+    def __init__(self, tokens: int = 16, name: str | None = None) -> None:
         super().__init__(name)
         self.tokens = check_integer("tokens", tokens)
-        self.probability = check_number("probability", probability, above=0, below=1)
-        for n in draws:
-            check_integer("draws", n)
-        self.draws = tuple(draws)
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
         """Return which texts are extracted.
@@ -94,7 +86,7 @@ class Extraction(MemorizationAttack):
         highest = _sums(tokens.log_probs.double(), tokens, self.tokens).amax(1)
         return highest.masked_fill(highest.isneginf(), math.nan)
 
-    def extracted(self, log_probs: Tensor, draws: int) -> Tensor:
+    def extracted(self, log_probs: Tensor, draws: int = DRAWS) -> Tensor:
         """Return (N,) bool, whether n samples contain the run with probability q.
 
         Args:
@@ -102,12 +94,8 @@ class Extraction(MemorizationAttack):
             draws: n.
         """
         # 1 - (1 - q)^(1 / n), accurate for large n.
-        least = -math.expm1(math.log1p(-self.probability) / draws)
+        least = -math.expm1(math.log1p(-PROBABILITY) / draws)
         return log_probs >= math.log(least)
-
-    def config(self) -> dict[str, object]:
-        """Return the number of tokens, the numbers of samples and the probability."""
-        return {"tokens": self.tokens, "draws": list(self.draws), "probability": self.probability}
 
 
 class Canaries(Extraction):
@@ -119,12 +107,10 @@ class Canaries(Extraction):
 
     Args:
         tokens: at the end of each canary that count; None: all that are predicted.
-        draws: n, numbers of samples, as of :class:`Extraction`.
-        probability: q, as of :class:`Extraction`.
         name: as in the logs.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: fewer than one token.
 
     Examples:
         >>> from lightning_fedleak import Games, LeakageMonitor, with_canaries
@@ -136,14 +122,8 @@ class Canaries(Extraction):
 
     default_name = "canary"
 
-    def __init__(
-        self,
-        tokens: int | None = None,
-        draws: tuple[int, ...] = (1, 100, 10_000),
-        probability: float = 0.5,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(1 if tokens is None else tokens, draws, probability, name)
+    def __init__(self, tokens: int | None = None, name: str | None = None) -> None:
+        super().__init__(1 if tokens is None else tokens, name)
         self.suffix = tokens
 
     def run(self, view: Observation, query: Query | None = None) -> Guess:
@@ -171,7 +151,7 @@ class Canaries(Extraction):
         return guess.log_probs - guess.base_log_probs
 
     def config(self) -> dict[str, object]:
-        """Return the number of tokens, the numbers of samples and the probability."""
+        """Return the number of last tokens that count."""
         return super().config() | {"tokens": self.suffix}
 
 

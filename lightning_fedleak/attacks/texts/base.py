@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks import base
-from lightning_fedleak.attacks.texts.bottom_model import BottomModel, CopiedModel
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.snapshots import Observation, check_finite
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -77,7 +77,7 @@ class TextAttack(base.Attack):
 
     last_token_open: ClassVar[bool] = False
     prefers_likely_texts: bool = False
-    _copy: CopiedModel | None = None
+    _copy: BottomModel | None = None
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
         super().__init__(name)
@@ -97,10 +97,9 @@ class InversionAttack(TextAttack):
         budget_seconds: wall time for one observation; None for no bound. After it the best so far
             is returned, and the guess says that it is not finished.
         name: in the logs.
-        refresh_every: optimizer steps after which the bottom model is copied again.
 
     Raises:
-        ValueError: a negative layer, or a budget or number of steps that is not positive.
+        ValueError: a negative layer, or a budget that is not positive.
     """
 
     threat_model = ThreatModel.create(
@@ -108,18 +107,13 @@ class InversionAttack(TextAttack):
         Capability.SEES_ACTIVATIONS,
         Capability.KNOWS_BOTTOM_MODEL,
     )
-    _copy: BottomModel | None = None
+
+    refresh_every = 1  # optimizer steps after which the bottom model is copied again
 
     def __init__(
-        self,
-        layer: int,
-        budget_seconds: float | None = None,
-        name: str | None = None,
-        *,
-        refresh_every: int = 1,
+        self, layer: int, budget_seconds: float | None = None, name: str | None = None
     ) -> None:
         super().__init__(name, budget_seconds)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         hint = "0 is the embeddings' output, k the output of block k"
         self.layer = check_integer("layer", layer, at_least=0, hint=hint)
 

@@ -9,7 +9,7 @@ client's parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from copy import copy as shallow_copy
 from typing import Any
@@ -42,60 +42,7 @@ _TRIAL_TOKENS = 6  # tokens of the trial whether states depend on later tokens. 
 _TRIAL_PREFIX = 8  # tokens of two texts on which the logits' map is fitted. Not tuned
 
 
-class CopiedModel:
-    """A model on the adversary's copy of its weights.
-
-    Args:
-        autocast: dtype of the client's autocast region, or None.
-
-    Attributes:
-        anatomy: of the live model.
-        step: optimizer step of the copied weights.
-    """
-
-    anatomy: Anatomy
-    step: int
-
-    def __init__(self, autocast: torch.dtype | None) -> None:
-        self.autocast = autocast
-        self._inside = False
-
-    @property
-    def device(self) -> torch.device:
-        """The device of token ids."""
-        return self.anatomy.device
-
-    def age(self, step: int) -> int:
-        """Return how many steps the copy is behind; negative if a new fit has begun since."""
-        return step - self.step
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Prepare the model for many calls, so that each costs its computation alone.
-
-        Sessions may be nested. The user's own code must not use the model within one.
-        """
-        if self._inside:
-            yield
-            return
-        with ExitStack() as stack:
-            stack.enter_context(model_runs.undisturbed(self.anatomy))
-            stack.enter_context(model_runs.only_needed_hooks(self.anatomy.root))
-            stack.enter_context(self._copied_weights())
-            if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.autocast))
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
-
-    def _copied_weights(self) -> AbstractContextManager[None]:
-        """Run the block with the copied weights in the model's modules."""
-        return nullcontext()
-
-
-class BottomModel(CopiedModel):
+class BottomModel:
     """Embeddings and blocks up to the split, on the server's copy of their weights.
 
     Runs are in eval mode. A run restores, also after an exception, the user's parameters and their
@@ -118,6 +65,7 @@ class BottomModel(CopiedModel):
             None leaves it to the caller's region.
 
     Attributes:
+        anatomy: of the live model.
         layer: the split.
         step: optimizer step of the copied weights.
         vocab_size: rows of the word embeddings.
@@ -135,8 +83,8 @@ class BottomModel(CopiedModel):
     def __init__(
         self, anatomy: Anatomy, layer: int, *, autocast: torch.dtype | None = None
     ) -> None:
-        super().__init__(autocast)
-        self.layer = layer
+        self.autocast, self.layer = autocast, layer
+        self._inside = False
         self._weights: list[ParameterPlace] = []
         self.cache_agrees: bool | None = None
         self._bind(anatomy, step=0)
@@ -146,6 +94,36 @@ class BottomModel(CopiedModel):
         self.vocab_size = shape[0]
         self.context = model_runs.context_length(anatomy)
         self._try()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of token ids."""
+        return self.anatomy.device
+
+    def age(self, step: int) -> int:
+        """Return how many steps the copy is behind; negative if a new fit has begun since."""
+        return step - self.step
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Prepare the model for many calls, so that each costs its computation alone.
+
+        Sessions may be nested. The user's own code must not use the model within one.
+        """
+        if self._inside:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(model_runs.undisturbed(self.anatomy))
+            stack.enter_context(model_runs.only_needed_hooks(self.anatomy.root))
+            stack.enter_context(parameters_replaced(self._weights))
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.autocast))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
 
     def _bind(self, anatomy: Anatomy, step: int) -> None:
         place = place_of(anatomy, self.layer)
@@ -295,9 +273,6 @@ class BottomModel(CopiedModel):
             getattr(config, "pad_token_id", None),
         )
         return next(i for i in range(3) if i not in special)
-
-    def _copied_weights(self) -> AbstractContextManager[None]:
-        return parameters_replaced(self._weights)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         model_runs.check_text(self.anatomy, ids, mask, positions)

@@ -194,7 +194,8 @@ class EmbeddingDescent(InversionAttack):
         name: str | None = None,
     ) -> None:
         self.descent = descent or DescentSettings()
-        super().__init__(layer, budget_seconds, name, refresh_every=self.descent.refresh_every)
+        super().__init__(layer, budget_seconds, name)
+        self.refresh_every = check_integer("refresh_every", self.descent.refresh_every)
         self.steps = check_integer("steps", steps)
         self.lr = check_number("lr", lr, above=0)
         check_choice("likeness", likeness, LIKENESSES)

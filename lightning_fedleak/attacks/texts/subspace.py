@@ -34,7 +34,6 @@ from lightning_fedleak.model.anatomy import Anatomy, text_blocks
 from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
-from lightning_fedleak.validate import check_integer
 
 # None of the values was tuned.
 BLOCKS = 12  # read at most where rows are few; each costs time, and distinguishes more
@@ -60,7 +59,6 @@ class SubspaceTexts(TextAttack):
     texts where the words are not. ``docs/whole_texts.md`` has the measurements.
 
     Args:
-        beam: prefixes that are continued side by side where none is exact.
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
         seed: of the contexts in which tokens are tried, and of encoders' descents.
@@ -86,18 +84,17 @@ class SubspaceTexts(TextAttack):
     restores_fully = False
     last_token_open = True
     reads_compressed = frozenset(("topk", "int8", "low_rank"))
+    beam = 3  # prefixes that are continued side by side where none is exact; more: slower
     _copy: subspace_rows.BlockInputs | None = None
 
     def __init__(
         self,
         *,
-        beam: int = 3,
         budget_seconds: float | None = 120.0,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name, budget_seconds)
-        self.beam = check_integer("beam", beam)
         self.seed = seed
         self._words = SubspaceWords(capacity_seconds=0)
         self._readable = row_space.PerMaps(self._find_blocks)

@@ -35,23 +35,23 @@ class _CertificateLimits:
     Tighter limits make wrong certificates rarer.
     """
 
-    residual: float = 20.0  # in units of rounding, left of the rows at most; more certifies noise
-    necessary: float = 100.0  # in units of rounding, left without one token at least
-    exchange: float = 5.0  # times the residual, left where another token stands at its place
-    largest_share: float = 0.9  # states over numbers in a state; near 1 any states explain all
-    outside: float = 0.02  # norm of a unit state outside of the texts' states; nearer tokens hide
-    same: float = 1e-3  # norm outside below which a token equals one of the texts'
-    gain: float = 3.0  # in units of noise along one direction, explained by a token that goes on
+    residual: float = 20.0  # max. residual of the rows, in roundings; more would certify noise
+    necessary: float = 100.0  # min. residual without one token, in roundings
+    exchange: float = 5.0  # min. residual with another token at a position, over the residual
+    largest_share: float = 0.9  # max. states over the width of a state; near 1 any states fit
+    outside: float = 0.02  # distance of a unit state from the texts' span, below which it may hide
+    same: float = 1e-3  # distance from the texts' span, below which a token equals one of theirs
+    gain: float = 3.0  # min. that a further token explains, over the noise along one direction
 
 
 @dataclass(frozen=True)
 class _FitLimits:
-    """Limits of how far rounding takes a state from the rows. None of the values was tuned."""
+    """Limits of a state's share outside of the rows, by rounding. None of the values was tuned."""
 
-    exact: float = 1e-6  # share of a state outside of the rows; more takes wrong tokens for exact
-    nearly: float = 1e-4  # share outside up to which a candidate stays in the search
-    floor: float = 1e-10  # smallest share outside whose logarithm counts as evidence
-    explained: float = 1e-4  # norm of what is new in a unit state; below, it has been explained
+    exact: float = 1e-6  # max. share of an exact token; with more, wrong tokens count as exact
+    nearly: float = 1e-4  # max. share of a candidate that stays in the search
+    floor: float = 1e-10  # min. share whose logarithm counts as evidence: float64 rounds lower ones
+    explained: float = 1e-4  # norm of the new part of a unit state, below which it is explained
 
 
 CERTIFICATE = _CertificateLimits()
@@ -219,7 +219,7 @@ class Remainder:
             The share (n,), the norm of what is new (n,), and what is new at unit length (n, d).
         """
         new = states - (states @ self.explained.T) @ self.explained
-        new = new - (new @ self.explained.T) @ self.explained
+        new = new - (new @ self.explained.T) @ self.explained  # again, against rounding
         norms = new.norm(dim=1)
         new = new / norms.clamp_min(1e-300)[:, None]
         return (new @ self.directions.T).square().sum(1).clamp(0, 1), norms, new
@@ -232,11 +232,12 @@ class Remainder:
         return near.masked_fill(new < FIT.explained**2, 0.0)
 
     def explain(self, new: Tensor) -> Remainder:
-        """Return what is left when a state is explained too, whose new part is (d,) of unit length.
+        """Return the remainder after one more state, whose new part ``new`` (d,) has unit length.
 
-        The direction that holds most of the state goes. The part of that direction that the state
-        does not explain comes back where it is more than what a certificate takes for rounding: the
-        states' own errors lie in few directions.
+        The direction nearest to the state is removed: a Householder reflection turns the first
+        direction into it. The part of it that the state does not explain is added again if the
+        rows there exceed what a certificate takes for rounding, because the states' own errors lie
+        in few directions.
         """
         explained = torch.cat([self.explained, new[None]])
         rows = self.rows - torch.outer(self.rows @ new, new)
@@ -250,10 +251,10 @@ class Remainder:
         mirror = mirror / mirror.norm()
         turned = self.directions - 2 * torch.outer(mirror, mirror @ self.directions)
         uncovered = nearest @ self.directions - size * new
-        rest = float(uncovered.norm())
+        uncovered_size = float(uncovered.norm())
         directions = [turned[1:]]
-        if rest > FIT.exact:
-            uncovered = uncovered / rest
+        if uncovered_size > FIT.exact:
+            uncovered = uncovered / uncovered_size
             noise = float((self.whitening @ uncovered).norm()) * rows.numel() ** 0.5
             if float((rows @ uncovered).norm()) > CERTIFICATE.exchange * noise:
                 directions.append(uncovered[None])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from lightning_fedleak.attacks.base import (
     WordGuess,
     check_readable,
 )
-from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed, rounding_error
+from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows, row_summary
 from lightning_fedleak.attacks.words.aligned_readout import (
@@ -36,7 +35,6 @@ from lightning_fedleak.attacks.words.aligned_updates import (
 )
 from lightning_fedleak.attacks.words.head_gradients import (
     GradientParts,
-    head_inputs,
     head_parameters,
 )
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
@@ -50,11 +48,9 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.threats import Capability, ThreatModel
-from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
+from lightning_fedleak.validate import check_integer, explain_arguments
 
 LENGTHS = (8, 12, 16, 25, 50, 100)  # tokens in a calibrating text; not tuned
-_SIGN_TOKENS = 2048  # public tokens whose hidden states give the sign's direction; not tuned
-_MIN_POSITIVE_SHARE = 0.95  # share of positive hidden states below which prepare warns; not tuned
 _MIN_LOG_ODDS = -30.0  # of types without any evidence
 _NOT_OF_LORA = (
     "a LoRA head's updates by {} are not supported: measure the gradients of single steps (omit "
@@ -69,34 +65,29 @@ class AlignedFlatChat(Attack):
 
     Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. The attack projects it on a
     direction u on which the hidden states are positive, so that a row is negative only if its type
-    was used. ``readout="sign"`` names the negative rows. It misses common words, which the model
-    predicts more often than they occur. ``readout="learned"`` compares each row with the row that
-    public text predicts for an unused type. A small classifier, fitted on gradients of public text,
-    gives the probability that the type was used, and as many types are named as make the expected
-    F1 largest.
+    was used. The rows of common words, which the model predicts more often than they occur, are
+    not. So each row is compared with the row that public text predicts for an unused type. A small
+    classifier, fitted on gradients of public text, gives the probability that the type was used,
+    and as many types are named as make the expected F1 largest.
 
-    Neither readout depends on the gradient's scale. A tied matrix is read as it is shared, as the
-    sum of head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD
-    are sums of gradients; for Adam and similar optimizers the learned readout is fitted on public
-    updates of the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round
-    that does not begin with a fresh optimizer is *unknown*. For gradients compressed by
-    :class:`~lightning_fedleak.GradientCompression` (except signs), the learned readout is fitted on
-    public gradients compressed the same way. Measurements and limits, such as label smoothing, are
-    in docs/word_recovery.md.
+    Nothing depends on the gradient's scale. A tied matrix is read as it is shared, as the sum of
+    head and embedding parts. If a LoRA on the head is trained, its B is read. Rounds of SGD are
+    sums of gradients; for Adam and similar optimizers the classifier is fitted on public updates of
+    the same class (:mod:`~lightning_fedleak.attacks.words.aligned_updates`), and a round that does
+    not begin with a fresh optimizer is *unknown*. For gradients compressed by
+    :class:`~lightning_fedleak.GradientCompression` (except signs), it is fitted on public gradients
+    compressed the same way. Measurements and limits, such as label smoothing, are in
+    docs/word_recovery.md.
 
     Args:
         public_text: text like the clients' (strings need ``tokenizer``), token ids, or
             ``"sampled"``: text that a causal model writes itself, or random frequent tokens for
             other models.
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
-        readout: ``"learned"`` or ``"sign"``. Use ``"learned"`` if ``prepare`` warns that fewer than
-            95% of the public hidden states are positive on u.
         calibration_tokens: public tokens of the calibration at most (on SmolLM2-135M 2,000 reached
             an F1 of .97, 6,000 .978, 12,000 .982). The time is about twice that of a forward and
             backward over them.
         lengths: tokens in the calibrating texts, which are cut to these lengths in equal numbers.
-        refresh_every: steps after which :meth:`refresh` aligns with the changed model again; the
-            classifier stays.
         seed: of everything random in the calibration.
         name: as in the logs.
 
@@ -117,7 +108,7 @@ class AlignedFlatChat(Attack):
         >>> size = dict(vocab_size=64, n_positions=16, n_embd=48, n_layer=1, n_head=2)
         >>> anatomy = find_anatomy(GPT2LMHeadModel(GPT2Config(**size)).eval())
         >>> public_text = torch.randint(64, (32, 12))  # token ids; usually texts and a tokenizer
-        >>> attack = AlignedFlatChat(public_text, readout="sign")
+        >>> attack = AlignedFlatChat(public_text)
         >>> attack.prepare(anatomy)
         >>> ids = torch.tensor([[7, 8, 9, 10]])  # the client's text
         >>> gradient = gradient_of(anatomy, TokenBatch(ids, ids, None, "causal"), ["head.weight"])
@@ -133,11 +124,12 @@ class AlignedFlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
-    config_names = ("readout", "calibration_tokens", "refresh_every", "seed")
+    config_names = ("calibration_tokens", "refresh_every", "seed")
     needs_float64 = True
     gathers = True
     reads_adaptive_updates = True
     reads_compressed = frozenset(("topk", "int8", "int4", "low_rank"))
+    refresh_every = 500  # steps after which refresh aligns with the changed model; not tuned
 
     @explain_arguments("AlignedFlatChat('sampled')")
     def __init__(
@@ -145,17 +137,13 @@ class AlignedFlatChat(Attack):
         public_text: TextSource,
         *,
         tokenizer: Any = None,
-        readout: Literal["sign", "learned"] = "learned",
         calibration_tokens: int = 12_000,
         lengths: Sequence[int] = LENGTHS,
-        refresh_every: int = 500,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self.readout = check_choice("readout", readout, ("sign", "learned"))
         self.calibration_tokens = check_integer("calibration_tokens", calibration_tokens)
-        self.refresh_every = check_integer("refresh_every", refresh_every)
         if not lengths or min(lengths) < 2:
             raise ValueError(f"lengths must be at least 2 tokens each, got {tuple(lengths)}")
         attack = type(self).__name__
@@ -169,8 +157,6 @@ class AlignedFlatChat(Attack):
         self._before: Tensor | None = None
         self.seed = seed
         self.calibration_seconds = 0.0
-        self._u: Tensor | None = None
-        self._rounding = 0.0
         self._calibration: HeadCalibration | None = None
         self._aligned_at = 0
 
@@ -193,17 +179,15 @@ class AlignedFlatChat(Attack):
         """Return the compression that the readout is fitted on; None for none."""
         plain = self.steps is None or self.steps.plain
         reads = self._compression is not None and self._compression.method in self.reads_compressed
-        return self._compression if reads and plain and self.readout == "learned" else None
+        return self._compression if reads and plain else None
 
     def check_updates(self, facts: RunFacts) -> None:
         """Raise an error for compressed updates that no readout is fitted on.
 
         Raises:
-            Inapplicable: the optimizer is not plain SGD, or ``readout='sign'``.
+            Inapplicable: the optimizer is not plain SGD.
         """
         check_compressed(facts)
-        if facts.compression is not None and self.readout == "sign":
-            raise Inapplicable(explain_compression(facts.compression.method))
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the output head's weight, or the B of a LoRA on it."""
@@ -215,21 +199,12 @@ class AlignedFlatChat(Attack):
 
         Raises:
             ValueError: the model has no output head, is no language model, or the text is too
-                short for a learned readout.
+                short.
         """
         start = time.perf_counter()
         self._role = head_surface(anatomy).role
         if self._role != HEAD_WEIGHT and self._adaptive_steps is not None:
             self._why_unreadable = _NOT_OF_LORA.format(self._adaptive_steps.optimizer.__name__)
-        elif self.readout == "sign":
-            positive = self._align(anatomy)
-            if positive < _MIN_POSITIVE_SHARE:
-                warnings.warn(
-                    f"attack '{self.name}': only {positive:.1%} of the hidden states of public "
-                    "text lie on one side of a direction, so that types which were not used may "
-                    "be named: use readout='learned' for this model",
-                    stacklevel=2,
-                )
         else:
             generator = torch.Generator().manual_seed(self.seed)
             self._calibration = self._calibrate(anatomy, generator)
@@ -239,8 +214,7 @@ class AlignedFlatChat(Attack):
     def _calibrate(self, anatomy: Anatomy, generator: torch.Generator) -> HeadCalibration:
         parts = self._parts(anatomy)
         steps = self._adaptive_steps
-        hint = "give more, or use readout='sign'" if steps is None else "give more"
-        check_integer("public texts of a learned readout", parts.n_sentences, at_least=4, hint=hint)
+        check_integer("public texts to learn from", parts.n_sentences, at_least=4, hint="give more")
         if steps is None:
             weight, bias = head_parameters(anatomy)
             return rehearse(parts, weight, bias, generator, self._rehearsed)
@@ -282,9 +256,6 @@ class AlignedFlatChat(Attack):
         if self._why_unreadable is not None or 0 <= step - self._aligned_at < self.refresh_every:
             return
         self._aligned_at = step
-        if self.readout == "sign":
-            self._align(anatomy)
-            return
         if self._calibration is None:
             self.prepare(anatomy)
             return
@@ -303,38 +274,32 @@ class AlignedFlatChat(Attack):
         """Return the types used in one update.
 
         Returns:
-            ``scores`` are log odds (learned; -30 without any evidence) or minus the projection
-            (sign); ``n_types`` is the expected number of used types (learned) or the number of
-            named types (sign).
+            ``scores`` are log odds (-30 without any evidence); ``n_types`` is the expected number
+            of used types.
 
         Raises:
             Inapplicable: the gradient is compressed in a way that the readout is not fitted on.
             UnusableObservation: the gradient is non-finite or all zero; no row could be assigned to
                 a used type although no noise was added; the update is of an unknown optimizer, of
-                one that kept its state from earlier rounds, of a LoRA head by another optimizer
-                than SGD, or of an adaptive optimizer under ``readout='sign'``; or the readout is
-                fitted on updates and this is a gradient.
+                one that kept its state from earlier rounds, or of a LoRA head by another optimizer
+                than SGD; or the readout is fitted on updates and this is a gradient.
             RuntimeError: neither ``prepare`` nor ``load_state_dict`` was called.
         """
         gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
-        rounding, steps = 0.0, self._adaptive_steps
+        steps = self._adaptive_steps
         if last.compression not in ("", getattr(self._rehearsed, "method", "")):
             raise Inapplicable(explain_compression(last.compression))
         if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
-            rounding = self._rounding * last.local_steps**0.5 / last.learning_rate
-            if steps is not None and self.readout == "learned":
+            if steps is not None:
                 return self._read_update(gradient)
-        if self.readout == "sign":
-            guess = self._read_signs(gradient, rounding)
-        elif steps is None:
-            guess = self._read_gradient(gradient)
-        else:
+        if steps is not None:
             raise UnusableObservation(
                 f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
                 "this is a gradient: omit local_steps to attack gradients"
             )
+        guess = self._read_gradient(gradient)
         if not len(guess.types) and not last.noise_std > 0:
             raise UnusableObservation(
                 "the rows of the head's gradient are not zero, but none could be assigned to a "
@@ -350,11 +315,6 @@ class AlignedFlatChat(Attack):
         if steps is None or steps.plain:
             return update
         steps.check_fresh(snapshot.fresh)
-        if self._adaptive_steps is not None and self.readout == "sign":
-            raise UnusableObservation(
-                f"readout='sign' reads sums of gradients, which updates of "
-                f"{steps.optimizer.__name__} are not: use readout='learned'"
-            )
         check_readable(update.abs().max(), "the head's update")
         rate = snapshot.learning_rate
         assert self._before is not None
@@ -375,13 +335,6 @@ class AlignedFlatChat(Attack):
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         self._calibration = self.require_calibration(self._calibration).on_device(device)
         return self._calibration
-
-    def _read_signs(self, gradient: Tensor, rounding: float) -> WordGuess:
-        assert self._u is not None
-        self._u = self._u.to(gradient.device)
-        summary, u = turn(gradient, row_summary.RowSummary.read(gradient, self._u), self._u)
-        types = row_summary.significant(summary.projection, summary.doubt(u, rounding))
-        return WordGuess(types=types, scores=-summary.projection, n_types=float(len(types)))
 
     def _read_gradient(self, gradient: Tensor) -> WordGuess:
         calibration = self._calibration_on(gradient.device)
@@ -405,22 +358,14 @@ class AlignedFlatChat(Attack):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""
         state = {"aligned_at": torch.tensor(self._aligned_at)}
-        if self._u is not None:
-            state["u"] = self._u
-            state["rounding"] = torch.tensor(self._rounding, dtype=torch.float64)
         if self._calibration is not None:
             state |= self._calibration.tensors()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a calibration of the same readout."""
-        if not state:
-            return
-        self._aligned_at = int(state["aligned_at"])
-        if self.readout == "sign":
-            self._u = state["u"]
-            self._rounding = float(state["rounding"])
-        else:
+        """Restore a calibration."""
+        if "clusters" in state:  # not of an attack that had nothing to read
+            self._aligned_at = int(state["aligned_at"])
             self._calibration = HeadCalibration.from_tensors(state)
 
     def arguments(self) -> dict[str, object]:
@@ -429,23 +374,9 @@ class AlignedFlatChat(Attack):
         compressed = {} if compression is None else {"compression": str(compression)}
         return self.config() | compressed | ({} if steps is None else steps.describe())
 
-    def _align(self, anatomy: Anatomy) -> float:
-        """Set ``u``, and return the share of public hidden states that are positive on it."""
-        with whole_model(anatomy.root):
-            batches = self._batches(anatomy, _SIGN_TOKENS)
-            states = torch.cat([head_inputs(anatomy, b) for b in batches]).float()
-        surface = head_surface(anatomy)
-        if surface.projection is not None:
-            states = states @ whole_tensor(surface.projection).T
-        self._u = aligned_rows.separating_direction(states)
-        weight = anatomy.parameter(surface.role)
-        if weight is not None:
-            self._rounding = rounding_error(whole_tensor(weight))
-        return float((states @ self._u > 0).float().mean())
-
     def _parts(self, anatomy: Anatomy, inputs: bool = True) -> GradientParts:
         with whole_model(anatomy.root):
-            batches = self._batches(anatomy, self.calibration_tokens)
+            batches = self._batches(anatomy)
             return GradientParts.compute(anatomy, batches, inputs=inputs)
 
     def _lengths(self, anatomy: Anatomy) -> list[int]:
@@ -453,15 +384,20 @@ class AlignedFlatChat(Attack):
         longest = getattr(getattr(anatomy.model, "config", None), "max_position_embeddings", None)
         return sorted({min(n, longest or n) for n in self.lengths})
 
-    def _batches(self, anatomy: Anatomy, tokens: int) -> list[TokenBatch]:
-        """Return public batches of each length, about ``tokens`` tokens, without repeated texts."""
+    def _batches(self, anatomy: Anatomy) -> list[TokenBatch]:
+        """Return public batches of each length, about as many tokens as the calibration may take.
+
+        No text is repeated.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         text = self._text(anatomy)
         if anatomy.kind == "causal":
             text = text.with_and_without_start()
         lengths = self._lengths(anatomy)
         order = text.draw(len(text), generator).tolist()
-        n_texts = min(max(2, tokens // sum(lengths)), max(1, len(order) // len(lengths)))
+        n_texts = min(
+            max(2, self.calibration_tokens // sum(lengths)), max(1, len(order) // len(lengths))
+        )
         rows = [order[i * n_texts : (i + 1) * n_texts] for i in range(len(lengths))]
         mask = getattr(self.tokenizer, "mask_token_id", None)
         return [

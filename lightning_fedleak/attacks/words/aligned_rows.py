@@ -202,14 +202,14 @@ class ExpectedRows:
         )
 
     @classmethod
-    def average(cls, one: ExpectedRows, other: ExpectedRows) -> ExpectedRows:
+    def average(cls, first: ExpectedRows, second: ExpectedRows) -> ExpectedRows:
         """Return the mean of the expectations of two halves of equal size."""
         means = {
-            f.name: (getattr(one, f.name) + getattr(other, f.name)) / 2
+            f.name: (getattr(first, f.name) + getattr(second, f.name)) / 2
             for f in fields(cls)
             if f.name != "reference"
         }
-        return replace(one, **means)
+        return replace(first, **means)
 
     def rows(self, types: Tensor) -> ExpectedRows:
         """Return the expectations of some types; ``reference`` is empty."""
@@ -394,30 +394,38 @@ def row_features(
     template = expected.whitened
     squared = template.square().sum(1) + 1e-30
     amount = (white * template).sum(1) / squared
-    rest = (white - amount[:, None] * template).norm(dim=1)
-    whole = white.norm(dim=1) + 1e-30
+    residual = (white - amount[:, None] * template).norm(dim=1)
+    white_norm = white.norm(dim=1) + 1e-30
 
     columns = [
+        # the row: its projection on u and norm in tokens, its cosine with u, and its share in the
+        # principal directions
         _signed_log(s),
         (r + _TINY).log(),
         cosine,
         inside,
+        # its projections on the centres, some of them in order; the share of negative ones
         *(_signed_log(v) for v in ranks),
         (near < 0).float().mean(1),
         *(v / (r + _TINY) for v in (ranks[0], ranks[2], ranks[4])),
+        # its projection on u beside that of an unused type
         (predicted + _TINY).log(),
         _signed_log(predicted - s),
         (s / predicted).clamp(-50, 5),
+        # how likely the model finds the type: mean probability, and how concentrated it is
         (expected.probability * n + 1e-6).log(),
         (expected.energy * n + 1e-8).log(),
         expected.energy / (expected.probability + 1e-30),
-        amount * squared.sqrt() / whole,
-        (rest + _TINY).log(),
-        (rest * rest / (expected.energy * n + 1e-6) + 1e-12).log(),
+        # its fit to the row of an unused type, in the principal directions, and the residual
+        amount * squared.sqrt() / white_norm,
+        (residual + _TINY).log(),
+        (residual * residual / (expected.energy * n + 1e-6) + 1e-12).log(),
         _signed_log(amount / n),
-        rest / whole,
+        residual / white_norm,
+        # how often public text has the type as a label, and as a first token
         (expected.frequency * n + 1e-2).log(),
         (expected.opening * n + 1e-3).log(),
+        # the noise, and the size of the batch
         _signed_log(summary.projection / (units.noise + 1e-30), 1.0),
         (noise + 1e-5).log().expand(len(rows)),
         units.tokens.clamp(min=1.0).log().expand(len(rows)),

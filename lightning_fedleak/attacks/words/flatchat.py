@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -239,15 +239,12 @@ class FlatChat(Attack):
             unless a fitted state is loaded.
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
         n_types: ``"predicted"``, or a number the adversary assumes.
-        oracle_n_types: the *true* number of types, or a function that returns it for the batch
-            under attack. No adversary has it: it is for the paper's oracle columns only.
-        scorer: ``"gmm"`` (Eq. 11) or ``"abs"``.
         shapes: (sentences, length) of the public batches.
         seed: of the public batches.
         name: as in the logs.
 
     Raises:
-        ValueError: an argument has an unknown value, or both numbers of types are set.
+        ValueError: ``n_types`` is another word than ``"predicted"``.
 
     Examples:
         >>> import torch
@@ -271,6 +268,7 @@ class FlatChat(Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "flatchat"
+    config_names = ("n_types",)
     gathers = True
 
     def __init__(
@@ -279,8 +277,6 @@ class FlatChat(Attack):
         *,
         tokenizer: Any = None,
         n_types: Literal["predicted"] | float = "predicted",
-        oracle_n_types: int | Callable[[], int] | None = None,
-        scorer: Scorer = "gmm",
         shapes: Sequence[tuple[int, int]] = SHAPES,
         seed: int = 0,
         name: str | None = None,
@@ -288,13 +284,8 @@ class FlatChat(Attack):
         super().__init__(name)
         if isinstance(n_types, str):
             check_choice("n_types", n_types, ("predicted",), hint="or a number")
-        check_choice("scorer", scorer, ("gmm", "abs"))
-        if oracle_n_types is not None and n_types != "predicted":
-            raise ValueError("give n_types or oracle_n_types, not both")
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.n_types = n_types
-        self.oracle_n_types = oracle_n_types
-        self.scorer: Scorer = scorer
         self.shapes = tuple(shapes)
         self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
         self.seed = seed
@@ -305,7 +296,7 @@ class FlatChat(Attack):
     @property
     def predicts(self) -> bool:
         """Return whether the regression predicts the number of types."""
-        return self.oracle_n_types is None and self.n_types == "predicted"
+        return self.n_types == "predicted"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
@@ -361,19 +352,10 @@ class FlatChat(Attack):
             UnusableObservation: row sums are non-finite, all zero or rounding errors, or there is
                 no regression to predict the number of types.
         """
-        gradient, oracle = view.gradient(self._role), self.oracle_n_types
-        if oracle is not None:
-            number = oracle() if callable(oracle) else oracle
-            return replace(flatchat(gradient, number, self.scorer), n_types=None)
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:
             raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
-        return flatchat(gradient, n_types, self.scorer)
-
-    def config(self) -> dict[str, object]:
-        """Return the settings for reports, with the source of the number of types."""
-        source = self.n_types if self.oracle_n_types is None else "oracle"
-        return {"scorer": self.scorer, "n_types": source}
+        return flatchat(view.gradient(self._role), n_types)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""

@@ -30,25 +30,6 @@ from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.progress import track
 
 
-def head_inputs(anatomy: Anatomy, batch: TokenBatch) -> Tensor:
-    """Return the inputs (N, d) of the output head at the positions that predict a label.
-
-    They are in the order of the flattened labels, and without gradients.
-
-    Raises:
-        ValueError: the model has no head.
-    """
-    head = _head(anatomy)
-    states: list[Tensor] = []
-    with model_runs.undisturbed(anatomy) as model, torch.no_grad():
-        for part in model_runs.micro_batches(anatomy, batch):
-            with model_runs.inputs_of(head) as inputs:
-                model_runs.run_logits(model, part)
-            hidden, _ = model_runs.predicting(inputs[-1], part)
-            states.append(hidden)
-    return torch.cat(states)
-
-
 def head_gradient(
     hidden: Tensor,
     labels: Tensor,

@@ -68,23 +68,6 @@ class RowSummary:
         level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
         return level
 
-    def doubt(self, u: Tensor, rounding: float = 0.0) -> Tensor:
-        """Return how far from zero a projection may be for reasons other than words, ().
-
-        The reasons are a defence's noise (estimated from the median positive row, which is unused
-        or nearly so), label smoothing, and rounding.
-
-        Args:
-            u: the direction of ``projection``.
-            rounding: standard deviation of the rounding error of each coordinate.
-        """
-        unused = self.projection >= 0
-        level = self.noise().clamp(min=rounding)
-        if n := int(unused.sum()):
-            norms = torch.where(unused, self.norms, torch.inf)
-            level = torch.maximum(level, _kth_smallest(norms, (n + 1) // 2) / self.width**0.5)
-        return torch.maximum(level, (self.common @ u).abs())
-
     def denoised_norms(self, noise: Tensor) -> Tensor:
         """Return (V,) norms of the rows without what noise of that deviation adds."""
         squares = self.norms.square()
@@ -142,23 +125,3 @@ def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
     common = edge.mean(0)
     agreement = common.norm() / (edge.norm(dim=1).mean() + 1e-30)
     return common if bool(agreement > 0.9) else None
-
-
-def significant(projection: Tensor, noise: Tensor, rate: float = 0.05) -> Tensor:
-    """Return the (k,) rows that are negative beyond what noise explains, best first.
-
-    The false discovery rate is at most ``rate`` (Benjamini and Hochberg 1995). Without noise these
-    are the rows with a negative projection.
-
-    Args:
-        projection: (V,) projections on a unit vector.
-        noise: () standard deviation of noise on each coordinate.
-        rate: share of the rows named that noise alone may account for, below a half.
-    """
-    negative = (projection < 0).nonzero()[:, 0]  # positive rows are no evidence at such rates
-    ordered = projection[negative].double().sort()
-    chance = torch.special.ndtr(ordered.values / noise.double().clamp(min=1e-300))
-    k = torch.arange(1, len(negative) + 1, device=projection.device)
-    passing = (chance * len(projection) <= rate * k).nonzero()[:, 0]
-    count = 0 if len(passing) == 0 else int(passing[-1]) + 1
-    return negative[ordered.indices[:count]]

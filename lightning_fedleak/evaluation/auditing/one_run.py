@@ -291,9 +291,7 @@ def audit_canaries(
     *,
     delta: float = 0.0,
     confidence: float = 0.95,
-    guesses: int | None = None,
     claim: lower_bounds.Claim = "dp",
-    seed: int = 0,
 ) -> lower_bounds.EpsilonBound:
     """Return a lower bound on the epsilon of one training run, from its canaries' scores.
 
@@ -319,9 +317,7 @@ def audit_canaries(
         scores: (m,) for the m canaries in their order, higher is more likely included.
         delta: of the bound.
         confidence: of the bound.
-        guesses: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
         claim: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
-        seed: of the order of equal scores.
 
     Raises:
         ValueError: not one score for each canary, inclusion bits that are not fair, no canary that
@@ -347,9 +343,7 @@ def audit_canaries(
         torch.tensor(record.included)[single],
         delta=delta,
         confidence=confidence,
-        guesses=guesses,
         claim=claim,
-        seed=seed,
     )
 
 

@@ -1,24 +1,27 @@
-"""A referee for a training whose differential privacy is somebody else's: gradients planted in it.
+"""Gradients planted in a training that claims differential privacy, to refute the claim.
 
-DP-SGD releases in each step ``(sum of clipped gradients + noise) / divisor``. What an optimizer
-takes its step with is read, in a few steps in which the training's own step runs on copies of one
-example. The gradient of each copy is scaled where it enters the model, at its logits, so that what
-must be released is known:
+In each step DP-SGD releases ``(sum of clipped gradients + noise) / divisor``, which is the gradient
+that an optimizer steps with. A probe runs the training's own step on copies of one example. It
+scales the gradient of each copy where it enters the model, at the logits. So it is known what the
+step may release:
 
-======== =========================================== ===========================================
-probe    gradients of the copies                     what must be released
-======== =========================================== ===========================================
-silent   1e-8 of each                                noise alone, of the claimed deviation, new
-planted  all much longer than the clip norm          at most one clip norm for each
-opposed  most of one sign; some far longer against   at most one clip norm for each of these away
-         them, or taken out                          from where they are taken out
-======== =========================================== ===========================================
+======== ============================================= =========================================
+probe    gradients of the copies                       what the step may release
+======== ============================================= =========================================
+silent   all scaled by 1e-8                            only noise: of the claimed deviation, and
+                                                       fresh
+planted  all much longer than the clip norm            at most one clip norm for each copy
+opposed  some copies scaled by a large negative        compared with a step in which these copies
+         factor, the others longer than the clip norm  have no gradient: a change of at most one
+                                                       clip norm for each of them
+======== ============================================= =========================================
 
-In planted probes the gradient of early layers is a thousand times larger in turn, so that a layer
-that the norm leaves out is seen. Weights, optimizers and random states are restored after a probe:
-the training goes on as if there were none. In all other steps only the drawn examples are counted.
+From the second look on, planted probes also enlarge the gradients of all layers before one a
+thousand times, another one in each look. That shows layers whose gradients are missing in the norm.
+After a probe the weights, optimizers and random states are restored, so that the training goes on
+unchanged. In all other steps only the drawn examples are counted.
 
-Every planted gradient is of the worst case that differential privacy allows for. The tests are in
+Every planted gradient is the worst case that differential privacy allows for. The tests are in
 :mod:`lightning_fedleak.evaluation.auditing.training_checks`.
 """
 
@@ -46,17 +49,17 @@ from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 from lightning_fedleak.validate import check_integer
 
-SILENT = 1e-8  # of a gradient; small beside any noise, and its square is no zero in float32
-LOUD = 0.1  # deviations of one number's noise; what is longer is not silent
-BOOST = 1e3  # of the gradients of early layers; a norm without them is wrong by as much
-FEWEST = 8  # copies of an example in a probe; fewer show too little beside the noise
-GOLDEN = 0.618034  # its multiples spread evenly over the layers, however many looks there are
+SILENT = 1e-8  # factor on silent gradients: far below the noise, and its square fits into float32
+LOUD = 0.1  # length of silent gradients, over the noise's deviation, from which they are not silent
+BOOST = 1e3  # factor on the gradients of early layers; a norm without these is too small by as much
+MIN_COPIES = 8  # copies of an example in a probe; fewer stand out too little from the noise
+GOLDEN = 0.618034  # golden ratio: its multiples, modulo 1, spread evenly over the layers
 
 Gradients = dict[str, Tensor]
 
 
 class PrivateTrainingCheck:
-    """Watches a training that claims differential privacy, and tries to refute the claim.
+    """Run probes in a training that claims differential privacy, and try to refute the claim.
 
     Examples:
         >>> import torch
@@ -79,17 +82,17 @@ class PrivateTrainingCheck:
         'refuted'
 
     Args:
-        step: runs forward, backward, the optimizer's step and ``zero_grad`` on a whole batch of the
-            loader; it may split it. A scheduler's step is not part of it. Where it cannot be
-            probed (it steps an optimizer never or twice) the looks end, and the verdict says why.
-        model: what ``step`` calls. Its output is logits, or has ``.logits``, one row for each
-            example.
-        optimizers: all that ``step`` steps.
-        claim: what the training says of itself.
-        every_n_steps: steps from one look to the next. A look costs as much as five steps: 100 is
-            5% of the time.
-        also: what else ``step`` changes and must be restored, each with ``state_dict`` and
-            ``load_state_dict`` (an average of weights, a GradScaler); Opacus' state is known.
+        step: a function that runs forward, backward, the optimizer's step and ``zero_grad`` on a
+            batch of the loader, which it may split. It does not step a scheduler. If it steps an
+            optimizer never or twice, no more probes run, and the verdict says why.
+        model: the model that ``step`` calls. Its output is logits, or has ``.logits``, with one row
+            for each example.
+        optimizers: all optimizers that ``step`` steps.
+        claim: the privacy that the training claims.
+        every_n_steps: the number of steps from one look (four probes) to the next. A look takes as
+            long as about five steps, so that 100 adds 5% to the time.
+        also: other objects that ``step`` changes, such as averaged weights or a GradScaler. Each
+            has ``state_dict`` and ``load_state_dict``. The state of Opacus is restored without it.
 
     Raises:
         ValueError: the model returns no logits.
@@ -122,20 +125,21 @@ class PrivateTrainingCheck:
         self._layers: list[nn.Module] = []
 
     def watch(self, loader: Any) -> Iterator[Any]:
-        """Yield the loader's batches, and look before some of them.
+        """Yield the loader's batches, and run the probes before some of them.
 
         Args:
-            loader: of the training; a torch DataLoader also says which examples it draws. Of
-                several processes with ``client="world"`` each draws a part: they are not compared.
+            loader: the loader of the training. The sampler of a torch DataLoader also shows which
+                examples are drawn, unless several processes with ``client="world"`` each draw a
+                part of them.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         is_shared = self._claim.client == "world" and world > 1
         draws: deque[Sequence[int]] = deque()
         sampler = getattr(loader, "batch_sampler", None)
         with ExitStack() as stack:
-            stack.callback(self._model.register_forward_hook(self._called).remove)
+            stack.callback(self._model.register_forward_hook(self._scale_rows).remove)
             for optimizer in self._optimizers:
-                stack.callback(before_real_step(optimizer, partial(self._read, optimizer)))
+                stack.callback(before_real_step(optimizer, partial(self._record_step, optimizer)))
             if sampler is not None and not is_shared:
                 self._observations.examples = len(loader.dataset)
                 vars(loader)["batch_sampler"] = _Recorder(sampler, draws)  # it refuses to set one
@@ -148,34 +152,34 @@ class PrivateTrainingCheck:
                 if self._is_due and self._can_look(batch, is_shared):
                     self._is_due = False
                     with preserve_process():
-                        self._look(batch)
+                        self._run_probes(batch)
                 yield batch
 
     def verdict(self) -> checks.PrivacyVerdict:
-        """Return what was refuted; with ``client="rank"`` a collective."""
+        """Return the results of all tests. With ``client="rank"`` every process must call it."""
         observations = self._observations
         if self._claim.client == "rank" and dist.is_initialized():
             parts = [part[2] for look in observations.noise for part in look.values()]
             noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
             dist.all_gather_object(noises, noises[0])
-            least = min(map(len, noises))  # of the looks that all have in common
-            obstacle = observations.obstacle or ("" if least else "a process had no look")
-            vectors = [noise[:least] for noise in noises if least]
+            length = min(map(len, noises))  # of the looks that all processes have
+            obstacle = observations.obstacle or ("" if length else "a process had no look")
+            vectors = [noise[:length] for noise in noises if length]
             observations = replace(observations, noise_of_ranks=vectors, obstacle=obstacle)
         return checks.judge(self._claim, observations)
 
     def _can_look(self, batch: Any, is_shared: bool) -> bool:
         """Return whether a batch can be probed; processes that release one sum decide together."""
-        answer = torch.tensor(
-            _count_rows(batch) >= FEWEST and not self._observations.obstacle
+        can_look = torch.tensor(
+            _count_rows(batch) >= MIN_COPIES and not self._observations.obstacle
         ).int()
         if is_shared:
-            answer = answer.to(next(self._model.parameters()).device)
-            dist.all_reduce(answer, dist.ReduceOp.MIN)
-        return bool(answer)
+            can_look = can_look.to(next(self._model.parameters()).device)
+            dist.all_reduce(can_look, dist.ReduceOp.MIN)
+        return bool(can_look)
 
-    def _called(self, _: nn.Module, inputs: object, output: Any) -> None:
-        """Scale the gradient of each row of a call of the model, and count rows."""
+    def _scale_rows(self, _: nn.Module, inputs: object, output: Any) -> None:
+        """Count the rows of a call of the model, and in a probe scale the gradient of each row."""
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor):
             raise ValueError(
@@ -190,8 +194,8 @@ class PrivateTrainingCheck:
             scales = scales.view(-1, *[1] * (logits.dim() - 1))
             logits.register_hook(lambda gradient: gradient * scales)  # type: ignore[no-untyped-call]
 
-    def _read(self, optimizer: Optimizer) -> None:
-        """Read what an optimizer takes its step with; outside of probes only count the step."""
+    def _record_step(self, optimizer: Optimizer) -> None:
+        """Record the gradients that an optimizer steps with; outside of probes count the step."""
         if self._scales is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             gradients = {self._names.get(p, "another"): p.grad for p in parameters}
@@ -204,43 +208,44 @@ class PrivateTrainingCheck:
             self._observations.inclusions.update(examples)
             self._rows, self._draws = 0, []
 
-    def _look(self, batch: Any) -> None:
-        """Run the probes on copies of one of the batch's rows."""
+    def _run_probes(self, batch: Any) -> None:
+        """Run a silent, a planted and two opposed probes on copies of a row of the batch."""
         observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
         looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
         copies = tree_map(lambda v: v[[row] * rows] if _count_rows(v) == rows else v, batch)
-        is_first = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
-        ones = torch.ones(rows) * is_first  # of several processes one plants, and all take part
+        plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
+        ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
         noise, raw = self._probe(copies, SILENT * ones, explain=True)
         if noise:
             observations.add_noise(noise, self._claim)
             deviation = self._claim.noise_multiplier * clip
             observations.is_silent &= bool(raw) and rows * _norm(raw) < LOUD * deviation
         length = _norm(raw) / SILENT or 1.0
+        # The second factor outweighs the sum of all rows that have the first one.
         near, far = 2 * rows * clip / length, 20 * rows**2 * clip / length
-        place = int((looks - 1) * GOLDEN % 1 * len(self._layers))
-        layer = self._layers[place] if looks and self._layers else None
+        index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
+        layer = self._layers[index] if looks and self._layers else None
         planted, raw = self._probe(copies, far * ones, layer)
         if _norm(raw) > 10 * clip:
             observations.planted.append((self._project(planted, raw), rows))
-        number = max(1, rows // (rows, 8, 4, 2)[looks % 4])
-        opposed = torch.arange(number) * rows // number
-        with preserve_process():  # both have the same dropout
-            rest, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
-        scales = ones.index_fill(0, opposed, -far / near) * is_first
+        n_opposed = max(1, rows // (rows, 8, 4, 2)[looks % 4])
+        opposed = torch.arange(n_opposed) * rows // n_opposed
+        with preserve_process():  # so that both probes have the same dropout
+            without, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
+        scales = ones.index_fill(0, opposed, -far / near) * plants
         flipped, _ = self._probe(copies, near * scales)
         if flipped and _norm(raw) > clip:
-            change = {name: rest[name] - flipped[name] for name in rest}
-            observations.opposed.append((self._project(change, raw), number))
+            change = {name: without[name] - flipped[name] for name in without}
+            observations.opposed.append((self._project(change, raw), n_opposed))
 
     def _probe(
         self, copies: Any, scales: Tensor, layer: nn.Module | None = None, *, explain: bool = False
     ) -> tuple[Gradients, Gradients]:
-        """Return what a step on copies releases, and the gradient that was computed.
+        """Return the gradients that a step on copies releases, and those that it computed.
 
-        Both are empty where the step cannot be probed. It runs in each process all the same: its
-        collectives need all of them.
+        Both are empty if the step cannot be probed. The step runs on every process all the same,
+        because its collectives need all of them.
         """
         raw: Gradients = {}
 
@@ -255,7 +260,7 @@ class PrivateTrainingCheck:
                 tensor.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
-        restore = self._saved()
+        restore = self._save_state()
         for splitter in self._splitters:  # the probe is a whole batch
             splitter._step_skip_queue, splitter._is_last_step_skipped = [], False
             splitter.zero_grad()
@@ -282,7 +287,7 @@ class PrivateTrainingCheck:
         return gradients, {name: value for name, value in raw.items() if name in gradients}
 
     def _explains(self, gradients: Gradients, restore: Callable[[], None]) -> bool:
-        """Return whether the weights follow from what the optimizers were given."""
+        """Return whether the recorded gradients explain the change of the weights."""
         after = [parameter.detach().clone() for parameter in self._names]
         restore()
         for parameter, name in self._names.items():
@@ -291,14 +296,14 @@ class PrivateTrainingCheck:
             optimizer.step()
         return all(map(torch.equal, after, self._names))
 
-    def _saved(self) -> Callable[[], None]:
-        """Return a function that restores what a step changes."""
+    def _save_state(self) -> Callable[[], None]:
+        """Return a function that restores all that a step changes."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         values = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
         for tensor in tensors:  # a step that adds to .grad in place leaves the training's as it is
             tensor.grad = None
-        states = [(one, copy.deepcopy(one.state_dict())) for one in self._restored]
-        attributes = [(vars(one), {**vars(one)}) for one in self._splitters]
+        states = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful in self._restored]
+        attributes = [(vars(splitter), {**vars(splitter)}) for splitter in self._splitters]
         for splitter in self._splitters:
             attributes += [(vars(p), {"summed_grad": p.summed_grad}) for p in splitter.params]
 
@@ -306,21 +311,21 @@ class PrivateTrainingCheck:
             for tensor, value, gradient in values:
                 tensor.data.copy_(value)
                 tensor.grad = gradient
-            for one, state in states:
-                one.load_state_dict(copy.deepcopy(state))
+            for stateful, state in states:
+                stateful.load_state_dict(copy.deepcopy(state))
             for current, earlier in attributes:
                 current.update(earlier)
 
         return restore
 
     def _project(self, released: Gradients, raw: Gradients) -> float:
-        """Return how many clip norms were released along the planted gradient."""
+        """Return the length, in clip norms, of a release along the planted gradient."""
         dot = sum(float((released[n] * v).sum(dtype=torch.float64)) for n, v in raw.items())
         return dot * self._claim.divisor / _norm(raw) / self._claim.max_grad_norm
 
 
 class _Recorder:
-    """A batch sampler that notes what it draws."""
+    """A batch sampler that records the examples that it draws."""
 
     def __init__(self, sampler: Any, draws: deque[Sequence[int]]) -> None:
         self._sampler, self._draws = sampler, draws

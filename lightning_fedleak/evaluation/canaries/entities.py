@@ -37,7 +37,7 @@ _LEAST_VALUES = 100  # that set a sentence's room, and candidates; fewer say nex
 
 
 @dataclass(frozen=True)
-class EntityKind:
+class _EntityKind:
     """A finite set of values, and the sentence that they stand in.
 
     Attributes:
@@ -73,7 +73,7 @@ class EntityKind:
             characters.append(part[place])
         return "".join(characters)
 
-    def overlaps(self, other: EntityKind) -> bool:
+    def overlaps(self, other: _EntityKind) -> bool:
         """Return whether a value of this kind is one of another kind too."""
         if isinstance(self.values, str) is isinstance(other.values, str):
             pairs = zip(self.parts, other.parts, strict=False)
@@ -123,7 +123,7 @@ class _PlantedRows(NamedTuple):
     hosts: Sequence[int]
     items: Sequence[Any]
     entities: Sequence[_Entity]
-    kinds: Mapping[str, EntityKind]
+    kinds: Mapping[str, _EntityKind]
 
 
 class EntitySet(CanarySet):
@@ -212,8 +212,9 @@ def with_entities(
         rows: training rows with ``input_ids``, and ``labels`` (-100 in the prompt),
             ``completion_mask`` or ``assistant_masks``; or rows of token ids, all of which are
             labels.
-        kinds: by name a sentence with ``{}`` for the value, and all values or their pattern, see
-            :class:`EntityKind`. No value's tokens begin another's, and no two kinds share one.
+        kinds: by name a sentence with ``{}`` for the value, and all values, or a pattern in which
+            each ``#`` is a digit and each ``?`` a letter from A to Z. No value's tokens begin
+            another's, and no two kinds share one.
         places: where values stand.
         times: how often an included row stands in the data, drawn for each.
         tokenizer: of the rows.
@@ -243,7 +244,7 @@ def with_entities(
     check_integer("count", count)
     if not kinds or not places or not {*places} <= {*PLACES}:
         raise ValueError(f"give kinds=, and places= of {list(PLACES)}")
-    by_name = {name: EntityKind(*settings) for name, settings in kinds.items()}
+    by_name = {name: _EntityKind(*settings) for name, settings in kinds.items()}
     for name, kind in by_name.items():
         kind.check(name, count * len(places))
     for one, two in combinations(by_name, 2):
@@ -265,7 +266,7 @@ def with_entities(
 
 def _plant(
     rows: Any,
-    kinds: Mapping[str, EntityKind],
+    kinds: Mapping[str, _EntityKind],
     missing: dict[tuple[str, Place], int],
     tokenizer: Any,
     generator: random.Random,
@@ -308,8 +309,8 @@ def _plant(
 
 
 def _values(
-    name: str, kind: EntityKind, n: int, tokenizer: Any, generator: random.Random
-) -> tuple[EntityKind, list[tuple[int, tuple[Tensor, int, int]]]]:
+    name: str, kind: _EntityKind, n: int, tokenizer: Any, generator: random.Random
+) -> tuple[_EntityKind, list[tuple[int, tuple[Tensor, int, int]]]]:
     """Return the kind with its room, and n values that have tokens of their own, by their numbers.
 
     The room is that of other values than these, so that it says nothing of them.
@@ -348,7 +349,7 @@ def _numbers(size: int, n: int, generator: random.Random) -> list[int]:
 
 
 def _tokens_of(
-    kind: EntityKind, values: Iterable[str], tokenizer: Any
+    kind: _EntityKind, values: Iterable[str], tokenizer: Any
 ) -> list[tuple[Tensor, int, int] | None]:
     """Return of each value the sentence's tokens, and where those of the value begin and end.
 

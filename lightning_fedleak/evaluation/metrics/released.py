@@ -26,7 +26,7 @@ from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, fla
 from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
-RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
+RESAMPLES = 1000  # of the bootstrap of an AUC, as membership_rates has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
 TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
@@ -232,8 +232,7 @@ def extraction_values(
 
     - ``extracted_x1``, ``_x2``, ``_x5`` and ``_x17``, with ``_low`` and ``_high``: by
       :func:`tiers_of`, the share of members of which k tokens are discoverable in the attack's
-      largest number of samples, minus that of non-members. All tiers share the probability of
-      error.
+      10,000 samples, minus that of non-members. All tiers share the probability of error.
     - ``extracted``: that of the tier where it is highest; of no one tier hides another.
       ``extracted_provable`` is the lower end that every tier shows where all of it is extracted
       and no non-member, and ``extracted_x1_provable`` and so on that of one tier.
@@ -247,7 +246,7 @@ def extraction_values(
 
     Args:
         guess: of the attack.
-        attack: with its numbers of samples.
+        attack: says which texts its samples contain.
         members: (N,) bool.
         times: (N,) rows of the training data that hold each member; None: one.
         look: counted from 1.
@@ -257,9 +256,7 @@ def extraction_values(
     n_others = int(others.sum())
     tiers = tiers_of(torch.ones_like(inside, dtype=torch.long) if times is None else times, inside)
     spent = spent_at(look, alpha) / len(tiers)
-    draws = max(attack.draws)
-    now = attack.extracted(guess.log_probs, draws)
-    base = attack.extracted(guess.base_log_probs, draws)
+    now, base = attack.extracted(guess.log_probs), attack.extracted(guess.base_log_probs)
     sizes = [int(tier.sum()) for tier in tiers.values()]
     nothing = proportion(0, n_others, 1 - spent)
     provable = {
@@ -329,7 +326,7 @@ def canary_values(
 
     Args:
         guess: about N canaries.
-        attack: with its numbers of samples.
+        attack: says which texts its samples contain.
         members: (N,) bool, canaries that were trained on.
         others: (N,) bool, canaries that were held out.
         look: counted from 1.
@@ -371,7 +368,7 @@ def canary_tiers(
 
     Args:
         guess: about N canaries.
-        attack: with its numbers of samples.
+        attack: says which texts its samples contain.
         times: the tiers.
         repeats: (N,) how often each canary is repeated in the data, if it is there.
         members: (N,) bool, canaries that were trained on.

@@ -40,10 +40,15 @@ PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
 
 
 def attention(layer, public=None, **arguments):
-    """An attack whose rare settings may stand among its arguments."""
+    """An attack whose rare settings and constants may stand among its arguments."""
+    constants = {"refresh_every", "false_positive_rate"} & arguments.keys()
+    values = {name: arguments.pop(name) for name in constants}
     names = {field.name for field in fields(AttentionSettings)} & arguments.keys()
     settings = AttentionSettings(**{name: arguments.pop(name) for name in names})
-    return AttentionMembership(layer, public, attention=settings, **arguments)
+    attack = AttentionMembership(layer, public, attention=settings, **arguments)
+    for name, value in values.items():
+        setattr(attack, name, value)
+    return attack
 
 
 def expect(attack, *, defended, replaced=False):
@@ -433,7 +438,6 @@ def few(n, tokens=12):
         (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
         (lambda: attention(1, [[1, 2]], widths=()), "widths"),
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
-        (lambda: attention(1, [[1, 2]], false_positive_rate=0.0), "false_positive_rate"),
         (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
         (
             lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),

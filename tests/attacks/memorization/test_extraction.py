@@ -43,7 +43,7 @@ def some_texts() -> list[Text]:
 
 def test_greedy_is_what_generate_writes(model: GPT2LMHeadModel) -> None:
     k, texts = 5, some_texts()
-    guess = Extraction(tokens=k, draws=(1,)).run(released_by(model, texts))
+    guess = Extraction(tokens=k).run(released_by(model, texts))
     for text, greedy in zip(texts, guess.greedy.tolist(), strict=True):
         runs = []
         for start in range(1, len(text.ids) - k + 1):
@@ -88,7 +88,7 @@ def label_last(ids: torch.Tensor, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("draws", [1, 7, 100, 10_000])
 def test_discoverable_is_its_definition(draws: int) -> None:
-    attack = Extraction(draws=(draws,), probability=0.5)
+    attack = Extraction()
     p = torch.tensor([1e-9, 1e-5, 6e-5, 8e-5, 0.004, 0.02, 0.3, 0.49, 0.51, 1.0]).double()
     expected = 1 - (1 - p) ** draws >= 0.5
     assert attack.extracted(p.log(), draws).tolist() == expected.tolist()

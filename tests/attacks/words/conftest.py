@@ -54,10 +54,3 @@ def learned(trained, public):
     attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=4000)
     attack.prepare(trained)
     return attack
-
-
-@pytest.fixture(scope="session")
-def by_sign(trained, public):
-    attack = AlignedFlatChat(public, readout="sign")
-    attack.prepare(trained)
-    return attack

@@ -70,12 +70,8 @@ def test_another_compression_is_unknown(public, private, met):
         attack.run(view)
 
 
-def test_signs_of_rows_and_decayed_rounds_are_unknown(public, private):
+def test_decayed_rounds_are_unknown(public, private):
     [(view, _), *_] = compressed(private, TOPK)
-    by_sign = AlignedFlatChat(public, readout="sign")
-    by_sign.meet(RunFacts(compression=TOPK))
-    with pytest.raises(Inapplicable, match="compressed"):
-        by_sign.run(view)
     attack = AlignedFlatChat(public)
     settings = {"lr": 0.1, "weight_decay": 0.1}
     facts = RunFacts(compression=TOPK, optimizer="SGD", optimizer_settings=settings, local_steps=2)

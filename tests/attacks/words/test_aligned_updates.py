@@ -161,10 +161,6 @@ def test_what_is_not_rehearsed_is_unknown_with_the_mend(
     trained: Any, public: PublicText, language: Language
 ) -> None:
     ((view, _), *_) = cases(trained.model, language, facts())
-    by_sign = attack(public, facts(), readout="sign")
-    by_sign.prepare(trained)
-    with pytest.raises(UnusableObservation, match="use readout='learned'"):
-        by_sign.run(view)
     other = attack(public, facts("Sophia"))
     with pytest.raises(UnusableObservation, match="what Sophia makes of gradients is not known"):
         other.run(view)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import lightning_fedleak.model.model_runs as model_runs
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.attacks.words.head_gradients import head_inputs
+from lightning_fedleak.attacks.words.head_gradients import gradient_parts
 from lightning_fedleak.attacks.words.public_gradients import gradient_of
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -65,7 +65,7 @@ def test_hidden_states_feed_the_head_where_a_label_is_predicted(name):
     model = make()
     batch = batch_of(kind)
     anatomy = find_anatomy(model)
-    hidden = head_inputs(anatomy, batch)
+    hidden = gradient_parts(anatomy, batch, inputs=False).hidden
     labels = batch.target_ids()
     assert hidden.shape == (len(labels), anatomy.hidden_size)
     with torch.no_grad():

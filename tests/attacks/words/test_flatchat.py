@@ -185,27 +185,9 @@ def test_the_state_carries_the_regression() -> None:
     assert one.n_types == two.n_types is not None
 
 
-def test_an_oracle_is_named_and_makes_no_estimate() -> None:
-    truths = iter([7, 9])
-    attack = FlatChat(oracle_n_types=lambda: next(truths))
-    assert [len(attack.run(observation(gradient())).types) for _ in range(2)] == [7, 9]
-    guess = FlatChat(oracle_n_types=5).run(observation(gradient()))
-    assert len(guess.types) == 5
-    assert guess.n_types is None
-    assert attack.config()["n_types"] == "oracle"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n_types": 5, "oracle_n_types": 5}, "not both"),
-        ({"n_types": "oracle"}, "'predicted'"),
-        ({"scorer": "norm"}, "scorer"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FlatChat(**arguments)
+def test_another_word_for_the_number_of_types_is_refused() -> None:
+    with pytest.raises(ValueError, match="'predicted'"):
+        FlatChat(n_types="oracle")
 
 
 def test_a_prediction_without_public_text_is_refused_at_setup() -> None:

@@ -99,14 +99,11 @@ def learned(embedded: Any) -> AlignedFlatChat:
 
 
 def test_its_words_are_read(embedded: Any, learned: AlignedFlatChat) -> None:
-    model, public, private = embedded
-    by_sign = AlignedFlatChat(public, readout="sign", calibration_tokens=1_500)
+    model, _, private = embedded
     anatomy, view, truth = shared(model, private[:8])
-    by_sign.prepare(anatomy)
-    for attack, least in ((learned, 0.85), (by_sign, 0.5)):
-        assert attack.needs(anatomy).gradients == (NAME,)
-        attack.refresh(anatomy, 0)
-        assert f1(attack.run(view).types, truth) > least
+    assert learned.needs(anatomy).gradients == (NAME,)
+    learned.refresh(anatomy, 0)
+    assert f1(learned.run(view).types, truth) > 0.85
 
 
 def test_flatchat_sums_its_columns(embedded: Any) -> None:

@@ -95,11 +95,10 @@ def tuned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readout", ["sign", "learned"])
-def test_text_and_model_that_calibration_has_not_seen(tuned, readout):
+def test_text_and_model_that_calibration_has_not_seen(tuned):
     """Calibrated on the model's own text before training, without a start token and after it."""
     start, public, cases = tuned
-    attack = AlignedFlatChat(public, readout=readout, lengths=(24, 48), calibration_tokens=1200)
+    attack = AlignedFlatChat(public, lengths=(24, 48), calibration_tokens=1200)
     attack.prepare(start)
     for gradient, truth in cases:
         types = attack.run(observed(gradient)).types

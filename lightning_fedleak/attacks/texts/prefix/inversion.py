@@ -123,7 +123,6 @@ class PrefixInversion(InversionAttack):
             finds out, which costs one verification of the whole vocabulary or half of the time;
             then noise is assumed, and the guess is unfinished. False looks for the nearest token of
             the whole vocabulary at every position.
-        refresh_every: optimizer steps after which the bottom model is copied again.
         seed: of the attack's random draws.
         name: in the logs.
 
@@ -154,11 +153,10 @@ class PrefixInversion(InversionAttack):
         types: int | None = 4096,
         language_model: bool = True,
         noised: bool | None = None,
-        refresh_every: int = 1,
         seed: int = 0,
         name: str | None = None,
     ) -> None:
-        super().__init__(layer, budget_seconds, name, refresh_every=refresh_every)
+        super().__init__(layer, budget_seconds, name)
         self.types = check_integer("types", types, at_least=2, optional=True)
         self.public_text = PublicText.parse(public_text, tokenizer)
         self.language_model = language_model

@@ -366,7 +366,8 @@ def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table(monkeypatc
     monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 100)
     model = models.tiny_llama(layers=3)
     anatomy = find_anatomy(model)
-    attack = prepared(model, 2, refresh_every=100)
+    attack = prepared(model, 2)
+    attack.refresh_every = 100
     attack.refresh(anatomy, 500)
     assert attack.bottom.age(500) == 0
     table = attack._table
@@ -389,7 +390,8 @@ def test_public_text_is_written_by_the_copy_and_not_by_the_client(monkeypatch) -
     model = models.tiny_llama(layers=3)
     monkeypatch.setattr(inversion, "RENEW_TABLE_EVERY", 1)
     monkeypatch.setattr("lightning_fedleak.attacks.public_text._LENGTH", 8)
-    attack = PrefixInversion(2, "sampled", refresh_every=10**6)
+    attack = PrefixInversion(2, "sampled")
+    attack.refresh_every = 10**6
     attack.prepare(find_anatomy(model))
     weight, weights = model.model.layers[0].self_attn.q_proj.weight, []
     copied = weight.detach().clone()

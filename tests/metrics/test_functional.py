@@ -53,23 +53,6 @@ def test_rates_are_scikit_learns(guessed: list[int], used: list[int]) -> None:
     assert counts.tp + counts.fn == len(set(used))
 
 
-ids = st.lists(st.integers(0, VOCAB - 1), max_size=15)
-
-
-@given(st.lists(st.tuples(ids, ids, st.none() | st.floats(0, 50)), min_size=1, max_size=6))
-def test_the_error_of_the_number_of_types_is_the_mean_of_batches_with_an_estimate(
-    batches: list[tuple[list[int], list[int], float | None]],
-) -> None:
-    counts, errors = Counts(), []
-    for guessed, used, estimate in batches:
-        types, truth = (torch.tensor(row, dtype=torch.int64) for row in (guessed, used))
-        counts += word_counts(WordGuess(types, n_types=estimate), truth, VOCAB)
-        if estimate is not None and used:
-            errors.append(abs(estimate - len(set(used))) / len(set(used)))
-    expected = sum(errors) / len(errors) if errors else math.nan
-    assert counts.means()["type_count_error"] == pytest.approx(expected, rel=1e-5, nan_ok=True)
-
-
 @pytest.mark.parametrize(("k", "n"), [(0, 5), (1, 5), (3, 7), (12, 12), (9, 40), (40, 41)])
 @pytest.mark.parametrize("confidence", [0.95, 0.8])
 def test_interval_inverts_the_binomial_tails(k: int, n: int, confidence: float) -> None:

@@ -26,7 +26,7 @@ from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, fla
 from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
-RESAMPLES = 1000  # of the bootstrap of an AUC, as membership_rates has it; more: slower
+RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
 TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing

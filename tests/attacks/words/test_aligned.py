@@ -112,7 +112,7 @@ def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public):
     assert all(p.grad is None for p in trained.model.parameters())
 
 
-def test_refresh_waits_and_turns_with_the_hidden_states(trained, public, language):
+def test_refresh_turns_with_the_hidden_states(trained, public, language):
     """Hidden states and head change sides together: the model says the same as before."""
     moved = find_anatomy(copy.deepcopy(trained.model))
     norm, head = moved.model.transformer.ln_f, moved.model.lm_head
@@ -131,7 +131,7 @@ def test_refresh_waits_and_turns_with_the_hidden_states(trained, public, languag
     attack.refresh(moved, 9)
     assert torch.equal(attack.run(view).types, stale)
     attack.refresh(moved, 10)
-    assert rates(attack.run(view).types, truth)[2] > rates(stale, truth)[2]
+    assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
     attack.refresh(trained, 3)  # of another fit
     assert torch.equal(attack.run(view).types, stale)
 

@@ -221,14 +221,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layer", type=int, default=6, help="of membership")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", default="fedleak_runs/overhead")
     return parser
 
 
 def main() -> None:
     arguments = parser().parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     time_steps(arguments)
 

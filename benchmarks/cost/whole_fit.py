@@ -89,7 +89,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
-    print_place(1, f"LoRA r {OPTIONS.rank}")
+    print_place(f"LoRA r {OPTIONS.rank}")
     print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
     print("|---|---|---|---|---|---|")
     for shape, numbers in shapes.items():

@@ -139,21 +139,21 @@ def text_of(
     if results:
         parts += map(str, shown.grids)
     parts.append(status(cells, log, on_page=on_page))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def status(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
-    """Return date, machine, seconds, and the numbers of missing and failed cells."""
+    """Return the date, missing and failed cells, and off the page machine and time."""
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     failed = [c for c in cells if log.failure(c) is not None]
     remaining = len(cells) - len(lines) - len(failed)
     messages = []
     if lines:
         dates = sorted({line["date"] for line in lines})
-        machines = [] if on_page else sorted({line["machine"] for line in lines})
-        seconds = sum(line["seconds"] for line in lines)
         days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        messages.append(f"{'; '.join([days, *machines, f'{seconds:.0f} s'])} of one processor.")
+        machines = sorted({line["machine"] for line in lines})
+        seconds = f"{sum(line['seconds'] for line in lines):.0f} s of one processor"
+        messages.append(f"{'; '.join([days, *([] if on_page else [*machines, seconds])])}.")
     if remaining:
         messages.append(f"{remaining} of {len(cells)} cells not run.")
     for why in dict.fromkeys(log.failure(cell) for cell in failed):
@@ -187,9 +187,8 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     ]
     parts = [
         "# The tables of the papers",
-        "Compare this package with the papers that it implements: their tables and figures, "
-        "next to our results with the same attacks. One command runs all of it and writes this "
-        "page:",
+        "Compare this package with the papers that it implements. One command runs all of it and "
+        "writes this page:",
         "    make papers ENCODER=DIR STORIES=DIR",
         "One table alone, with every interval and number of games: `python -m benchmarks.papers "
         "membership table2 --model DIR`. `--list` names all tables and their times.",
@@ -203,7 +202,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
         "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
         "averaged, which is conservative. `±` is half of a 95% interval over batches (Student's "
-        "t). Times are CPU seconds on a machine that also ran other jobs.",
+        "t). Times are CPU seconds.",
         cost(unique(every), log),
     ]
     for paper in PAPERS:
@@ -220,10 +219,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
 def cost(cells: Sequence[Cell], log: Log) -> str:
     """What a page's cells take, in a sentence or two."""
     measured = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
-    text = (
-        f"The cells of this page take about {expected(cells, log):,.0f} s of one processor. "
-        "Cells shared by several tables are counted once here and in each table below."
-    )
+    text = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     if lines:
         text += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."

@@ -736,7 +736,7 @@ def show_fig5(results: Results, size: Size) -> Shown:
 def wide(rate: Mapping[str, float]) -> str:
     """An estimate that is no rate; without an interval that is thinner than the last digit."""
     value, low, high = (number(rate[end]) for end in ("value", "low", "high"))
-    return value if value == low == high else f"{value} ({low} to {high})"
+    return value if value == low == high else f"{value} ({low}–{high})"
 
 
 def fig5_page(results: Results, size: Size) -> Shown:
@@ -849,7 +849,7 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
         f"attacks under {name}",
         lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
         show := show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
-        on_page(show),
+        on_page(show, 0),
     )
 
 
@@ -889,9 +889,8 @@ PAPER = Paper(
         "Models and texts: column heads name ours; the paper's five models were not available. "
         "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
         "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. Batches are 40 texts of at most 32 tokens, as in the paper. `banking77` "
-        "is the paper's Finance, `emotion` stands for its Twitter; Yelp: single sentences of "
-        "reviews.",
+        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
+        "Yelp: single sentences of reviews.",
         "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
         "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
@@ -903,8 +902,8 @@ PAPER = Paper(
         "authors' protocol, the authors' rule (the mean of all scores).",
         "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. Fig. 6: we "
         "attack layer 3; the paper does not say its layer. For more than 100 sentences, gamma is "
-        "calibrated for 100 (more would need more public text). `unique word`: the target's word "
-        "is in no other sentence of the batch.",
+        "calibrated for 100. `unique word`: the target's word is in no other sentence of the "
+        "batch.",
         "App. D finds GPTs more resilient against the attention adversary than BERTs. In its "
         "Tables 2 and 3 this holds for GPT2 only.",
     ),

@@ -34,7 +34,7 @@ class Mean:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return NOT_RUN
-        return f"{number(self.value)} ({number(self.low, 2)} to {number(self.high, 2)})"
+        return f"{number(self.value)} ({number(self.low, 2)}–{number(self.high, 2)})"
 
 
 UNKNOWN = Mean(math.nan, math.nan, math.nan)

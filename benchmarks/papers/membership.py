@@ -540,7 +540,8 @@ def on_page(
     def page(results: Results, size: Size) -> Shown:
         shown = show(results, size)
         grids = [in_one_row(grid) for grid in shown.grids]
-        return Shown(grids, first_sentences(shown.finding, sentences))
+        text = first_sentences(shown.finding, sentences) if results else shown.finding
+        return Shown(grids, text)
 
     return page
 
@@ -868,7 +869,7 @@ PAPER = Paper(
             "attacks under LDP, mean over four mechanisms",
             lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
             show_table3,
-            on_page(show_table3, 2),
+            on_page(show_table3),
         ),
         ldp_table(7, "grr", "GRR"),
         ldp_table(8, "rappor", "RAPPOR"),
@@ -876,7 +877,7 @@ PAPER = Paper(
         ldp_table(10, "dbitflip", "dBitFlipPM"),
         Table("table11", "all attacks by layer, epsilon 10", at_largest,
               show_layers("table11", ("FC-Full", "Attn", "FC-Token")),
-              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 2)),
+              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 0)),
         Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5,
               fig5_page),
         Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6,

@@ -163,10 +163,10 @@ def add_line(path: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def print_place(threads: int = 1, *more: str) -> None:
-    """Set the threads, and print on what machine and when a script has run."""
-    torch.set_num_threads(threads)
-    print(f"# {', '.join([platform.machine(), f'{threads} thread(s)', *more, str(date.today())])}")
+def print_place(*more: str) -> None:
+    """Use one thread, and print on what machine and when a script has run."""
+    torch.set_num_threads(1)
+    print(f"# {', '.join([platform.machine(), '1 thread', *more, str(date.today())])}")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -90,8 +90,8 @@ def make_assets(folder: Path) -> dict[str, str]:
     plain = "\n".join(texts)
     files = {"imdb/test.jsonl.gz": records, "wikitext2/train.raw.txt.gz": plain}
     pairs = [{"translation": {"de": text, "en": text}} for text in texts]
-    local = [json.dumps({"text": text}) for text in reversed(texts)]
-    files["imdb/train.jsonl.gz"] = "\n".join(local[: len(local) // 2])
+    training_records = [json.dumps({"text": text}) for text in reversed(texts)]
+    files["imdb/train.jsonl.gz"] = "\n".join(training_records[: len(training_records) // 2])
     files |= {f"iwslt17_de_en/{part}.json.gz": json.dumps(pairs) for part in ("test", "validation")}
     for part in ("train", "test_2016_flickr"):
         files |= {f"multi30k/{part}.{language}.gz": plain for language in ("de", "en")}

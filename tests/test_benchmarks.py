@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import smoke as runner
+from benchmarks.attacks import setups
 
 FOLDER = Path(runner.__file__).parent
 
@@ -105,3 +106,14 @@ def test_a_script_that_does_not_say_how_it_is_run_fails(
     script(tmp_path / "papers" / "new.py", "", "print(1)")
     with pytest.raises(SystemExit, match=r"new\.py: give SMOKE"):
         main(smoke, monkeypatch, tmp_path)
+
+
+def test_setups_refuses_a_round_under_a_defense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--model DIR --columns gradient SGD:2 --defenses gradient_noise:clip=1,sigma=1 --out"
+    monkeypatch.setattr(sys, "argv", ["setups", *options.split(), str(tmp_path / "cells.jsonl")])
+    with pytest.raises(SystemExit):
+        setups.main()
+    assert "--columns SGD:2: a round is measured without a defence" in capsys.readouterr().err
+    assert not (tmp_path / "cells.jsonl").exists()

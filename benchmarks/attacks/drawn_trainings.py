@@ -334,44 +334,42 @@ def judge(
     seen: Seen,
     gate: Threshold,
     fired: list[Any],
-    destination: Verdict,
+    verdict: Verdict,
 ) -> None:
     """Add a look to the verdict."""
     need = max(gate.at_most, 0.5)
     step, latest = watch.engine.results.last_step, watch.latest
     number = latest.get("leakage/worst/words")
     if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
-        destination.looks["no result yet"] += 1
+        verdict.looks["no result yet"] += 1
         return
     if fired:
         unknown = fired[-1].value != fired[-1].value
-        destination.looks["unknown" if unknown else "fired"] += 1
+        verdict.looks["unknown" if unknown else "fired"] += 1
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
         part > need and not latest[n.removesuffix("_of_a_part")] > gate.at_most
         for n, part in controls.items()
     )
-    destination.looks["by aggregation" if parted else "low"] += 1
-    display = shown_of(latest)
+    verdict.looks["by aggregation" if parted else "low"] += 1
+    rates = shown_of(latest)
     for name, f1 in read_alone(training, seen).items():
         if f1 > number + REFUTES:
-            line = f"step {step}: {name} read {f1:.3f}, the log has {number:.3f}; {display}"
-            (destination.aggregated if parted else destination.refuted).append(
-                f"{training}\n    {line}"
-            )
+            line = f"step {step}: {name} read {f1:.3f}, the log has {number:.3f}; {rates}"
+            (verdict.aggregated if parted else verdict.refuted).append(f"{training}\n    {line}")
 
 
 def check_truth(
-    training: Training, folder: Path, truths: Mapping[int, Seen], destination: Verdict
+    training: Training, folder: Path, truths: Mapping[int, Seen], verdict: Verdict
 ) -> None:
     """Compare the number of true words of each result in the log with the script's own."""
     for line in map(json.loads, (folder / "leakage.jsonl").read_text().splitlines()):
         surface = "input" if line["attack"] in ("subspace_words", "bag_of_words") else "output"
-        local = len(truths[line["step"]].words[surface]) if line["step"] in truths else line["n"]
-        if line["unknown"] is None and line["n"] and line["n"] != local:
-            why = f"step {line['step']}: {line['attack']} has {line['n']} true words, not {local}"
-            destination.refuted.append(f"{training}\n    {why}")
+        n_words = len(truths[line["step"]].words[surface]) if line["step"] in truths else line["n"]
+        if line["unknown"] is None and line["n"] and line["n"] != n_words:
+            why = f"step {line['step']}: {line['attack']} has {line['n']} true words, not {n_words}"
+            verdict.refuted.append(f"{training}\n    {why}")
 
 
 def run(training: Training, folder: Path, at_most: float) -> Verdict:

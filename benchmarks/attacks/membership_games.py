@@ -33,27 +33,27 @@ NAMED = {
 """Test and training half, in the folder of FEDLEAK_ASSETS."""
 
 
-def texts_of(name: str, public: str | None) -> tuple[list[str], list[str]]:
+def texts_of(name: str, public_name: str | None) -> tuple[list[str], list[str]]:
     """The clients' texts and the server's."""
     if name in NAMED:
-        private, local = (lines_of(data_folder() / path) for path in NAMED[name])
-        return private, local if public is None else read_texts(public)
-    if public is None:
+        private, public = (lines_of(data_folder() / path) for path in NAMED[name])
+        return private, public if public_name is None else read_texts(public_name)
+    if public_name is None:
         raise SystemExit(f"--text {name} needs --public, the server's own text")
-    return read_texts(name), read_texts(public)
+    return read_texts(name), read_texts(public_name)
 
 
 def halves(
-    name: str, local: str | None, pool: int, public_texts: int
+    name: str, public_name: str | None, pool: int, public_texts: int
 ) -> tuple[list[str], list[str]]:
     """So many texts of the clients' and of the server's, none in both."""
-    private, public = texts_of(name, local)
+    private, public = texts_of(name, public_name)
     order = torch.randperm(len(private), generator=torch.Generator().manual_seed(1)).tolist()
     private = [private[i] for i in order[:pool]]
     order = torch.randperm(len(public), generator=torch.Generator().manual_seed(2)).tolist()
     public = [public[i] for i in order[:public_texts]]
-    reference = set(public)
-    return [t for t in private if t not in reference], public
+    server_texts = set(public)
+    return [t for t in private if t not in server_texts], public
 
 
 def lines_of(path: Path) -> list[str]:
@@ -71,8 +71,8 @@ def lines_of(path: Path) -> list[str]:
 
 def joined(results: list[GameResult]) -> GameResult:
     """Several results, played on different batches, as one."""
-    most = max(int(r.batches.max()) for r in results) + 1
-    shift = [most * i for i in range(len(results))]
+    n_batches = max(int(r.batches.max()) for r in results) + 1
+    shift = [n_batches * i for i in range(len(results))]
     columns = ("bits", "guesses", "scores", "collides", "positions")
     return replace(
         results[0],
@@ -110,10 +110,10 @@ def played_on_replaced(
 ) -> list[GameResult]:  # fmt: skip
     """Games in which the client's ids are replaced; no two jobs share their noise."""
     entropy, device = hashlib.sha256(job.encode()).digest(), torch.device("cpu")
-    place = DefenseContext(anatomy.model, 0, 1, device, "32-true", 0, entropy)
-    defense.before_setup(place)
+    context = DefenseContext(anatomy.model, 0, 1, device, "32-true", 0, entropy)
+    defense.before_setup(context)
 
     def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
-        return defense.on_batch({"input_ids": ids, "attention_mask": mask}, place)["input_ids"]
+        return defense.on_batch({"input_ids": ids, "attention_mask": mask}, context)["input_ids"]
 
     return play(anatomy, attacks, pool, config, planted=planted, defend=defend)

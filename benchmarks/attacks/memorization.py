@@ -101,7 +101,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     torch.manual_seed(seed)
     if options.lora:
-        model = with_lora(model, options.lora, lora_dropout=options.dropout)
+        model = with_lora(model, options.lora, lora_dropout=0.05)
     anatomy = find_anatomy(model)
     members = [t for t, inside in zip(pool.texts, pool.members.tolist(), strict=True) if inside]
     steps_of_epoch = math.ceil(len(members) / options.batch)
@@ -183,7 +183,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--whole", action="store_true", help="texts of exactly that many tokens")
     parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
-    parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--epochs", type=float, default=3, help="the last look")

@@ -28,6 +28,7 @@ from benchmarks.attacks.subspace_words import (
     Source,
     Training,
     add_source_options,
+    add_training_options,
     backward,
     built,
     facts_of,
@@ -50,6 +51,8 @@ SMOKE = (
     "--model {model} --private {text} --public {text} --rank 4 --shapes 2x8 --batches 2 "
     "--warm 1,2 --update AdamW --steps 2 --asked 2 --attacks gradient",
 )
+TOKENS = 64
+"""Of a text that are read at most."""
 ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
 KINDS = (
     "other text",
@@ -67,12 +70,12 @@ def variants(
     rows, length = ids.shape
     order = torch.stack([row[torch.randperm(length, generator=generator)] for row in ids])
     places = torch.randint(length - 1, (rows,), generator=generator)
-    foreign, local, end = ids.clone(), ids.clone(), ids.clone()
+    foreign_word, batch_word, last_word = ids.clone(), ids.clone(), ids.clone()
     for row, place in enumerate(places.tolist()):
-        foreign[row, place] = _another(ids[row, place], others[row], generator)
-        local[row, place] = _another(ids[row, place], words, generator)
-        end[row, -1] = _another(ids[row, -1], others[row], generator)
-    return dict(zip(KINDS, (others, order, foreign, local, end), strict=True))
+        foreign_word[row, place] = _another(ids[row, place], others[row], generator)
+        batch_word[row, place] = _another(ids[row, place], words, generator)
+        last_word[row, -1] = _another(ids[row, -1], others[row], generator)
+    return dict(zip(KINDS, (others, order, foreign_word, batch_word, last_word), strict=True))
 
 
 def _another(word: Tensor, words: Tensor, generator: torch.Generator) -> Tensor:
@@ -87,16 +90,15 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     add_source_options(parser)
+    add_training_options(parser)
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
-    parser.add_argument("--tokens", type=int, default=64, help="of a text that are read at most")
-    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=1, help="of a round, with --update")
     parser.add_argument("--asked", type=int, help="texts of a round that are asked for")
     options = parser.parse_args()
     options.config, options.chat = None, False
     if options.steps > 1 and not options.update:
         parser.error("--steps are those of a round: give --update too")
-    print_place(options.threads, options.device)
+    print_place(options.device)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
         model = built(options)
@@ -104,12 +106,10 @@ def main() -> None:
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
         training = Training(model, public, (texts, length), options.device)
-        settings = public.batch(24, length).input_ids.tolist()
+        public_texts = public.batch(24, length).input_ids.tolist()
         for warm in map(int, options.warm.split(",")):
             training.until(warm if options.rank else 0)
-            attacks = {
-                name: ATTACKS[name](settings, tokens=options.tokens) for name in options.attacks
-            }
+            attacks = {name: ATTACKS[name](public_texts, tokens=TOKENS) for name in options.attacks}
             roles: set[str] = set()
             for attack in attacks.values():
                 if options.update:
@@ -137,14 +137,14 @@ def measure(
         name: {kind: [] for kind in ("member", *KINDS)} for name in attacks
     }
     forward: list[float] = []
-    candidate: dict[str, list[float]] = {name: [] for name in attacks}
+    candidate_seconds: dict[str, list[float]] = {name: [] for name in attacks}
     for number in range(options.batches):
         batches = [private.batch(texts, length) for _ in range(options.steps)]
         if options.update:
             view = updated(model, anatomy, roles, options.update, batches, options.device)
         else:
             backward(model, batches[0], options.device)
-            view = observed(anatomy, roles, options.noise, number)
+            view = observed(anatomy, roles, 0.0, number)
         trained = torch.cat([batch.input_ids for batch in batches])
         members = trained[torch.randperm(len(trained), generator=generator)[: options.asked]]
         others = private.batch(len(members), length).input_ids
@@ -159,16 +159,16 @@ def measure(
             try:
                 start = time.perf_counter()
                 attack.run(view, Query(query[:1]))
-                one = time.perf_counter() - start
-                message = attack.run(view, Query(query))
-                every = time.perf_counter() - start - one
+                seconds_of_one = time.perf_counter() - start
+                guess = attack.run(view, Query(query))
+                seconds_of_all = time.perf_counter() - start - seconds_of_one
             except UnusableObservation:
                 continue
-            candidate[name].append((every - one) / (len(query) - 1))
-            for kind, results in zip(scores[name], message.scores.split(len(members)), strict=True):
-                scores[name][kind].append(results)
-    for name, source in scores.items():
-        rounds = len(source["member"])
+            candidate_seconds[name].append((seconds_of_all - seconds_of_one) / (len(query) - 1))
+            for kind, values in zip(scores[name], guess.scores.split(len(members)), strict=True):
+                scores[name][kind].append(values)
+    for name, by_kind in scores.items():
+        rounds = len(by_kind["member"])
         setting = (
             f"{Path(options.model).name} {options.private} r {options.rank} "
             f"{options.targets if options.rank else 'whole'} {texts}x{length} "
@@ -178,11 +178,11 @@ def measure(
         print(f"{setting} | {options.batches - rounds} of {options.batches} unknown", flush=True)
         if not rounds:
             continue
-        sizes = torch.tensor([len(results) for results in source["member"]])
+        sizes = torch.tensor([len(values) for values in by_kind["member"]])
         cluster = torch.arange(rounds).repeat_interleave(sizes).repeat(2)
-        member = torch.cat(source["member"])
+        member = torch.cat(by_kind["member"])
         for kind in KINDS:
-            both = torch.cat([member, *source[kind]])
+            both = torch.cat([member, *by_kind[kind]])
             bits = torch.arange(len(both)) < len(member)
             auc = membership_rates(both, bits, cluster)["auc"]
             print(
@@ -190,7 +190,7 @@ def measure(
                 f"({auc.low:.3f} to {auc.high:.3f})",
                 flush=True,
             )
-        cost = 1000 * torch.tensor(candidate[name]).median()
+        cost = 1000 * torch.tensor(candidate_seconds[name]).median()
         print(
             f"{name}: {cost:.0f} ms a candidate; a forward pass "
             f"{1000 * torch.tensor(forward).median():.0f} ms (medians)",

@@ -15,10 +15,10 @@
 A cell is a fit with ``LeakageMonitor()``, whose attacks choose themselves, calibrated on
 ``--public``. It looks at ``--batches`` gradients, one after the other, or at as many rounds. A
 column is ``gradient`` (of every step of AdamW), or the weight change of a round: an optimizer of
-torch.optim, from a fresh state, and its steps. ``texts`` is ``gradient`` again, looked at by
-``SubspaceTexts`` alone, which does not choose itself, in ``--texts-seconds`` a look. Before, the
-set-up is trained by ``--warm`` steps of AdamW on public text, so that no adapter is at its start.
-Dropout is 0 where the set-up does not say otherwise.
+torch.optim, from a fresh state, and its steps; rounds take no ``--defenses``. ``texts`` is
+``gradient`` again, looked at by ``SubspaceTexts`` alone, which does not choose itself, in
+``--texts-seconds`` a look. Before, the set-up is trained by ``--warm`` steps of AdamW on public
+text, so that no adapter is at its start. Dropout is 0 where the set-up does not say otherwise.
 
 ``--head texts`` and ``--head tokens`` put a new head of two classes on the model (a class a text,
 or a token), which is trained too; classes are drawn at random. ``--bert`` takes a BERT of the
@@ -39,6 +39,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -82,14 +83,14 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--setups adapters --columns SGD:2 --defenses gradient_noise:clip=1,sigma=0.01 "
-    "--out {out}/cells.jsonl",
+    "--setups adapters --columns SGD:2 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
     "--head tokens --bert --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 1x8 --batches 1 --warm 1 "
     "--setups norms --columns texts --texts-seconds 1 --out {out}/cells.jsonl",
     "--model {model} --private {text} --public {text} --shape 2x8 --batches 2 --warm 1 "
-    "--rows packed --setups 'lora 4 q,v' --columns gradient --out {out}/cells.jsonl",
+    "--rows packed --setups 'lora 4 q,v' --columns gradient "
+    "--defenses gradient_noise:clip=1,sigma=0.01 --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
     "next": AutoModelForCausalLM,
@@ -103,6 +104,8 @@ TASKS = {
 RATES = {"AdamW": 1e-4, "SGD": 1e-3}
 VALUES = {"words": "f1", "texts": "token_accuracy"}
 HEADS = {"words": "words F1", "membership": "membership AUC", "texts": "tokens in place"}
+LOOK_SECONDS = 600.0
+"""Of a look, at most: enough for every attack that can read a set-up."""
 VIRTUAL_TOKENS = 16
 BOTTLENECK = 32
 
@@ -155,16 +158,6 @@ def embedding_adapters(model: PreTrainedModel) -> nn.Module:
     return model
 
 
-def bitfit(model: PreTrainedModel) -> nn.Module:
-    model.requires_grad_(False)
-    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
-    if not biases:
-        raise NothingToTrain("the model has no biases")
-    for bias in biases:
-        bias.requires_grad_(True)
-    return model
-
-
 def norms(model: PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -202,10 +195,6 @@ def first_block_frozen(model: PreTrainedModel) -> nn.Module:
     return adapted
 
 
-class NothingToTrain(Exception):
-    """A set-up has nothing to train in this model."""
-
-
 SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "whole": whole,
     "head and embeddings frozen": frozen_ends,
@@ -218,7 +207,6 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "lora 8 o,down": lora(8, ["o_proj", "down_proj"]),
     "adapters": adapters,
     "adapters, one behind the embeddings": embedding_adapters,
-    "bitfit": bitfit,
     "prompt tuning": prompts,
 }
 
@@ -243,8 +231,9 @@ def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]
 def warm(
     model: nn.Module, public: Sequence[Sequence[int]], shape: str, steps: int, head: str = "next"
 ) -> None:
-    """Train the set-up on public text, whose texts are long enough."""
+    """Train the set-up on the public texts that are long enough."""
     texts, length = map(int, shape.split("x"))
+    public = [ids for ids in public if len(ids) >= length]
     optimizer = by_optimizer("AdamW")(trained(model))
     for step in range(steps):
         rows = [public[(step * texts + i) % len(public)][:length] for i in range(texts)]
@@ -308,78 +297,119 @@ COLLATE: dict[str, Callable[..., Any] | None] = {
 }
 
 
+@dataclass(frozen=True)
+class Data:
+    """The texts of a cell, of ``length`` tokens and ``texts`` in a batch.
+
+    Attributes:
+        rows: the examples of the clients' training.
+        held_out: (n, length) private texts that are not trained on.
+        public: ids of the adversary's own texts.
+        texts: of a batch.
+        length: in tokens.
+    """
+
+    rows: list[dict[str, Tensor]]
+    held_out: Tensor
+    public: list[list[int]]
+    texts: int
+    length: int
+
+    def games(self) -> Games:
+        """Return membership games with as many non-members as a batch has texts."""
+        return Games(held_out=PublicText(self.held_out), targets=2 * self.texts)
+
+    def loader(self, form: str) -> DataLoader:
+        """Return the batches in a form of ``COLLATE``; only ``equal`` texts are of one length."""
+        collate, rows = COLLATE[form], self.rows
+        if collate is not None:
+            ends = [self.length - i % 3 * self.length // 4 for i in range(len(rows))]
+            pairs = zip(rows, ends, strict=True)
+            rows = [{name: values[:end] for name, values in row.items()} for row, end in pairs]
+        return DataLoader(rows, batch_size=self.texts, collate_fn=collate)
+
+
+def read_data(options: argparse.Namespace, tokenizer: Any, public: list[list[int]]) -> Data:
+    """Return half of the private texts to train on, the other half as non-members."""
+    texts, length = map(int, options.shape.split("x"))
+    private = [ids[:length] for ids in tokens(options.private, tokenizer, options)]
+    trained_on, held_out = torch.tensor(
+        [ids for ids in private if len(ids) == length]
+    ).tensor_split(2)
+    pairs = zip(trained_on, labels_of(trained_on, options.head), strict=True)
+    rows = [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
+    return Data(rows, held_out, public, texts, length)
+
+
 def run_cell(
     setup: str, column: str, defense: str, options: argparse.Namespace, folder: str
 ) -> list[dict]:
-    """The lines of ``leakage.jsonl`` of one fit.
-
-    Raises:
-        NothingToTrain: the set-up has nothing to train in this model.
-    """
+    """Return the lines of ``leakage.jsonl`` of one fit."""
     torch.manual_seed(options.seed)
-    texts, length = map(int, options.shape.split("x"))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    private = torch.tensor(
-        [ids[:length] for ids in tokens(options.private, tokenizer, options) if len(ids) >= length]
-    )
     public = tokens(options.public, tokenizer, options)
     model = SETUPS[setup](loaded(options, tokenizer))
-    long = [ids for ids in public if len(ids) >= length]
-    warm(model, long, options.shape, options.warm, options.head)
-    optimizer, _, count = column.partition(":")
-    inside, outside = private.tensor_split(2)
-    if column == "texts":
-        reader = SubspaceTexts(budget_seconds=options.texts_seconds)
-        monitor = LeakageMonitor(
-            reader, every_n_steps=1, folder=folder, settings=WatchSettings(texts=texts)
-        )
-    elif not count:
-        monitor = LeakageMonitor(
-            every_n_steps=1,
-            games=Games(held_out=PublicText(outside), targets=2 * texts),
-            folder=folder,
-            settings=WatchSettings(look_seconds=600.0, public_text=PublicText(public)),
-        )
-    arguments = [built for spec in parse_defenses(defense) for built in spec.build()]
-    columns = zip(inside, labels_of(inside, options.head), strict=True)
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in columns]
-    collate = COLLATE[options.rows]
-    if collate is not None:
-        ends = [length - i % 3 * length // 4 for i in range(len(rows))]
-        rows = [{n: v[:end] for n, v in row.items()} for row, end in zip(rows, ends, strict=True)]
-    loader = DataLoader(rows, batch_size=texts, collate_fn=collate)
-    if count:
-        games = Games(held_out=PublicText(outside), targets=2 * texts)
-        settings = RoundSettings(look_seconds=600.0, public_text=PublicText(public))
-        make = by_optimizer(optimizer)
-        observer = RoundObserver(
-            copy.deepcopy(model), make, int(count), folder=folder, games=games, settings=settings
-        )
-        run_rounds(model, make, observer, iter(loader), options.batches)
-        return read_lines(Path(folder) / "leakage.jsonl")
-    fit(
-        FineTuning(model, by_optimizer("AdamW")),
-        loader,
-        max_steps=options.batches,
-        strategy=DefendedStrategy("auto", defenses=arguments) if arguments else "auto",
-        callbacks=[monitor],
-        default_root_dir=folder,
-    )
+    warm(model, public, options.shape, options.warm, options.head)
+    data = read_data(options, tokenizer, public)
+    if ":" in column:
+        run_rounds(model, data, column, options, folder)
+    else:
+        watch = watch_texts if column == "texts" else watch_gradients
+        fit_watched(model, data, watch(data, options, folder), defense, options)
     return read_lines(Path(folder) / "leakage.jsonl")
 
 
-def run_rounds(
-    model: nn.Module, make: Callable[..., Any], observer: RoundObserver, batches: Any, n: int
+def watch_texts(data: Data, options: argparse.Namespace, folder: str) -> LeakageMonitor:
+    """Return a monitor with ``SubspaceTexts`` only."""
+    attack = SubspaceTexts(budget_seconds=options.texts_seconds)
+    settings = WatchSettings(texts=data.texts)
+    return LeakageMonitor(attack, every_n_steps=1, folder=folder, settings=settings)
+
+
+def watch_gradients(data: Data, options: argparse.Namespace, folder: str) -> LeakageMonitor:
+    """Return a monitor whose attacks choose themselves."""
+    settings = WatchSettings(look_seconds=LOOK_SECONDS, public_text=PublicText(data.public))
+    return LeakageMonitor(every_n_steps=1, games=data.games(), folder=folder, settings=settings)
+
+
+def fit_watched(
+    model: nn.Module,
+    data: Data,
+    monitor: LeakageMonitor,
+    defense: str,
+    options: argparse.Namespace,
 ) -> None:
-    """Train and look at n rounds, each from a fresh optimizer, without a defence."""
-    for round_ in range(n):
+    """Train by AdamW under a defence, and look at every step."""
+    defenses = [built for spec in parse_defenses(defense) for built in spec.build()]
+    fit(
+        FineTuning(model, by_optimizer("AdamW")),
+        data.loader(options.rows),
+        max_steps=options.batches,
+        strategy=DefendedStrategy("auto", defenses=defenses) if defenses else "auto",
+        callbacks=[monitor],
+        default_root_dir=monitor.folder,
+    )
+
+
+def run_rounds(
+    model: nn.Module, data: Data, column: str, options: argparse.Namespace, folder: str
+) -> None:
+    """Train and look at rounds, each from a fresh optimizer; they take no defence."""
+    name, _, steps = column.partition(":")
+    make, batches = by_optimizer(name), iter(data.loader(options.rows))
+    settings = RoundSettings(look_seconds=LOOK_SECONDS, public_text=PublicText(data.public))
+    observer = RoundObserver(
+        copy.deepcopy(model), make, int(steps), folder=folder, games=data.games(), settings=settings
+    )
+    for round_ in range(options.batches):
         observer.begin(round_, trained_state(model))
-        optimizer, part = make(trained(model)), [next(batches) for _ in range(observer.local_steps)]
-        for batch in part:
+        optimizer = make(trained(model))
+        round_batches = list(itertools.islice(batches, observer.local_steps))
+        for batch in round_batches:
             optimizer.zero_grad()
             model.train()(**batch).loss.backward()
             optimizer.step()
-        observer.look(trained_state(model), batches=part)
+        observer.look(trained_state(model), batches=round_batches)
     observer.end()
 
 
@@ -397,43 +427,37 @@ def families_in(column: str) -> tuple[str, ...]:
 
 def summary(lines: list[dict]) -> dict[str, dict]:
     """By attack: mean and interval, and in how many looks it was unknown and why."""
-    results: dict[str, dict] = {}
-    for attack in dict.fromkeys(line["attack"] for line in lines):
-        local = [line for line in lines if line["attack"] == attack]
-        unknown = [line["unknown"] for line in local if line["unknown"]]
-        reference = [line["metrics"] for line in local if not line["unknown"] and line["exposed"]]
-        source: dict[str, Any] = {"looks": len(reference), "unknown": len(unknown)}
-        source["why"] = (
-            unknown[-1] if unknown else "" if reference else "what it reads is not shared"
-        )
-        family = family_of(attack)
-        source["family"] = family
-        if reference and family == "membership":
-            source |= reference[-1]["auc"]
-        elif reference:
-            mean, half = mean_and_half([metrics[VALUES[family]]["value"] for metrics in reference])
-            source |= {"value": mean, "low": mean - half, "high": mean + half}
-        if reference and family == "texts":
-            for name in ("exact_sentences", "certified"):
-                values = [metrics[name]["value"] for metrics in reference if name in metrics]
-                source[name] = sum(values) / len(values) if values else None
-        results[attack] = source
-    return results
+    names = dict.fromkeys(line["attack"] for line in lines)
+    return {name: summary_of([x for x in lines if x["attack"] == name], name) for name in names}
+
+
+def summary_of(lines: list[dict], attack: str) -> dict[str, Any]:
+    """Return the summary of one attack's lines."""
+    reasons = [line["unknown"] for line in lines if line["unknown"]]
+    rates = [line["metrics"] for line in lines if not line["unknown"] and line["exposed"]]
+    why = reasons[-1] if reasons else "" if rates else "what it reads is not shared"
+    family = family_of(attack)
+    result = {"looks": len(rates), "unknown": len(reasons), "why": why, "family": family}
+    if rates and family == "membership":
+        result |= rates[-1]["auc"]
+    elif rates:
+        mean, half = mean_and_half([look[VALUES[family]]["value"] for look in rates])
+        result |= {"value": mean, "low": mean - half, "high": mean + half}
+    if rates and family == "texts":
+        for name in ("exact_sentences", "certified"):
+            values = [look[name]["value"] for look in rates if name in look]
+            result[name] = sum(values) / len(values) if values else None
+    return result
 
 
 def best_value(cell: dict[str, Any], family: str) -> str:
     """What the best attack of a family found."""
-    if "skipped" in cell:
-        return f"not run: {cell['skipped']}"
-    local = {n: source for n, source in cell["attacks"].items() if family_of(n) == family}
-    reference = [source for source in local.values() if "value" in source]
-    if not reference:
-        tried = any(
-            source["unknown"] and not source["why"].startswith("not played")
-            for source in local.values()
-        )
+    summaries = [s for name, s in cell["attacks"].items() if family_of(name) == family]
+    results = [s for s in summaries if "value" in s]
+    if not results:
+        tried = any(s["unknown"] and not s["why"].startswith("not played") for s in summaries)
         return "*unknown*" if tried else "none reads it"
-    best = max(reference, key=lambda source: source["value"])
+    best = max(results, key=lambda s: s["value"])
     if family != "membership":
         text = f"{best['value']:.3f} ± {(best['high'] - best['low']) / 2:.3f}"
     else:
@@ -445,15 +469,15 @@ def best_value(cell: dict[str, Any], family: str) -> str:
 def print_table(cells: Sequence[dict[str, Any]]) -> None:
     """For each model and shape: set-ups and defences by what is shared."""
     for model, shape in dict.fromkeys((cell["model"], cell["shape"]) for cell in cells):
-        local = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
-        columns = list(dict.fromkeys(c["column"] for c in local))
-        minutes = sum(c["seconds"] for c in local) / 60
-        print(f"{model}, {shape}, {local[-1]['day']}, {minutes:.0f} min\n")
+        of_shape = [c for c in cells if (c["model"], c["shape"]) == (model, shape)]
+        columns = list(dict.fromkeys(c["column"] for c in of_shape))
+        minutes = sum(c["seconds"] for c in of_shape) / 60
+        print(f"{model}, {shape}, {of_shape[-1]['day']}, {minutes:.0f} min\n")
         pairs = [(column, family) for column in columns for family in families_in(column)]
         rows = []
-        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in local):
+        for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in of_shape):
             results = {
-                c["column"]: c for c in local if (c["setup"], c["defense"]) == (setup, defense)
+                c["column"]: c for c in of_shape if (c["setup"], c["defense"]) == (setup, defense)
             }
             row = [
                 best_value(results[column], family) if column in results else "not run"
@@ -480,21 +504,14 @@ def run_setups(options: argparse.Namespace) -> None:
         cell = dict(zip(("model", "shape", "setup", "column", "defense"), key, strict=True))
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, quiet():
-            try:
-                cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
-            except NothingToTrain as nothing:
-                cell["skipped"] = str(nothing)
+            cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
         cell["seconds"] = time.perf_counter() - start
         add_line(options.out, {"key": key, "day": str(date.today()), **cell})
-        print(setup, column, defense, f"{cell['seconds']:.0f} s", cell.get("skipped", ""))
-        for attack, source in cell.get("attacks", {}).items():
-            value = (
-                f"{source['value']:.3f} ({source['low']} to {source['high']})"
-                if "value" in source
-                else ""
-            )
+        print(setup, column, defense, f"{cell['seconds']:.0f} s")
+        for attack, result in cell["attacks"].items():
+            value = "{value:.3f} ({low} to {high})".format(**result) if "value" in result else ""
             print(
-                f"    {attack} {value} unknown {source['unknown']} {source['why'][:200]}",
+                f"    {attack} {value} unknown {result['unknown']} {result['why'][:200]}",
                 flush=True,
             )
 
@@ -528,6 +545,12 @@ def main() -> None:
         return
     if options.model is None or options.out is None:
         parser.error("give --model DIR and --out FILE, or --table FILE")
+    rounds = [column for column in options.columns if ":" in column]
+    if rounds and options.defenses != ["none"]:
+        parser.error(
+            f"--columns {' '.join(rounds)}: a round is measured without a defence; give --defenses "
+            "with --columns gradient or texts only"
+        )
     print_place()
     run_setups(options)
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.attacks.subspace_words import Source, built
+from benchmarks.attacks.subspace_words import Source, add_source_options, built
 from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
@@ -109,35 +109,35 @@ def shared(
             number, Stage.SHARED, shifted, local_steps=len(parts), learning_rate=options.lr
         )
         return Observation((update,))
-    std = notes = 0.0
+    std = rounding_std = 0.0
     if kind == "dpsgd":
-        results = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
+        gradients = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
         for row in ids:
             backward(model, row[None], options)
             norm = torch.stack([p.grad.norm() for p in trained(model) if p.grad is not None]).norm()
             for role in roles:
-                results[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
+                gradients[role] += anatomy.parameter(role).grad / norm.clamp_min(1.0)
         std = float(value)
     else:
         backward(model, ids, options)
-        results = {r: anatomy.parameter(r).grad.clone() for r in roles}
+        gradients = {r: anatomy.parameter(r).grad.clone() for r in roles}
     if kind == "noise":
-        flat = torch.cat([g.flatten() for g in results.values()])
+        flat = torch.cat([g.flatten() for g in gradients.values()])
         std = float(value) * float(flat.square().mean().sqrt())
-    for role, g in results.items():
+    for role, g in gradients.items():
         if std:
-            results[role] = g + std * normal(g)
+            gradients[role] = g + std * normal(g)
         elif kind == "bf16":
-            results[role] = g.bfloat16()
+            gradients[role] = g.bfloat16()
         elif kind == "int8":
             step = g.abs().max() / 127
-            results[role] = (g / step).round() * step
-            notes = max(notes, float(step) / 12**0.5)
+            gradients[role] = (g / step).round() * step
+            rounding_std = max(rounding_std, float(step) / 12**0.5)
         elif kind == "topk":
             least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
-            results[role] = g.where(g.abs() >= least, 0.0)
+            gradients[role] = g.where(g.abs() >= least, 0.0)
     return Observation(
-        (GradientSnapshot(number, Stage.SHARED, results, noise_std=max(std, notes)),)
+        (GradientSnapshot(number, Stage.SHARED, gradients, noise_std=max(std, rounding_std)),)
     )
 
 
@@ -147,26 +147,16 @@ def main() -> None:
     )
     parser.add_argument("--model")
     parser.add_argument("--config", choices=("gpt2",))
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
+    add_source_options(parser, shapes="1x32")
     parser.add_argument("--classes", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--targets", default="q_proj,v_proj")
-    parser.add_argument("--shapes", default="1x32")
-    parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of a look")
     parser.add_argument("--defenses", default="none")
     parser.add_argument("--lr", type=float, default=1e-3, help="of sgd:k")
-    parser.add_argument("--bos", type=int)
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.dropout, options.chat = 0.0, False
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
-    print_place(options.threads, options.device)
+    print_place(options.device)
     for shape, defense in product(options.shapes.split(","), options.defenses.split(",")):
         kind, _, value = defense.partition(":")
         steps = int(value) if kind == "sgd" else 1
@@ -195,25 +185,25 @@ def main() -> None:
             view = shared(anatomy, roles, ids, defense, number, options)
             start = time.process_time()
             truth = (ids if options.classes else ids[:, :-1]).cpu()
-            message = torch.full_like(truth, -1)
+            guessed_ids = torch.full_like(truth, -1)
             sure, extra = False, False
             try:
                 guess = attack.run(view)
-                message = in_true_order(guess.tokens, truth)
+                guessed_ids = in_true_order(guess.tokens, truth)
                 sure = bool(guess.certified)
                 extra = guess.tokens.shape != truth.shape
             except UnusableObservation:
                 unknown += 1
             seconds.append(time.process_time() - start)
             certified += sure
-            wrong += sure and (extra or not torch.equal(message, truth))
-            metric.update(message, truth)
+            wrong += sure and (extra or not torch.equal(guessed_ids, truth))
+            metric.update(guessed_ids, truth)
         rates = metric.rates()
-        place, exact = rates["token_accuracy"], rates["exact_sentences"]
+        in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
         print(
             f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
             f"{options.targets if options.rank else 'whole'} {shape} {defense} | "
-            f"in place {place.value:.3f} ({place.low:.3f} to {place.high:.3f}) | "
+            f"in place {in_place.value:.3f} ({in_place.low:.3f} to {in_place.high:.3f}) | "
             f"exact {exact.value:.3f} ({exact.low:.3f} to {exact.high:.3f}) | "
             f"certified {certified} of {options.batches}, wrongly {wrong}, unknown {unknown} | "
             f"{torch.tensor(seconds).median():.1f} s",

@@ -167,14 +167,14 @@ def backward(model: nn.Module, batch: TokenBatch, device: str) -> None:
 
 def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) -> Observation:
     """What the attack reads, with noise of ``noise`` times its rms."""
-    results = {r: anatomy.parameter(r).grad.clone() for r in roles}
-    flat = torch.cat([g.flatten() for g in results.values()])
+    gradients = {r: anatomy.parameter(r).grad.clone() for r in roles}
+    flat = torch.cat([g.flatten() for g in gradients.values()])
     std = noise * float(flat.square().mean().sqrt())
     generator = torch.Generator(flat.device).manual_seed(seed)
     if std:
-        for g in results.values():
+        for g in gradients.values():
             g += std * torch.randn(g.shape, generator=generator, device=g.device)
-    return Observation((GradientSnapshot(0, Stage.SHARED, results, noise_std=std),))
+    return Observation((GradientSnapshot(0, Stage.SHARED, gradients, noise_std=std),))
 
 
 def updated(
@@ -193,11 +193,11 @@ def updated(
         backward(model, batch, device)
         optimizer.step()
     with torch.no_grad():
-        results = {r: (before[r] - p) / RATE for r, p in parameters.items()}
+        changes = {r: (before[r] - p) / RATE for r, p in parameters.items()}
         for r, p in parameters.items():
             p.copy_(before[r])
     steps = len(batches)
-    update = UpdateSnapshot(0, Stage.SHARED, results, local_steps=steps, learning_rate=RATE)
+    update = UpdateSnapshot(0, Stage.SHARED, changes, local_steps=steps, learning_rate=RATE)
     return Observation((update,))
 
 
@@ -209,26 +209,29 @@ def facts_of(kind: str, steps: int) -> RunFacts:
     return RunFacts(optimizer=kind, optimizer_settings=settings, local_steps=steps)
 
 
-def f1_of(results: set[int], truth: set[int]) -> float:
-    return 2 * len(results & truth) / (len(results) + len(truth))
+def f1_of(named: set[int], truth: set[int]) -> float:
+    return 2 * len(named & truth) / (len(named) + len(truth))
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the model, its adapters, the texts, and the training before."""
+def add_source_options(parser: argparse.ArgumentParser, shapes: str = "8x64") -> None:
+    """Add the options of the adapters and the texts."""
     parser.add_argument("--private", default="imdb")
     parser.add_argument("--public", default="wikitext2")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--targets", default="q_proj,v_proj")
-    parser.add_argument("--dropout", type=float, default=0.0, help="in front of the adapters")
-    parser.add_argument("--shapes", default="8x64")
+    parser.add_argument("--shapes", default=shapes)
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--warm", default="1", help="steps of training before; several: 5,30,100")
-    parser.add_argument("--update", help="an optimizer of torch.optim; default gradients")
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the training before, and of what is shared."""
+    parser.add_argument("--dropout", type=float, default=0.0, help="in front of the adapters")
+    parser.add_argument("--warm", default="1", help="steps of training before; several: 5,30,100")
+    parser.add_argument("--update", help="an optimizer of torch.optim; default gradients")
 
 
 def main() -> None:
@@ -238,13 +241,14 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--config", choices=("gpt2",))
     add_source_options(parser)
+    add_training_options(parser)
     parser.add_argument("--noise", default="0")
     parser.add_argument("--chat", action="store_true", help="chats with masked prompts")
     parser.add_argument("--prior", action="store_true")
     options = parser.parse_args()
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
-    print_place(options.threads, options.device)
+    print_place(options.device)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
         model = built(options)
@@ -294,12 +298,12 @@ def measured(
         scores["types"].append(len(truth))
         if guess is None or not (len(guess.types) or noise):
             continue
-        results = set(guess.types.tolist())
+        named = set(guess.types.tolist())
         ranked = (
             set() if guess.scores is None else set(guess.scores.topk(len(truth)).indices.tolist())
         )
-        scores["f1"].append(f1_of(results, truth))
-        scores["precision"].append(len(results & truth) / max(1, len(results)))
+        scores["f1"].append(f1_of(named, truth))
+        scores["precision"].append(len(named & truth) / max(1, len(named)))
         scores["ranked"].append(len(ranked & truth) / len(truth))
         scores["certified"].append(float(bool(guess.certified)))
     row: dict[str, object] = {name: mean_and_half(values) for name, values in scores.items()}
@@ -308,7 +312,7 @@ def measured(
 
 def described(row: dict[str, Any], options: argparse.Namespace) -> str:
     """Return a line for people."""
-    reference = row["n"] > row["unknown"]
+    is_known = row["n"] > row["unknown"]
     words = (
         f"F1 {row['f1'][0]:.4f} +- {row['f1'][1]:.4f} | precision {row['precision'][0]:.3f} | "
         f"n given {row['ranked'][0]:.3f} | certified {row['certified'][0]:.2f}"
@@ -319,7 +323,7 @@ def described(row: dict[str, Any], options: argparse.Namespace) -> str:
         f"{options.config or Path(options.model).name} {options.private}{chats} r {options.rank} "
         f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
         f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
-        f"{row['types'][0]:.0f} | {words if reference else 'unknown'} | "
+        f"{row['types'][0]:.0f} | {words if is_known else 'unknown'} | "
         f"{row['seconds'][0]:.1f} s | "
         f"{row['unknown']} of {row['n']} unknown"
     )

@@ -100,7 +100,7 @@ def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
 
 def runners(names, anatomy, public: PublicText, args):
     """name -> function of (observation, true number of types) to a guess; and calibration times."""
-    created, seconds = {}, {}
+    readers, seconds = {}, {}
     regressor = None
     if {"flatchat-gmm", "flatchat-abs"} & set(names):
         start = time.perf_counter()
@@ -115,7 +115,7 @@ def runners(names, anatomy, public: PublicText, args):
             def blind(view, truth, ranked=ranked):
                 return WordGuess(ranked[:truth], n_types=float(truth))
 
-            created[name] = blind
+            readers[name] = blind
             continue
         if name.startswith("flatchat"):
             scorer, oracle = name.split("-")[1], name.endswith("oracle")
@@ -124,7 +124,7 @@ def runners(names, anatomy, public: PublicText, args):
                 gradient = next(iter(view.gradients[-1].tensors.values()))
                 return flatchat(gradient, truth if oracle else regressor, scorer)
 
-            created[name] = run
+            readers[name] = run
             continue
         attack = AlignedFlatChat(
             public,
@@ -134,8 +134,8 @@ def runners(names, anatomy, public: PublicText, args):
         )
         attack.prepare(anatomy)
         seconds[name] = attack.calibration_seconds
-        created[name] = lambda view, truth, attack=attack: guessed(attack, view)
-    return created, seconds
+        readers[name] = lambda view, truth, attack=attack: guessed(attack, view)
+    return readers, seconds
 
 
 def score(guess, truth) -> dict[str, float]:
@@ -184,10 +184,9 @@ def main() -> None:
     parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
     parser.add_argument("--bos", type=int, help="id put before every text")
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="see above")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print_place(args.threads, f"torch {torch.__version__}")
+    print_place(f"torch {torch.__version__}")
     names = args.attacks.split(",")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")

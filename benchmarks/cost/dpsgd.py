@@ -182,18 +182,22 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
 
 def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     model = build(options)
-    results: dict[str, Step] = {}
+    steps: dict[str, Step] = {}
     for name in options.peers:
-        local = copy.deepcopy(model) if len(options.peers) > 1 else model
+        model_copy = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
             rows = options.pieces or len(ids)
-            step = plain(local, ids, rows) if name == "plain" else opacus(local, ids, name, rows)
+            step = (
+                plain(model_copy, ids, rows)
+                if name == "plain"
+                else opacus(model_copy, ids, name, rows)
+            )
             step()
         except NotImplementedError as error:
             print(f"{name}: refused by Opacus: {str(error)[:100]}")
             continue
-        results[name] = step
-    return results
+        steps[name] = step
+    return steps
 
 
 class TrainerInTurn(TrainerCallback):
@@ -214,8 +218,12 @@ class TrainerInTurn(TrainerCallback):
         self.times["ours"].append(seconds)
         ids = self.ids[:rows]
         for name in self.options.peers:
-            local = copy.deepcopy(self.model)  # Opacus' hooks are for one size of batches
-            step = trainer_step(local, ids) if name == "plain" else opacus(local, ids, name, rows)
+            model_copy = copy.deepcopy(self.model)  # Opacus' hooks are for one size of batches
+            step = (
+                trainer_step(model_copy, ids)
+                if name == "plain"
+                else opacus(model_copy, ids, name, rows)
+            )
             step()  # the first one allocates
             start = clock("cpu")
             step()

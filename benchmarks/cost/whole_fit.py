@@ -89,17 +89,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
-    print_place(1, f"LoRA r {OPTIONS.rank}")
+    print_place(f"LoRA r {OPTIONS.rank}")
     print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
     print("|---|---|---|---|---|---|")
     for shape, numbers in shapes.items():
         for kind in ("bare", "watched"):
             # Of a process of its own, for its peak; what is imported is so already.
             with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-                received = pool.submit(one_fit, numbers, kind == "watched").result()
-            words = "" if received["words"] is None else f"{received['words']:.3f}"
-            row = f"{received['peak'] / 1e9:.2f} | {received['seconds']:.0f} | {words}"
-            print(f"| {shape} | {kind} | {row} | {', '.join(received['results'])} |", flush=True)
+                measured = pool.submit(one_fit, numbers, kind == "watched").result()
+            words = "" if measured["words"] is None else f"{measured['words']:.3f}"
+            row = f"{measured['peak'] / 1e9:.2f} | {measured['seconds']:.0f} | {words}"
+            print(f"| {shape} | {kind} | {row} | {', '.join(measured['results'])} |", flush=True)
 
 
 if __name__ == "__main__":

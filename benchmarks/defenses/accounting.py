@@ -37,6 +37,8 @@ from lightning_fedleak.evaluation.metrics.clustered import auc
 
 SMOKE = ("--proof --sigmas 1.0 --games 40 --audits 2",)
 
+DELTA = 1e-3
+"""Of the proof."""
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
 GRID = [
     (sigma, rate, steps, delta)
@@ -105,7 +107,7 @@ def small_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
-def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: int) -> None:
+def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
     ids = torch.randint(3, 97, (4, 6), generator=torch.Generator().manual_seed(0))
     print(
         f"{'sigma':>5} {'q':>4} {'AUC':>7} {'95% interval':>16} {'closed form':>11} "
@@ -115,33 +117,33 @@ def proof(sigmas: Sequence[float], games: int, audits: int, delta: float, seed: 
 
         def defense(sigma: float = sigma) -> DPSGD:
             return DPSGD(
-                1e-3, noise_multiplier=sigma, target_delta=delta, clip=ClipSettings(loss="trusted")
+                1e-3, noise_multiplier=sigma, target_delta=DELTA, clip=ClipSettings(loss="trusted")
             )
 
-        local = int(10 * sigma) + 1000 * seed
-        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=local)
-        played = play_add_remove(neuron.release, games, seed=local)
+        game_seed = int(10 * sigma) + 1000 * seed
+        neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=game_seed)
+        played = play_add_remove(neuron.release, games, seed=game_seed)
         scores, members = played.scores, played.members
-        code, rng = np.arange(games), np.random.default_rng(0)
-        results = auc(scores.numpy(), members.numpy(), code, 0.05, 200, rng)
+        clusters, rng = np.arange(games), np.random.default_rng(0)
+        measured = auc(scores.numpy(), members.numpy(), clusters, 0.05, 200, rng)
         outside = scores if rate == 1 else scores[~members]
         noise = outside - (members.double() if rate == 1 else 0.0)
         spread = float(noise.square().mean().sqrt()) / sigma
-        epsilon = gaussian_epsilon(sigma=sigma, delta=delta) if rate == 1 else math.nan
+        epsilon = gaussian_epsilon(sigma=sigma, delta=DELTA) if rate == 1 else math.nan
         accountant = Accountant("prv")
         accountant.step(sigma, rate)
-        accounted = accountant.epsilon(delta)
+        accounted = accountant.epsilon(DELTA)
         assert rate < 1 or epsilon <= accounted
         claim, cut = ("gaussian", 0.5) if rate == 1 else ("dp", "union")
         bounds = [
             audit_scores(
-                scores[local], members[local], delta=delta, claim=claim, threshold=cut
+                scores[chunk], members[chunk], delta=DELTA, claim=claim, threshold=cut
             ).epsilon
-            for local in torch.arange(games).split(games // audits)[:audits]
+            for chunk in torch.arange(games).split(games // audits)[:audits]
         ]
         count = refutations(bounds, accounted)
         print(
-            f"{sigma:5} {rate:4} {results.value:7.4f} [{results.low:.4f}, {results.high:.4f}] "
+            f"{sigma:5} {rate:4} {measured.value:7.4f} [{measured.low:.4f}, {measured.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
             f"{accounted:9.3f}",
@@ -159,7 +161,6 @@ def main() -> None:
     parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
     parser.add_argument("--games", type=int, default=10_000)
     parser.add_argument("--audits", type=int, default=100)
-    parser.add_argument("--delta", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -167,7 +168,7 @@ def main() -> None:
     if args.grid:
         grid()
     if args.proof:
-        proof(args.sigmas, args.games, args.audits, args.delta, args.seed)
+        proof(args.sigmas, args.games, args.audits, args.seed)
 
 
 if __name__ == "__main__":

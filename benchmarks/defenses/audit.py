@@ -101,8 +101,8 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
     start = time.process_time()
     played, planted = audits(row, count, games, seed)
     ms_per_audit = 1e3 * (time.process_time() - start) / count
-    scores = torch.cat([local.scores for local in played])
-    members = torch.cat([local.members for local in played])
+    scores = torch.cat([audit.scores for audit in played])
+    members = torch.cat([audit.members for audit in played])
     claims: list[tuple[Claim, float]] = [("dp", SMALL_DELTA), ("dp", LARGE_DELTA)]
     claims += [("gaussian", SMALL_DELTA)] * (row.rate == 1)
     for claim, delta in claims:
@@ -113,12 +113,12 @@ def report(row: Row, label: str, count: int, games: int, seed: int) -> None:
             cut = 0.0 if claim == "gaussian" else threshold(row, n, d)
             return audit_scores(scores, members, delta=d, claim=claim, threshold=cut).epsilon
 
-        bounds = [bound(local.scores, local.members) for local in played]
-        results = refutations(bounds, epsilon)
+        bounds = [bound(audit.scores, audit.members) for audit in played]
+        exceeded = refutations(bounds, epsilon)
         print(
             f"{row} {label:14} {claim:>8} {delta:6g} {epsilon:7.3f} "
-            f"{statistics.median(bounds) / epsilon:7.2f} {results.refuted:4}/{results.audits:<4} "
-            f"{results.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {ms_per_audit:6.1f}",
+            f"{statistics.median(bounds) / epsilon:7.2f} {exceeded.refuted:4}/{exceeded.audits:<4} "
+            f"{exceeded.p_value:8.2g} {bound(scores, members) / epsilon:7.3f} {ms_per_audit:6.1f}",
             flush=True,
         )
 

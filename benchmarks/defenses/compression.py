@@ -105,7 +105,6 @@ def main() -> None:
     parser.add_argument("--attacks", default="", help="names, by commas; all by default")
     parser.add_argument("--bos", type=int)
     parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.config, options.classes, options.device = None, 0, "cpu"
@@ -117,23 +116,23 @@ def main() -> None:
     if options.rank:  # whose A has no gradient while B is zero
         backward(model, texts_of(public, rows, length, options), options)
         torch.optim.AdamW(trained(model), lr=2e-4).step()
-    reference = PublicText(list(texts_of(public, options.public_rows, length, options)))
+    public_texts = PublicText(list(texts_of(public, options.public_rows, length, options)))
     games = [
-        kind(reference, public_rows=options.public_rows // 2, tokens=length)
+        kind(public_texts, public_rows=options.public_rows // 2, tokens=length)
         for kind in (SubspaceMembership, GradientMembership)
     ]
     words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
     head = AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
     attacks = [words, *games, texts] if options.rank else [words, head, *games, texts]
-    queried = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
-    attacks = [attack for attack in attacks if attack.name in queried]
+    chosen = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
+    attacks = [attack for attack in attacks if attack.name in chosen]
     roles = {attack: attack.needs(anatomy).gradients for attack in attacks}
     for attack in attacks:
         if attack is not head:
             attack.prepare(anatomy)
             attack.refresh(anatomy, 0)
     names = sorted({role for each in roles.values() for role in each})
-    print_place(options.threads)
+    print_place()
     whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
     batches = [
         private.batch(rows + options.non_members, length).input_ids for _ in range(options.batches)
@@ -175,8 +174,8 @@ def main() -> None:
         for attack, values in scores.items():
             missed = len(batches) - len(values)
             if attack is texts:
-                place, exact = rates["token_accuracy"], rates["exact_sentences"]
-                rate = f"in place {place.value:.3f}, exact {exact.value:.3f}"
+                in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
+                rate = f"in place {in_place.value:.3f}, exact {exact.value:.3f}"
                 rate += f" ({exact.low:.3f} to {exact.high:.3f})"
             else:  # words that are unknown count as none
                 count = len(batches) if attack in (words, head) else max(1, len(values))

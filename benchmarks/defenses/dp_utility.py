@@ -128,16 +128,16 @@ def movie_sentences() -> list[str]:
     lines = (
         t for p in sorted((data_folder() / "imdb").glob("*.gz")) for t in content_of(p).splitlines()
     )
-    rows = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
-    results = [t.strip() for local in rows for t in re.split("[.!?]", local)]
-    return shuffled([t for t in results if 6 <= len(t.split()) <= 16])
+    reviews = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
+    sentences = [t.strip() for review in reviews for t in re.split("[.!?]", review)]
+    return shuffled([t for t in sentences if 6 <= len(t.split()) <= 16])
 
 
 def review_sentences() -> list[tuple[str, str]]:
     """Sentences of Yelp's reviews and their sentiment, as many of both, none twice."""
-    files = [sorted((data_folder() / "yelp_sentences").glob(f"*.{local}.gz")) for local in "01"]
+    files = [sorted((data_folder() / "yelp_sentences").glob(f"*.{label}.gz")) for label in "01"]
     texts = [
-        shuffled(sorted({t for p in local for t in content_of(p).splitlines()})) for local in files
+        shuffled(sorted({t for p in paths for t in content_of(p).splitlines()})) for paths in files
     ]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
 
@@ -152,17 +152,17 @@ def states_of(model: Any, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """(n, longest, d) states before the last block, zeros behind; (n,) lengths."""
     states = torch.zeros(len(ids), max(map(len, ids)), model.config.hidden_size)
     by_length = defaultdict(list)
-    for place, local in enumerate(ids):
-        by_length[len(local)].append(place)
-    for length, places in by_length.items():
-        for start in range(0, len(places), 64):
-            some = places[start : start + 64]
-            settings = torch.tensor([list(ids[place]) for place in some])
+    for index, tokens in enumerate(ids):
+        by_length[len(tokens)].append(index)
+    for length, indices in by_length.items():
+        for start in range(0, len(indices), 64):
+            chunk = indices[start : start + 64]
+            input_ids = torch.tensor([list(ids[index]) for index in chunk])
             positions = model.model.rotary_emb(states, torch.arange(length)[None])
-            results = model.model.embed_tokens(settings)
+            hidden = model.model.embed_tokens(input_ids)
             for block in model.model.layers[:-1]:
-                results = block(results, position_embeddings=positions)
-            states[some, :length] = results
+                hidden = block(hidden, position_embeddings=positions)
+            states[chunk, :length] = hidden
     return {"states": states, "lengths": torch.tensor([*map(len, ids)])}
 
 
@@ -175,17 +175,17 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
     positions = model.model.rotary_emb(states, torch.arange(states.shape[1])[None])
     keys, values, sums = [], [], []
     places = torch.arange(states.shape[1])[None, :, None]
-    for some, local in zip(states.split(256), lengths.split(256), strict=True):
-        normed = block.input_layernorm(some)
+    for chunk, chunk_lengths in zip(states.split(256), lengths.split(256), strict=True):
+        normed = block.input_layernorm(chunk)
         parts = (block.self_attn.k_proj(normed), block.self_attn.v_proj(normed))
         key, value = (p.unflatten(2, (-1, block.self_attn.head_dim)).transpose(1, 2) for p in parts)
         keys.append(turned(key, *(part[:, None] for part in positions)).half())
         values.append(value.half())
-        sums.append((normed * (places > 0) * (places < local[:, None, None])).sum(1))
+        sums.append((normed * (places > 0) * (places < chunk_lengths[:, None, None])).sum(1))
     last = states[torch.arange(len(states)), lengths - 1]
     pooled = torch.cat(sums) / (lengths - 1).clamp_min(1)[:, None]
-    results = {"keys": torch.cat(keys), "values": torch.cat(values), "pooled": pooled}
-    return results | {"last": last, "lengths": lengths}
+    cached = {"keys": torch.cat(keys), "values": torch.cat(values), "pooled": pooled}
+    return cached | {"last": last, "lengths": lengths}
 
 
 def compute(options: argparse.Namespace) -> None:
@@ -203,8 +203,8 @@ def compute(options: argparse.Namespace) -> None:
         ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
         for start in range(0, len(ids), CHUNK):
             with torch.autocast("cpu", torch.bfloat16, enabled=options.half):
-                some = states_of(model, ids[start : start + CHUNK])
-            for key, value in last_token(model, **some).items():
+                states = states_of(model, ids[start : start + CHUNK])
+            for key, value in last_token(model, **states).items():
                 size = [len(ids), *value.shape[1:]]
                 if value.ndim == 4:
                     size[2] = max(map(len, ids))
@@ -213,7 +213,7 @@ def compute(options: argparse.Namespace) -> None:
                     whole[start : start + len(value), :, : value.shape[2]] = value
                 else:
                     whole[start : start + len(value)] = value
-        data[name + "classes"] = torch.tensor([int(local) for _, local in rows[: options.texts]])
+        data[name + "classes"] = torch.tensor([int(label) for _, label in rows[: options.texts]])
     save_file(data, options.features)
     print(f"{options.features}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")
 
@@ -236,8 +236,8 @@ class Tuned(L.LightningModule):
         self.head = nn.Linear(2 * model.config.hidden_size, int(data["classes"].max()) + 1, False)
         nn.init.zeros_(self.head.weight)
         with torch.no_grad():
-            results = self.in_pieces("public_", self.features)
-        self.mean, self.deviation = results.mean(0), results.std(0)
+            features = self.in_pieces("public_", self.features)
+        self.mean, self.deviation = features.mean(0), features.std(0)
         self.weights = trained(self)
 
     def in_pieces(self, name: str, function: Callable[[str, Tensor], Tensor]) -> Tensor:
@@ -256,30 +256,30 @@ class Tuned(L.LightningModule):
         query = turned(query, cos[:, None], sin[:, None])
         cached = (self.data[name + part][rows, :, :longest] for part in ("keys", "values"))
         keys, values = (part.float() for part in cached)
-        observed = (torch.arange(longest) < lengths[:, None])[:, None, None]
-        results = F.scaled_dot_product_attention(query, keys, values, observed, enable_gqa=True)
-        results = last + attention.o_proj(results.transpose(1, 2).flatten(2))
-        results = self.norm(results + block.mlp(block.post_attention_layernorm(results)))
-        return torch.cat([results, self.data[name + "pooled"][rows][:, None]], 1)
+        is_token = (torch.arange(longest) < lengths[:, None])[:, None, None]
+        hidden = F.scaled_dot_product_attention(query, keys, values, is_token, enable_gqa=True)
+        hidden = last + attention.o_proj(hidden.transpose(1, 2).flatten(2))
+        hidden = self.norm(hidden + block.mlp(block.post_attention_layernorm(hidden)))
+        return torch.cat([hidden, self.data[name + "pooled"][rows][:, None]], 1)
 
     def classified(self, name: str, rows: Tensor) -> Tensor:
-        results = (self.features(name, rows) - self.mean) / self.deviation
-        return self.head(self.recipe.scale * F.normalize(results, dim=2).flatten(1))
+        features = (self.features(name, rows) - self.mean) / self.deviation
+        return self.head(self.recipe.scale * F.normalize(features, dim=2).flatten(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.classified("", batch), self.data["classes"][batch])
 
     def configure_optimizers(self) -> Any:
         recipe, steps = self.recipe, int(self.trainer.estimated_stepping_batches)
-        local = [
+        groups = [
             {"params": [weight for weight in self.weights if weight is not self.head.weight]},
             {"params": [self.head.weight], "lr": recipe.head_rate},
         ]
         optimizer: torch.optim.Optimizer
         if self.private:
-            optimizer = DPAdamBC(local, recipe.rate, floor=0.5)
+            optimizer = DPAdamBC(groups, recipe.rate, floor=0.5)
         else:
-            optimizer = torch.optim.AdamW(local, recipe.rate, weight_decay=0.0)
+            optimizer = torch.optim.AdamW(groups, recipe.rate, weight_decay=0.0)
         return falling(optimizer, steps)
 
 
@@ -342,8 +342,8 @@ def one_lora(
     fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
     seconds = time.process_time() - start
     if private:
-        display = defense.accountant.epsilon(DELTA)
-        assert display <= epsilon, (display, epsilon)
+        spent = defense.accountant.epsilon(DELTA)
+        assert spent <= epsilon, (spent, epsilon)
     return {
         "model": Path(options.model).name,
         "epsilon": epsilon if private and epsilon < math.inf else None,
@@ -374,8 +374,8 @@ def train(options: argparse.Namespace) -> None:
             continue
         row = one_lora(data, epsilon, seed, changes, options)
         add_line(path, row)
-        results = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
-        print(f"epsilon {epsilon} seed {seed} {changes}: {results}", flush=True)
+        summary = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
+        print(f"epsilon {epsilon} seed {seed} {changes}: {summary}", flush=True)
 
 
 def print_table(options: argparse.Namespace) -> None:

@@ -82,13 +82,13 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
             default_root_dir=folder,
             strategy=DefendedStrategy("auto", [defense] * defended),
         )
-    display = monitor.latest
-    controls = {n.split("/")[1]: v for n, v in display.items() if n.endswith("/control")}
+    latest = monitor.latest
+    controls = {n.split("/")[1]: v for n, v in latest.items() if n.endswith("/control")}
     event = gate.fired
     ended = "silent"
     if event is not None:
         ended = f"unknown ({event.why})" if math.isnan(event.value) else "fired"
-    return ended, controls, display.get(WORST, math.nan)
+    return ended, controls, latest.get(WORST, math.nan)
 
 
 def main() -> int:

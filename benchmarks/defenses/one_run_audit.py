@@ -50,8 +50,8 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
     "--audits 2 --canaries 60 --rows 3",
-    "--texts --audits 1 --canaries 42 --rows 1 --data 4 --kinds small_row held_out",
-    "--texts --audits 1 --canaries 42 --rows 1 --data 4 --lora --kinds new_token",
+    "--texts --audits 1 --canaries 42 --rows 1",
+    "--texts --audits 1 --canaries 42 --rows 1 --lora",
 )
 
 DELTA = 1e-5
@@ -64,6 +64,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "small_row": {"row_norm": 0.1},
     "held_out": {},
 }
+N_TEXTS = 20
+"""Texts beside the canaries."""
+RATE = 0.2
+"""Learning rate of SGD."""
 LENGTH = 6
 """Tokens of the other texts, and of those held out."""
 
@@ -79,7 +83,7 @@ def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace
     """Canaries of a kind; those with a token of their own change the model."""
     settings = KINDS[kind]
     if kind == "held_out":
-        return [*{tuple(r.tolist()): r for r in rows[args.data :]}.values()][: args.canaries]
+        return [*{tuple(r.tolist()): r for r in rows[N_TEXTS:]}.values()][: args.canaries]
     return new_token_canaries(model, args.canaries, seed=args.seed, **settings)
 
 
@@ -94,10 +98,13 @@ def fitted(
     sigma, rate, steps = row
     language_model = load_model(args.model)
     texts = texts_of(kind, language_model, rows, args)
-    train = with_canaries(rows[: args.data], texts, seed=1000 * args.seed + number)
-    ways = ["loss"] if args.lora or "row_norm" not in KINDS[kind] else ["loss", "row"]
-    scorers = {grouped: CanaryScorer(train.canaries, grouped, every_n_steps=1) for grouped in ways}
-    module = Fit(language_model, args.rate, peft="lora" if args.lora else None, loss="sample_mean")
+    train = with_canaries(rows[:N_TEXTS], texts, seed=1000 * args.seed + number)
+    score_kinds = ["loss"] if args.lora or "row_norm" not in KINDS[kind] else ["loss", "row"]
+    scorers = {
+        score_kind: CanaryScorer(train.canaries, score_kind, every_n_steps=1)
+        for score_kind in score_kinds
+    }
+    module = Fit(language_model, RATE, peft="lora" if args.lora else None, loss="sample_mean")
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
@@ -109,56 +116,53 @@ def fitted(
         strategy=DefendedStrategy("auto", [defense]),
         callbacks=[*scorers.values()],
     )
-    results = {grouped: (s.scores(), train.canaries.included) for grouped, s in scorers.items()}
-    return results, defense.accountant.epsilon(DELTA)
+    games = {score_kind: (s.scores(), train.canaries.included) for score_kind, s in scorers.items()}
+    return games, defense.accountant.epsilon(DELTA)
 
 
 def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
     data = TextDataModule(tokenizer=args.model, length=LENGTH)
     data.setup()
     rows = [row for row in data.train_dataloader().dataset if len(row) == LENGTH]
-    for kind in args.kinds:
+    for kind in KINDS:
         bounds: dict[str, dict[str, list[float]]] = {}
         refused: dict[str, int] = collections.Counter()
         for number in range(args.audits):
-            results, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
-            for grouped, arguments in results.items():
-                local = bounds.setdefault(grouped, collections.defaultdict(list))
-                scores, members = arguments
+            games, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
+            for score_kind, game in games.items():
+                of_kind = bounds.setdefault(score_kind, collections.defaultdict(list))
+                scores, members = game
                 member_scores, non_member_scores = scores[members], scores[~members]
                 spread = ((member_scores.var() + non_member_scores.var()) / 2).sqrt()
-                local["apart"].append(
+                of_kind["apart"].append(
                     float((member_scores.mean() - non_member_scores.mean()) / spread) * sigma
                 )
-                refused[grouped] += not bound(local, arguments, epsilon)
-        for grouped, local in bounds.items():
-            apart = local.pop("apart")
+                refused[score_kind] += not add_bounds(of_kind, game)
+        for score_kind, of_kind in bounds.items():
+            apart = of_kind.pop("apart")
             error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
             print(
-                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {grouped}: "
+                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {score_kind}: "
                 f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
                 *(
-                    f"{name} {statistics.median(each):.2f} ({sum(b > 1 for b in each)} exceed)"
-                    for name, each in local.items()
-                    if each
+                    f"{name} {statistics.median(values) / epsilon:.2f} "
+                    f"({sum(bound > epsilon for bound in values)} exceed)"
+                    for name, values in of_kind.items()
                 ),
-                f"refused {refused[grouped]} of {args.audits}",
+                f"refused {refused[score_kind]} of {args.audits}",
                 sep=", ",
                 flush=True,
             )
 
 
-def bound(local: dict[str, list[float]], arguments: tuple[Tensor, Tensor], epsilon: float) -> bool:
-    """Adds the three bounds over epsilon; False where the last is refused."""
-    local["guesses"].append(audit_one_run(*arguments, delta=DELTA).epsilon / epsilon)
-    local["curve"].append(
-        audit_one_run(*arguments, delta=DELTA, claim="gaussian").epsilon / epsilon
-    )
+def add_bounds(bounds: dict[str, list[float]], game: tuple[Tensor, Tensor]) -> bool:
+    """Add the three lower bounds of a run; return False if the last is refused."""
+    bounds["guesses"].append(audit_one_run(*game, delta=DELTA).epsilon)
+    bounds["curve"].append(audit_one_run(*game, delta=DELTA, claim="gaussian").epsilon)
     try:
-        sums = audit_gaussian_scores(*arguments, delta=DELTA).epsilon / epsilon
+        bounds["sums"].append(audit_gaussian_scores(*game, delta=DELTA).epsilon)
     except ValueError:
         return False
-    local["sums"].append(sums)
     return True
 
 
@@ -170,26 +174,19 @@ def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> N
         steps=steps,
         seed=args.seed,
     )
-    bounds = collections.defaultdict(list)
+    bounds: dict[str, list[float]] = collections.defaultdict(list)
     refused = 0
     for number in range(args.audits):
         members = planted.coins(number)
-        arguments = planted.run(members, number).sum(0), members
-        bounds["guesses"].append(audit_one_run(*arguments, delta=DELTA).epsilon)
-        bounds["curve"].append(audit_one_run(*arguments, delta=DELTA, claim="gaussian").epsilon)
-        try:
-            bounds["sums"].append(audit_gaussian_scores(*arguments, delta=DELTA).epsilon)
-        except ValueError:
-            refused += 1
+        refused += not add_bounds(bounds, (planted.run(members, number).sum(0), members))
     epsilon = epsilon_of(planted.history, DELTA, "prv")
     print(f"sigma {sigma:g}, rate {rate:g}, {steps} steps: epsilon {epsilon:.3f}", end="")
     print(f", sums refused in {refused} of {args.audits}" if refused else "")
-    for name, local in bounds.items():
-        results = refutations(local, epsilon)
+    for name, lower_bounds in bounds.items():
+        exceeded = refutations(lower_bounds, epsilon)
         print(
-            f"  {name:12} median {statistics.median(local) / epsilon:.3f}   exceed "
-            f"{results.refuted:3} "
-            f"of {results.audits}, p {results.p_value:.2g}",
+            f"  {name:12} median {statistics.median(lower_bounds) / epsilon:.3f}   exceed "
+            f"{exceeded.refuted:3} of {exceeded.audits}, p {exceeded.p_value:.2g}",
             flush=True,
         )
 
@@ -201,11 +198,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[*range(len(ROWS))])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--texts", action="store_true", help="canary texts, in fits of a model")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--model", help="folder of a causal model; default the embedded one")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--data", type=int, default=20, help="texts beside the canaries")
-    parser.add_argument("--rate", type=float, default=0.2, help="learning rate of SGD")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

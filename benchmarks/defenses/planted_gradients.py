@@ -176,9 +176,9 @@ class PlantedGradients:
         """
         if isinstance(sampler, UserBatchSampler):
             for step in itertools.count(sampler.step):
-                exists = [user for user in sampler.draw(step) if members[user]]
-                rows = sorted((sampler.user_rows(u, step) for u in exists), key=len, reverse=True)
-                sampler._counts.append([len(local) for local in rows])
+                present = [user for user in sampler.draw(step) if members[user]]
+                rows = sorted((sampler.user_rows(u, step) for u in present), key=len, reverse=True)
+                sampler._counts.append([len(indices) for indices in rows])
                 yield self._data[[*itertools.chain.from_iterable(rows)]]
         draws = itertools.chain.from_iterable(itertools.repeat(sampler))
         if isinstance(sampler, PoissonBatchSampler):
@@ -186,10 +186,8 @@ class PlantedGradients:
         for sample in draws:
             yield self._data[[target for target in sample if members[target]]]
 
-    def _secret(self, quantity: str, number: int) -> bytes:
-        return hashlib.sha256(
-            f"planted gradients {quantity} {self.seed} {number}".encode()
-        ).digest()
+    def _secret(self, purpose: str, number: int) -> bytes:
+        return hashlib.sha256(f"planted gradients {purpose} {self.seed} {number}".encode()).digest()
 
 
 def owners(rows: Sequence[int]) -> list[int]:

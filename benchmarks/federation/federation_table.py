@@ -172,13 +172,13 @@ class Private:
     def released(self, updates: Sequence[Update]) -> dict[str, tuple[Update, float]]:
         """The released update of each row, and the standard deviation of its noise."""
         like = updates[0]
-        output: dict[str, tuple[Update, float]] = {}
+        releases: dict[str, tuple[Update, float]] = {}
         for row, dp in self.by_row.items():
             if row == OWN:
-                output[row] = dp.privatized(like, like), dp.own_noise_std
+                releases[row] = dp.privatized(like, like), dp.own_noise_std
             else:
-                output[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
-        return output
+                releases[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
+        return releases
 
     def facts(self) -> dict[str, Any]:
         """For the log."""
@@ -209,7 +209,7 @@ def cell(
     texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
     rows = [bos + r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
     half, pad = len(rows) // 2, tokenizer.pad_token_id or 0
-    sources = [
+    streams = [
         batches(
             rows[client : half : args.clients], args.rows, args.length, pad,
             torch.Generator().manual_seed(args.seed + client),
@@ -217,7 +217,7 @@ def cell(
         for client in range(args.clients)
     ]  # fmt: skip
     held_out = [torch.tensor(r[: args.length]) for r in rows[half:]]
-    outside, reference = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
+    outside, public = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
     make = optimizer_of(optimizer, rank)
     model = model_of(args.model, rank)
     results: dict[str, Found] = {row: Found() for row in ROWS}
@@ -230,7 +230,7 @@ def cell(
         observers = [
             RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,
-                attacks=chosen(PublicText(reference), rank, words=not args.without_words),
+                attacks=chosen(PublicText(public), rank),
                 games=Games(targets=args.targets, held_out=PublicText(outside)),
             ),
             RoundObserver(
@@ -241,9 +241,9 @@ def cell(
         for round_ in range(args.rounds + 1):
             sent = trained_state(model)
             drawn, updates = [], []
-            for client, source in enumerate(sources):
+            for client, stream in enumerate(streams):
                 model.load_state_dict(sent, strict=False)
-                drawn.append(list(itertools.islice(source, steps if round_ else before)))
+                drawn.append(list(itertools.islice(stream, steps if round_ else before)))
                 loss = train(model, drawn[-1], make)
                 losses += [loss] if client == 0 and round_ else []
                 updates.append(difference(sent, trained_state(model)))
@@ -262,8 +262,8 @@ def cell(
                         of_texts = observer is observers[1]
                         if of_texts and row == MEAN and round_ > 1:
                             continue
-                        local = row in (ONE, OWN)
-                        trained = drawn[0] if local else side_by_side(drawn)
+                        of_one_client = row in (ONE, OWN)
+                        trained = drawn[0] if of_one_client else side_by_side(drawn)
                         start = time.process_time()
                         look = observer.look(
                             moved(sent, update),
@@ -275,7 +275,7 @@ def cell(
                         if of_texts:
                             spent.append(time.process_time() - start)
                         elif not noise:
-                            blind.setdefault(row, []).append(blindly(trained, reference))
+                            blind.setdefault(row, []).append(blindly(trained, public))
             model.load_state_dict(moved(sent, mean), strict=False)
         for observer in observers:
             observer.end()
@@ -288,10 +288,8 @@ def cell(
     }
 
 
-def chosen(public: PublicText, rank: int, *, words: bool) -> list[Attack]:
+def chosen(public: PublicText, rank: int) -> list[Attack]:
     """On words and membership. Only a whole model shares its head."""
-    if not words:
-        return [GradientMembership(public)]
     head: list[Attack] = [] if rank else [AlignedFlatChat(public)]
     return [*head, SubspaceWords(public, capacity_seconds=0), GradientMembership(public)]
 
@@ -315,8 +313,8 @@ class Found:
         highest: dict[str, float] = {}
         for name, value in look.now.items():
             root, _, metric = name.rpartition("/")
-            queried = f"{root}/auc" in look.now
-            family = ("membership" if metric == "auc" else "") if queried else FAMILIES.get(metric)
+            is_game = f"{root}/auc" in look.now
+            family = ("membership" if metric == "auc" else "") if is_game else FAMILIES.get(metric)
             if not family or "/worst" in name:
                 continue
             highest.setdefault(family, math.nan)
@@ -339,14 +337,14 @@ def tables_of(lines: Sequence[dict]) -> str:
     output = []
     models = dict.fromkeys((line["model"], line["epsilon"]) for line in lines)
     for model, epsilon in models:
-        local = [line for line in lines if (line["model"], line["epsilon"]) == (model, epsilon)]
+        selected = [line for line in lines if (line["model"], line["epsilon"]) == (model, epsilon)]
         groups = [(ROWS[:2], "")]
         if epsilon:
             groups.append((ROWS[2:], f", client-level DP at epsilon {epsilon:g}"))
         for rows, suffix in groups:
             for family in (*FAMILIES.values(), "membership"):
-                output += [f"\n{model}: {family}{suffix}", "", _table(local, family, rows)]
-        output += ["", *_facts(local)]
+                output += [f"\n{model}: {family}{suffix}", "", _table(selected, family, rows)]
+        output += ["", *_facts(selected)]
     return "\n".join(output)
 
 
@@ -361,15 +359,15 @@ def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
     names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
     output = []
     for optimizer in OPTIMIZERS:
-        result = [x for x in lines if x["optimizer"] == optimizer]
-        for steps, before in sorted({(x["steps"], x["before"]) for x in result}):
+        of_optimizer = [x for x in lines if x["optimizer"] == optimizer]
+        for steps, before in sorted({(x["steps"], x["before"]) for x in of_optimizer}):
             cells = []
             for rank, row in columns:
                 key = {"optimizer": optimizer, "steps": steps, "rank": rank, "before": before}
-                owner = [x for x in lines if key.items() <= x.items() and row in x["found"]]
+                matches = [x for x in lines if key.items() <= x.items() and row in x["found"]]
                 # One client is in a federation of one, and in those with a sum: the latter counts.
-                owner.sort(key=lambda x: x["clients"])
-                cells.append(_cell(owner[-1], family, row) if owner else "not run")
+                matches.sort(key=lambda x: x["clients"])
+                cells.append(_cell(matches[-1], family, row) if matches else "not run")
             later = f", after {before}" if before > 1 else ""
             output.append([f"{optimizer}, {steps}{later}", *cells])
     return table(["optimizer, local steps", *names], output)
@@ -390,8 +388,8 @@ def _cell(line: dict, family: str, row: str) -> str:
 
 
 def _trained(losses: Sequence[float | None]) -> bool:
-    reference = [x for x in losses if x is not None]
-    return len(reference) == len(losses) and reference[-1] < 2 * reference[0]
+    finite = [x for x in losses if x is not None]
+    return len(finite) == len(losses) and finite[-1] < 2 * finite[0]
 
 
 def _facts(lines: Sequence[dict]) -> list[str]:
@@ -403,18 +401,18 @@ def _facts(lines: Sequence[dict]) -> list[str]:
         output.append(f"{name}: {', '.join(map(str, values))}")
     rates: dict[str, set[float]] = {}
     for x in lines:
-        quantity = "LoRA" if x["rank"] else "whole"
-        rates.setdefault(f"{x['optimizer']}, {quantity}", set()).add(x["rate"])
-    for quantity, values in sorted(rates.items()):
-        output.append(f"learning rate, {quantity}: {', '.join(f'{v:g}' for v in sorted(values))}")
+        setting = "LoRA" if x["rank"] else "whole"
+        rates.setdefault(f"{x['optimizer']}, {setting}", set()).add(x["rate"])
+    for setting, values in sorted(rates.items()):
+        output.append(f"learning rate, {setting}: {', '.join(f'{v:g}' for v in sorted(values))}")
     for row in ROWS[2:]:
-        owner = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
-        reference = [statistics.median(v) for v in owner if v and None not in v]
-        if reference:
+        values_by_cell = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
+        medians = [statistics.median(v) for v in values_by_cell if v and None not in v]
+        if medians:
             output.append(
-                f"membership, {row}: mean of {len(reference)} cells "
-                f"{statistics.mean(reference):.2f}, "
-                f"standard deviation {statistics.pstdev(reference):.2f}"
+                f"membership, {row}: mean of {len(medians)} cells "
+                f"{statistics.mean(medians):.2f}, "
+                f"standard deviation {statistics.pstdev(medians):.2f}"
             )
     for row in ROWS[:2]:
         blind = [v for x in lines for v in x["blind"].get(row, [])]
@@ -454,9 +452,6 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=16)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of a look for texts")
     parser.add_argument("--epsilon", type=float, default=0.0, help="of client-level DP; 0: none")
-    parser.add_argument(
-        "--without-words", action="store_true", help="where calibrating AlignedFlatChat takes hours"
-    )
     parser.add_argument("--of", type=int, default=1000, help="clients of the federation under DP")
     parser.add_argument("--planned", type=int, default=100, help="rounds that epsilon covers")
     parser.add_argument("--seed", type=int, default=0)
@@ -476,7 +471,7 @@ def main() -> None:
             key
             | cell(args, optimizer, steps, rank, before)
             | {"seconds": round(time.process_time() - start, 1), "rounds": args.rounds}
-            | {"rate": rate_of(optimizer, rank), "without_words": args.without_words}
+            | {"rate": rate_of(optimizer, rank)}
             | {"shape": f"{args.rows} x {args.length}", "targets": args.targets}
             | {"of": args.of, "planned": args.planned, "budget": args.budget, "seed": args.seed}
             | {"date": str(datetime.date.today()), "machine": platform.machine()}

@@ -28,7 +28,6 @@ import argparse
 import ast
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -132,29 +131,29 @@ def text_of(
     cells = unique(table.cells(size, names))
     results = Results(row for cell in cells for row in log.rows(cell) or ())
     show = table.page if on_page and table.page else table.show
-    display = show(results, size)
-    reference = published()[paper.name][table.name]
-    parts = [f"### {paper.name} {table.name}: {table.title}", display.finding]
-    if "says" in reference:
-        parts.append(f"The paper ({reference['source']}) says: {reference['says']}.")
+    shown = show(results, size)
+    printed = published()[paper.name][table.name]
+    parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
+    if "says" in printed:
+        parts.append(f"The paper ({printed['source']}) says: {printed['says']}.")
     if results:
-        parts += map(str, display.grids)
+        parts += map(str, shown.grids)
     parts.append(status(cells, log, on_page=on_page))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def status(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
-    """Return date, machine, seconds, and the numbers of missing and failed cells."""
+    """Return the date, missing and failed cells, and off the page machine and time."""
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     failed = [c for c in cells if log.failure(c) is not None]
     remaining = len(cells) - len(lines) - len(failed)
     messages = []
     if lines:
         dates = sorted({line["date"] for line in lines})
-        machines = [] if on_page else sorted({line["machine"] for line in lines})
-        seconds = sum(line["seconds"] for line in lines)
         days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        messages.append(f"{'; '.join([days, *machines, f'{seconds:.0f} s'])} of one processor.")
+        machines = sorted({line["machine"] for line in lines})
+        seconds = f"{sum(line['seconds'] for line in lines):.0f} s of one processor"
+        messages.append(f"{'; '.join([days, *([] if on_page else [*machines, seconds])])}.")
     if remaining:
         messages.append(f"{remaining} of {len(cells)} cells not run.")
     for why in dict.fromkeys(log.failure(cell) for cell in failed):
@@ -168,11 +167,9 @@ def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
 
     If there is none, all that the paper was measured on, so that a partial table is shown too.
     """
-    reference = log.models(paper.measures) or ["MODEL"]
-    complete = [
-        m for m in reference if all(log.rows(c) is not None for c in table.cells(size, [m]))
-    ]
-    return complete or reference
+    names = log.models(paper.measures) or ["MODEL"]
+    complete = [m for m in names if all(log.rows(c) is not None for c in table.cells(size, [m]))]
+    return complete or names
 
 
 def page(sizes: dict[str, Any], log: Log) -> str:
@@ -190,9 +187,8 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     ]
     parts = [
         "# The tables of the papers",
-        "Compare this package with the papers that it implements: their tables and figures, "
-        "next to our results with the same attacks. One command runs all of it and writes this "
-        "page:",
+        "Compare this package with the papers that it implements. One command runs all of it and "
+        "writes this page:",
         "    make papers ENCODER=DIR STORIES=DIR",
         "One table alone, with every interval and number of games: `python -m benchmarks.papers "
         "membership table2 --model DIR`. `--list` names all tables and their times.",
@@ -206,7 +202,7 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
         "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
         "averaged, which is conservative. `±` is half of a 95% interval over batches (Student's "
-        "t). Times are CPU seconds on a machine that also ran other jobs.",
+        "t). Times are CPU seconds.",
         cost(unique(every), log),
     ]
     for paper in PAPERS:
@@ -216,28 +212,24 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         parts += [
             text_of(paper, table, size, names[paper.name, table.name], log, on_page=True)
             for table in paper.tables
-            if table.on_page
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def cost(cells: Sequence[Cell], log: Log) -> str:
     """What a page's cells take, in a sentence or two."""
-    reference = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
-    messages = (
-        f"The cells of this page take about {expected(cells, log):,.0f} s of one processor. "
-        "Cells shared by several tables are counted once here and in each table below."
-    )
+    measured = [seconds for cell in cells if (seconds := log.seconds(cell)) is not None]
+    text = f"The cells of this page take about {expected(cells, log):,.0f} s of one processor."
     lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
     if lines:
-        messages += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
-    if len(reference) < len(cells):
-        messages += (
-            f" Of {len(cells)} cells {len(reference)} were measured, in {sum(reference):,.0f} "
+        text += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
+    if len(measured) < len(cells):
+        text += (
+            f" Of {len(cells)} cells {len(measured)} were measured, in {sum(measured):,.0f} "
             "s; the rest "
             "is estimated, and says `not run` below."
         )
-    return messages
+    return text
 
 
 def pairs(folders: Sequence[str]) -> dict[str, str]:
@@ -269,9 +261,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--log", type=Path, default=LOG, help="measured cells; new ones are appended"
     )
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: in this one")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="after which no cell is started"
-    )
     parser.add_argument("--docs", type=Path, help="page to write from the log")
     parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
     args = parser.parse_args(argv)
@@ -313,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         paper = chosen[0][0]
         cells = [c for _, table in chosen for c in table.cells(sizes[paper.name], list(models))]
         failures = run(
-            cells, paper.measures, models, log, jobs=args.jobs, minutes=args.minutes,
+            cells, paper.measures, models, log, jobs=args.jobs,
             told=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
         for _, table in chosen:

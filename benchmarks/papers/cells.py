@@ -103,10 +103,10 @@ class Log:
 
     def models(self, kinds: Iterable[str]) -> list[str]:
         """Names of models in cells of these kinds, in the order of the log."""
-        known = set(kinds)
-        results = (line["settings"].get("model") for line in self.lines.values()
-                 if line["kind"] in known)  # fmt: skip
-        return list(dict.fromkeys(name for name in results if name))
+        wanted = set(kinds)
+        names = (line["settings"].get("model") for line in self.lines.values()
+                 if line["kind"] in wanted)  # fmt: skip
+        return list(dict.fromkeys(name for name in names if name))
 
     def add(self, cell: Cell, **told: Any) -> None:
         line = {"kind": cell.kind, "settings": dict(cell.settings), **told, **_about()}
@@ -160,7 +160,6 @@ def run(
     log: Log,
     *,
     jobs: int,
-    minutes: float = math.inf,
     told: Callable[[str], None] = print,
 ) -> list[tuple[Cell, str]]:
     """Measures what the log lacks, the quickest first.
@@ -173,13 +172,11 @@ def run(
             that share its process are.
         jobs: processes at a time; where one dies, the cells that are not known yet fail. 0 measures
             in this process.
-        minutes: of wall time, after which no further cell begins.
         told: gets a line for each cell.
 
     Returns:
         The cells that failed, and why.
     """
-    until = time.monotonic() + 60 * minutes
     todo = {cell.key: cell for cell in cells if log.rows(cell) is None}
     groups: dict[str, list[Cell]] = {}
     for cell in todo.values():
@@ -196,18 +193,17 @@ def run(
             log.add(cell, failed=outcome.failed)
         else:
             log.add(cell, rows=outcome.rows, seconds=round(outcome.seconds, 2))
-        quantity = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
-        told(f"[{finished}/{len(todo)}] {outcome.seconds:.1f} s, {quantity}: {cell}")
+        state = f"FAILED ({outcome.failed})" if outcome.rows is None else "done"
+        told(f"[{finished}/{len(todo)}] {outcome.seconds:.1f} s, {state}: {cell}")
 
     if jobs == 0:
         for cell in (cell for group in order for cell in group):
-            if time.monotonic() < until:
-                known(cell, measured(cell, measures, models))
+            known(cell, measured(cell, measures, models))
         return failures
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", __name__])  # once, not in each process
     with ProcessPoolExecutor(jobs, context) as pool:
-        parts = {pool.submit(_group, group, measures, models, until): group for group in order}
+        parts = {pool.submit(_group, group, measures, models): group for group in order}
         for part in as_completed(parts):
             try:
                 outcomes = part.result()
@@ -219,15 +215,10 @@ def run(
 
 
 def _group(
-    cells: list[Cell], measures: Mapping[str, Measure], models: Mapping[str, str], until: float
+    cells: list[Cell], measures: Mapping[str, Measure], models: Mapping[str, str]
 ) -> list[Outcome]:
-    """Measure cells one after another, those that begin in time."""
+    """Measure cells one after another."""
     import torch
 
     torch.set_num_threads(1)
-    results = []
-    for cell in cells:
-        if time.monotonic() >= until:
-            break
-        results.append(measured(cell, measures, models))
-    return results
+    return [measured(cell, measures, models) for cell in cells]

@@ -174,9 +174,9 @@ def wide(pool: int, shape: str) -> int:
 
 def regression_shapes(shapes: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """Return the paper's 18 shapes; if all batches of a size are smaller, their shapes."""
-    local = [sides(s) for s in shapes]
-    small = max(length for _, length in local) < min(length for _, length in REGRESSION_SHAPES)
-    return tuple(dict.fromkeys([*local, (1, 6)])) if small else REGRESSION_SHAPES
+    sizes = [sides(s) for s in shapes]
+    small = max(length for _, length in sizes) < min(length for _, length in REGRESSION_SHAPES)
+    return tuple(dict.fromkeys([*sizes, (1, 6)])) if small else REGRESSION_SHAPES
 
 
 def measure_weights(
@@ -419,7 +419,7 @@ def measure_translation(
 ) -> list[Row]:  # fmt: skip
     """Table 2: one attack on batches of so many target tokens."""
     anatomy = find_anatomy(translator(setting, hidden, steps))
-    created = reader(attack, setting, hidden, steps, seconds)
+    prepared = reader(attack, setting, hidden, steps, seconds)
     results: list[dict[str, float]] = []
     failed = 0
     for k in range(batches):
@@ -430,7 +430,7 @@ def measure_translation(
         truth = batch.target_ids().unique()
         start = time.process_time()
         try:
-            guess = created.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
+            guess = prepared.run(Observation((GradientSnapshot(0, Stage.SHARED, gradient),)))
         except UnusableObservation:
             failed += 1
             continue
@@ -515,9 +515,9 @@ def set_private_gradient(
     """Each sentence's gradient clipped to 1, summed, noised, over their number."""
     total = [torch.zeros_like(p) for p in parameters]
     for sample in samples:
-        local = torch.autograd.grad(model(**sample).loss, parameters, materialize_grads=True)
-        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in local))
-        for sum_, gradient in zip(total, local, strict=True):
+        gradients = torch.autograd.grad(model(**sample).loss, parameters, materialize_grads=True)
+        norm = _norm(gradients)
+        for sum_, gradient in zip(total, gradients, strict=True):
             sum_.add_(gradient, alpha=min(1.0, 1.0 / norm))
     for parameter, sum_ in zip(parameters, total, strict=True):
         noise = torch.randn(sum_.shape, generator=generator)
@@ -623,8 +623,8 @@ def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 
 def theirs(table: str, row: str) -> list[float] | None:
-    results = published()["flatchat"][table]["rows"].get(row)
-    return None if results is None else list(results)
+    values = published()["flatchat"][table]["rows"].get(row)
+    return None if values is None else list(values)
 
 
 def mean_f1(row: Row, name: str = "f1") -> str:
@@ -670,23 +670,23 @@ def show_table2(results: Results, size: Size) -> Shown:
 
 def table2_page(results: Results, size: Size) -> Shown:
     """Return Table 2 with the paper's numbers and ours in one row, without empty rows of RLG."""
-    display = show_table2(results, size)
-    (grid,) = display.grids
+    shown = show_table2(results, size)
+    (grid,) = shown.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
     for row in grid.rows:
         groups.setdefault(tuple(row[:3]), {})[row[3]] = row[4:10]
     rows = []
     for front, cells in groups.items():
-        reference = {owner: row for owner, row in cells.items() if row[4] != "none"}
-        if "ours" in reference:
-            reference["ours"] = [
-                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(reference["ours"])
+        by_owner = {owner: row for owner, row in cells.items() if row[4] != "none"}
+        if "ours" in by_owner:
+            by_owner["ours"] = [
+                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(by_owner["ours"])
             ]
-        pairs = zip(*reference.values(), strict=True)
+        pairs = zip(*by_owner.values(), strict=True)
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
     caption = "Cells: paper; ours. A single number is the paper's, or ours in the rows of Aligned."
-    return Shown([Grid(head, rows, caption)], first_sentences(display.finding, 2))
+    return Shown([Grid(head, rows, caption)], first_sentences(shown.finding, 2))
 
 
 def show_table3(results: Results, size: Size) -> Shown:
@@ -697,10 +697,10 @@ def show_table3(results: Results, size: Size) -> Shown:
             rates = [number(v, 4) for v in printed[1:]]
             lines.append([text, shape, "paper, GPT-2", f"{printed[0]:g}", *rates])
         for model in results.values("model"):
-            position = {r["attack"]: r for r in results.where(model=model, text=text, shape=shape)}
-            if not position:
+            by_attack = {r["attack"]: r for r in results.where(model=model, text=text, shape=shape)}
+            if not by_attack:
                 continue
-            row, oracle = position["GMM predict"], position["GMM oracle"]
+            row, oracle = by_attack["GMM predict"], by_attack["GMM oracle"]
             rates = [pm(row[k]) for k in ("maer", "precision", "recall", "f1")]
             types = f"{statistics.fmean(row['types']):.0f}"
             lines.append([text, shape, model, types, *rates, pm(oracle["f1"])])
@@ -726,8 +726,8 @@ def table3_page(results: Results, size: Size) -> Shown:
 
 def table4_page(results: Results, size: Size) -> Shown:
     """Return Table 4 with the paper's numbers and ours in one row."""
-    display = show_table4(results, size)
-    return replace(display, grids=[in_pairs(grid) for grid in display.grids])
+    shown = show_table4(results, size)
+    return replace(shown, grids=[in_pairs(grid) for grid in shown.grids])
 
 
 def fig4_page(results: Results, size: Size) -> Shown:
@@ -741,8 +741,8 @@ def in_pairs(grid: Grid) -> Grid:
     for row in grid.rows:
         groups.setdefault(tuple(row[:2]), []).append(row[3:])
     rows = [
-        [*front, *("; ".join(cells) for cells in zip(*source, strict=True))]
-        for front, source in groups.items()
+        [*front, *("; ".join(cells) for cells in zip(*pair, strict=True))]
+        for front, pair in groups.items()
     ]
     return Grid([*grid.head[:2], *grid.head[3:]], rows, "The paper's number, then ours.")
 
@@ -755,14 +755,8 @@ def show_table4(results: Results, size: Size) -> Shown:
         if printed is not None:
             lines.append([text, attack, "paper, GPT-2", *(number(v, 4) for v in printed)])
         for row in results.where(text=text, shape=size.one_shape, attack=attack):
-            lines.append(
-                [
-                    text,
-                    attack,
-                    row["model"],
-                    *(pm(row[k], 4) for k in ("precision", "recall", "f1")),
-                ]
-            )
+            rates = [pm(row[name], 4) for name in ("precision", "recall", "f1")]
+            lines.append([text, attack, row["model"], *rates])
             for other in results.where(text=text, shape=size.one_shape, model=row["model"],
                                      attack=f"GMM {count}"):  # fmt: skip
                 if scorer == "Abs":
@@ -795,18 +789,18 @@ def show_table5(results: Results, size: Size) -> Shown:
     for name, sigmas in (
         *((t, size.sigmas) for t in size.texts), *((s, size.mt_sigmas) for s in SETTINGS)
     ):  # fmt: skip
-        local = of_text(results, name)
+        text_rows = of_text(results, name)
         for sigma in sigmas:
             key = f"{name} 0" if sigma == 0 else f"{name} {sigma:.0e}"
             printed = theirs("table5", key)
-            rows = [r for r in local if r["sigma"] == sigma]
+            rows = [r for r in text_rows if r["sigma"] == sigma]
             if printed is None and not rows:
                 continue
             cells = [pm(next((r["f1"] for r in rows if r["reading"] == reading), []))
                      for reading in READINGS]  # fmt: skip
             lines.append([name, f"{sigma:g}", number(printed[0], 4) if printed else "", *cells])
-        if any(r["reading"] == "sum/B" for r in local):
-            sigma = halving_sigma(local)
+        if any(r["reading"] == "sum/B" for r in text_rows):
+            sigma = halving_sigma(text_rows)
             notes.append(
                 f"on {name}, F1 stays above half at every sigma (sum/B)"
                 if sigma is None
@@ -821,18 +815,18 @@ def table5_page(results: Results, size: Size) -> Shown:
 
     A row without a number of the paper is then dropped, but for the sigma that halves F1 first.
     """
-    display = show_table5(results, size)
-    (grid,) = display.grids
+    shown = show_table5(results, size)
+    (grid,) = shown.grids
     i, j = grid.head.index("sum"), grid.head.index("sum/B")
     if any(row[i] != row[j] for row in grid.rows):
-        return display
+        return shown
     rows = [
         [*row[:i], *row[j:]]
         for row in grid.rows
         if row[2] or float(row[1]) == halving_sigma(of_text(results, row[0]))
     ]
     head = [*grid.head[:i], "sum and sum/B", *grid.head[j + 1 :]]
-    return Shown([Grid(head, rows)], display.finding)
+    return Shown([Grid(head, rows)], shown.finding)
 
 
 def show_fig3(results: Results, size: Size) -> Shown:

@@ -111,9 +111,9 @@ def measure(
         start_token_id=start_of(tokenizer, anatomy),
     )  # fmt: skip
     split = max(1, round(third * len(anatomy.blocks) / 3))
-    created = prepared(models[model], attack, split, steps)
+    prepared_attack = prepared(models[model], attack, split, steps)
     (cell,) = run_cells(
-        anatomy, {length: rows}, [(attack, lambda _: created)], [split],
+        anatomy, {length: rows}, [(attack, lambda _: prepared_attack)], [split],
         [Noise(noise, True, seed)], texts=texts,
     )  # fmt: skip
     if not cell.rates:
@@ -178,20 +178,20 @@ def show_fig1(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     models = results.values("model") or ["ours"]
     for model, text, third in product(models, size.sources, size.thirds):
-        position = results.where(
+        selected = results.where(
             model=model, text=text, third=third, length=size.length, steps=size.steps
         )
-        clean = next((r["task"] for r in position if r["noise"] == 0.0), None)
+        clean = next((r["task"] for r in selected if r["noise"] == 0.0), None)
         for noise in size.noises:
-            rows = [r for r in position if r["noise"] == noise]
+            rows = [r for r in selected if r["noise"] == noise]
             task = next((r for r in rows if r["task"] is not None), None)
-            grouped = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
+            by_attack = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
             lines.append(
                 [model, text, place(rows, third), f"{noise:g}",
-                 *_utility(task), *(rate(grouped[a]) for a in grouped)]
+                 *_utility(task), *(rate(by_attack[a]) for a in by_attack)]
             )  # fmt: skip
             if clean and task is not None and task["task"] < LOST * clean:
-                best = {a: rate_of(r[0], "token_accuracy").value for a, r in grouped.items() if r}
+                best = {a: rate_of(r[0], "token_accuracy").value for a, r in by_attack.items() if r}
                 notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
                     f"lowers next-token accuracy from {number(clean, 2)} to "
@@ -208,14 +208,14 @@ def published_grid(results: Results, size: Size) -> Grid:
     """The paper's attack with its number of steps, next to ours."""
     third, lines = size.thirds[0], []
     for model, text in product(results.values("model") or ["ours"], size.sources):
-        position = results.where(
+        selected = results.where(
             model=model, text=text, third=third, length=size.length, noise=0.0, attack="paper"
         )
-        grouped = {
-            n: [r for r in position if r["steps"] == n] for n in (size.steps, size.published_steps)
+        by_steps = {
+            n: [r for r in selected if r["steps"] == n] for n in (size.steps, size.published_steps)
         }
-        cells = [text for rows in grouped.values() for text in (rate(rows), str(_steps(rows)))]
-        lines.append([model, text, place(position, third), *cells])
+        cells = [text for rows in by_steps.values() for text in (rate(rows), str(_steps(rows)))]
+        lines.append([model, text, place(selected, third), *cells])
     head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]
     columns = [column for name in head for column in (f"at most {name}", "steps taken")]
     caption = "The paper's attack, from 'hello' at every position, without noise."
@@ -236,13 +236,13 @@ def show_fig2(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for model, third in product(results.values("model") or ["ours"], size.thirds):
         for length in size.lengths:
-            position = results.where(
+            selected = results.where(
                 model=model, third=third, length=length, noise=0.0, steps=size.steps,
                 text=size.sources[0],
             )  # fmt: skip
-            line = [model, place(position, third), str(length)]
+            line = [model, place(selected, third), str(length)]
             for attack in size.length_attacks:
-                rows = [r for r in position if r["attack"] == attack]
+                rows = [r for r in selected if r["attack"] == attack]
                 line += [rate(rows), str(_steps(rows)), _ms(rows)]
             lines.append(line)
         for attack in size.length_attacks:
@@ -269,21 +269,21 @@ def _ms(rows: Sequence[Row]) -> str:
 
 def fig1_page(results: Results, size: Size) -> Shown:
     """Return Fig. 1 without the weakest noise."""
-    display = show_fig1(results, size)
+    shown = show_fig1(results, size)
     weakest = f"{size.noises[1]:g}" if len(size.noises) > 3 else ""
-    grid, published_ = display.grids
+    grid, published_ = shown.grids
     retained = replace(grid, rows=[row for row in grid.rows if row[3] != weakest])
     return Shown(
-        [of_one_model(retained), of_one_model(published_)], first_sentences(display.finding, 1)
+        [of_one_model(retained), of_one_model(published_)], first_sentences(shown.finding, 1)
     )
 
 
 def fig2_page(results: Results, size: Size) -> Shown:
     """Return Fig. 2 without steps and times."""
-    display = show_fig2(results, size)
-    (grid,) = display.grids
+    shown = show_fig2(results, size)
+    (grid,) = shown.grids
     return Shown([of_one_model(without(grid, "steps", "ms a token"))],
-                 first_sentences(display.finding, 2))  # fmt: skip
+                 first_sentences(shown.finding, 2))  # fmt: skip
 
 
 def of_one_model(grid: Grid) -> Grid:

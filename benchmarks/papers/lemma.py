@@ -164,7 +164,7 @@ def separation(hidden: Tensor, mask: Tensor | None = None) -> Tensor:
     real = torch.ones(x.shape[:2]) if mask is None else mask
     both = (real[:, :, None] * real[:, None, :]) != 0
     products = x @ x.transpose(1, 2)
-    local = products.diagonal(dim1=1, dim2=2)
+    squared_norms = products.diagonal(dim1=1, dim2=2)
     other = both & ~torch.eye(x.shape[1], dtype=torch.bool)
     nearest = products.masked_fill(~other, -math.inf).amax(2)
-    return (local - nearest).masked_fill(real == 0, math.inf).amin(1)
+    return (squared_norms - nearest).masked_fill(real == 0, math.inf).amin(1)

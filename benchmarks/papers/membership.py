@@ -202,30 +202,30 @@ def measure_games(
     """Games without a defence. ``group``: which adversaries."""
     at = played(models[model], text, pool, public_texts, tokens)
     args = argparse.Namespace(tokens=tokens, batch=batch)
-    created: list[MembershipAttack] = []
+    attacks: list[MembershipAttack] = []
     for k in layers:
         if group == "crafted":
-            created.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
-            created.append(FCMembership(k, tokens=tokens, name="FC-Token"))
-            created.append(attention(k, at.public, args, name="Attn"))
+            attacks.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
+            attacks.append(FCMembership(k, tokens=tokens, name="FC-Token"))
+            attacks.append(attention(k, at.public, args, name="Attn"))
         elif group == "published":
-            created.append(published_attention(k, at.public, args, name="Attn, as published"))
-            created.append(
+            attacks.append(published_attention(k, at.public, args, name="Attn, as published"))
+            attacks.append(
                 published_attention(
                     k, at.public, args, gamma="lemma", name="Attn, the lemma's gamma"
                 )
             )
         else:
             for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
-                created.append(
+                attacks.append(
                     TrainedMembership(k, at.public, granularity, tokens=tokens, name=name)
                 )
     config = GameConfig(
         games=games, batch=batch, protocol=protocol, forwards="pooled", seed=seed + _seed(text)
     )
-    results = play(at.anatomy, created, at.pool, config, planted=at.planted)
+    results = play(at.anatomy, attacks, at.pool, config, planted=at.planted)
     if group == "published" and protocol == "game":
-        results += by_public_games(at, created[::2], results[::2], config, games)
+        results += by_public_games(at, attacks[::2], results[::2], config, games)
     return [result_row(result) for result in results]
 
 
@@ -237,11 +237,11 @@ def by_public_games(
     games: int,
 ) -> list[GameResult]:
     """The same games, decided by thresholds fitted on as many games of the server's public text."""
-    own = replace(config, games=games, seed=config.seed + 5_000_000, targets_per_batch=4)
-    outcome = play(at.anatomy, list(attacks), at.public_pool, own)
+    public_config = replace(config, games=games, seed=config.seed + 5_000_000, targets_per_batch=4)
+    public_results = play(at.anatomy, list(attacks), at.public_pool, public_config)
     return [
         replace(r, attack="Attn, as published, Youden's threshold", guesses=r.scores > youden(p))
-        for r, p in zip(results, outcome, strict=True)
+        for r, p in zip(results, public_results, strict=True)
     ]
 
 
@@ -255,8 +255,8 @@ def published_attention(
 ) -> AttentionMembership:
     """With the paper's choices; gamma by default so that few batches without the target fire."""
     paper = AttentionSettings(beta=beta, whiten=False, score="coordinates")
-    arguments = {"tokens": args.tokens, "batch": args.batch, **settings}
-    return AttentionMembership(layer, public, attention=paper, **arguments)
+    options = {"tokens": args.tokens, "batch": args.batch, **settings}
+    return AttentionMembership(layer, public, attention=paper, **options)
 
 
 def youden(games: GameResult) -> float:
@@ -275,7 +275,7 @@ def ldp_side(
     """Tokenizer, model, sentences, and adversaries that are prepared once for each protocol."""
     tokenizer, anatomy = AutoTokenizer.from_pretrained(folder), find_model(folder)
     private, public = halves(text, None, pool, public_texts)
-    reference = PublicText(tokenizer(public, truncation=True, max_length=tokens)["input_ids"])
+    public_text = PublicText(tokenizer(public, truncation=True, max_length=tokens)["input_ids"])
     wide: dict[str, Any] = {"tokens": tokens, "ladder": RANDOMISED_LADDER, "tau": "auto"}
     attacks: list[MembershipAttack] = []
     for k in layers:
@@ -283,12 +283,12 @@ def ldp_side(
             attacks += [
                 FCMembership(k, "full", name="FC-Full", **wide),
                 FCMembership(k, name="FC-Token", **wide),
-                AttentionMembership(k, reference, tokens=tokens, batch=batch, name="Attn"),
+                AttentionMembership(k, public_text, tokens=tokens, batch=batch, name="Attn"),
             ]
     if group == "trained":
         for name, kind in (("AMI FC Full", "full"), ("AMI FC Token", "token")):
             attacks += [
-                TrainedMembership(k, reference, kind, tokens=tokens, name=name) for k in layers
+                TrainedMembership(k, public_text, kind, tokens=tokens, name=name) for k in layers
             ]
     sentences = SentencePool.from_texts(private, tokenizer, tokens)
     return tokenizer, anatomy, sentences, prepared(anatomy, attacks)
@@ -394,8 +394,8 @@ def measure_one_hot(
 def gap(ids: np.ndarray, word: int, u: np.ndarray, beta: float) -> float:
     """Largest coordinate of Z1 - Z2 over a sentence's tokens, where head 1 omits ``word``."""
     products = (ids[:, None] == ids[None]).astype(float)
-    own, along = (ids == word).astype(float), u[ids]
-    first = _softmax(beta * (products - np.outer(own, own)))
+    is_word, along = (ids == word).astype(float), u[ids]
+    first = _softmax(beta * (products - np.outer(is_word, is_word)))
     second = _softmax(beta * (products - np.outer(along, along)))
     return float(np.abs((first - second) @ products).max())
 
@@ -411,9 +411,9 @@ def one_hot_row(
 ) -> Row:  # fmt: skip
     chosen = np.ones_like(bits) if retained is None else collides == retained
     row: Row = {"attack": name, "games": int(chosen.sum()), "collisions": int(collides.sum())}
-    reference = 0 < int(bits[chosen].sum()) < int(chosen.sum())
+    has_both = 0 < int(bits[chosen].sum()) < int(chosen.sum())
     s, b = torch.tensor(scores[chosen]), torch.tensor(bits[chosen])
-    rates = membership_rates(s, b, None, s > gamma) if reference else None
+    rates = membership_rates(s, b, None, s > gamma) if has_both else None
     return row | {m: None if rates is None else vars(rates[m]) for m in METRICS}
 
 
@@ -494,39 +494,37 @@ def theirs(table: str, row: str) -> list[str] | None:
 
 
 def blocks_of(
-    table: str, outcome: Results, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
+    table: str, results: Results, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
     expected: int, fitted: Callable[[str], bool], head: Sequence[str],
 ) -> Grid:  # fmt: skip
     """A grid: for each label the paper's row, then ours for each model and protocol.
 
     Args:
         table: its name.
-        found: rows.
+        results: rows of all models and protocols.
         labels: what stands in front (cells with bars between), the name of the paper's row, and
             which rows of ours are meant.
-        wanted: cells that a mean of ours should be over.
+        expected: cells that a mean of ours should be over.
         fitted: whether accuracy is by a fitted threshold, for a protocol.
         head: of the columns in front.
     """
     lines = []
-    for label, row, measured_value in labels:
+    for label, row, belongs in labels:
         front = label.split("|")
         values = theirs(table, row)
         if values is not None:
             runs = published()["membership"][table].get("runs")
             lines.append([*front, "paper", str(math.prod(runs)) if runs else "", *values])
             front = [" " for _ in front]
-        for model in outcome.values("model") or ["ours"]:
-            for protocol, notes in PROTOCOLS.items():
-                rows = [
-                    r for r in outcome.where(model=model, protocol=protocol) if measured_value(r)
-                ]
+        for model in results.values("model") or ["ours"]:
+            for protocol, protocol_name in PROTOCOLS.items():
+                rows = [r for r in results.where(model=model, protocol=protocol) if belongs(r)]
                 if not rows and (values is None or not played_in(table, label, protocol)):
                     continue
                 games = str(sum(r["games"] for r in rows)) if rows else ""
                 games += f", {len(rows)} of {expected} parts" if 0 < len(rows) < expected else ""
                 cells = rates(rows, fitted(protocol))
-                lines.append([*front, f"{model}, {notes}", games, *cells])
+                lines.append([*front, f"{model}, {protocol_name}", games, *cells])
                 front = [" " for _ in front]
     columns = dots(published()["membership"][table]["columns"])
     return Grid(
@@ -539,10 +537,11 @@ def on_page(
 ) -> Callable[[Results, Size], Shown]:
     """Return a table as the page has it: a row for each label, intervals of AUC alone."""
 
-    def page(outcome: Results, size: Size) -> Shown:
-        display = show(outcome, size)
-        grids = [in_one_row(grid) for grid in display.grids]
-        return Shown(grids, first_sentences(display.finding, sentences))
+    def page(results: Results, size: Size) -> Shown:
+        shown = show(results, size)
+        grids = [in_one_row(grid) for grid in shown.grids]
+        text = first_sentences(shown.finding, sentences) if results else shown.finding
+        return Shown(grids, text)
 
     return page
 
@@ -558,28 +557,18 @@ def in_one_row(grid: Grid) -> Grid:
         groups[-1][1][row[at]] = list(row[at + 2 :])
         if row[at + 1]:
             games.setdefault(row[at], []).append(row[at + 1])
-    measured_value = [
-        owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"
-    ]
+    ours = [owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"]
 
     def values(cells: Mapping[str, list[str]], i: int) -> str:
-        return ", ".join(bare(cells[w][i]) for w in measured_value if w in cells)
+        return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
 
     rows = [
         [*front,
          *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
-         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in measured_value)]
+         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
         for front, cells in groups
     ]  # fmt: skip
-    head = [
-        *grid.head[:at],
-        "ACC, paper",
-        "ours",
-        "F1, paper",
-        "ours",
-        "AUC, paper",
-        *measured_value,
-    ]
+    head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
     counted = "; ".join(
         f"{owner}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
         for owner, counts in games.items()
@@ -594,7 +583,7 @@ def played_in(table: str, label: str, protocol: str) -> bool:
     return not (table == "table2" and label.startswith("AMI") and protocol == "authors")
 
 
-def own(protocol: str) -> bool:
+def never(protocol: str) -> bool:
     return False
 
 
@@ -607,14 +596,14 @@ TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
           "AMI FC Token")  # fmt: skip
 
 
-def show_table2(outcome: Results, size: Size) -> Shown:
+def show_table2(results: Results, size: Size) -> Shown:
     labels = [(name, name, lambda r, name=name: r["attack"] == name) for name in TABLE2]
     expected = len(size.texts) * len(size.layers)
-    grid = blocks_of("table2", outcome, labels, expected, own, ["method"])
+    grid = blocks_of("table2", results, labels, expected, never, ["method"])
     notes = []
-    for model in outcome.values("model"):
+    for model in results.values("model"):
         for name in ("FC-Full", "AMI FC Full", "Attn", "Attn, as published"):
-            rows = outcome.where(model=model, protocol="game", attack=name)
+            rows = results.where(model=model, protocol="game", attack=name)
             if rows:
                 right, auc = (number(mean_rate(rows, m).value) for m in ("accuracy", "auc"))
                 notes.append(f"on {model}, Fig. 2, {name} has accuracy {right} and AUC {auc}")
@@ -627,21 +616,19 @@ def means_over_models(table: str, name: str) -> float:
 
 
 def ldp_finding(
-    outcome: Results, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
+    results: Results, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
 ) -> str:
     """Return the AUC of one attack by epsilon, next to the paper's mean."""
     notes = []
-    for model in outcome.values("model"):
+    for model in results.values("model"):
         for protocol, name in PROTOCOLS.items():
             cells = []
             for epsilon in epsilons:
-                rows = outcome.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
+                rows = results.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
                 if rows:
                     paper = means_over_models(table, f"{epsilon:g} {attack}")
-                    measured_value = mean_rate(rows, "auc").value
-                    cells.append(
-                        f"{number(measured_value)} at {epsilon:g} (paper's mean {number(paper, 2)})"
-                    )
+                    auc = mean_rate(rows, "auc").value
+                    cells.append(f"{number(auc)} at {epsilon:g} (paper's mean {number(paper, 2)})")
             if cells:
                 notes.append(f"on {model}, {name}, {attack} has AUC {', '.join(cells)}")
     return finding(notes)
@@ -650,20 +637,20 @@ def ldp_finding(
 def show_ldp(table: str, methods: Sequence[str], over: int) -> Callable[[Results, Size], Shown]:
     """A table by epsilon and method; ``over`` mechanisms."""
 
-    def show(outcome: Results, size: Size) -> Shown:
+    def show(results: Results, size: Size) -> Shown:
         labels = [
             (f"{eps:g}|{name}", f"{eps:g} {name}",
              lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
             for eps in size.epsilons for name in methods
         ]  # fmt: skip
         expected = len(size.texts) * len(size.layers) * over
-        grid = blocks_of(table, outcome, labels, expected, by_fit, ["epsilon", "method"])
-        return Shown([grid], ldp_finding(outcome, table, size.epsilons))
+        grid = blocks_of(table, results, labels, expected, by_fit, ["epsilon", "method"])
+        return Shown([grid], ldp_finding(results, table, size.epsilons))
 
     return show
 
 
-def show_table3(outcome: Results, size: Size) -> Shown:
+def show_table3(results: Results, size: Size) -> Shown:
     trained = ("AMI FC Full", "AMI FC Token")
     grids = []
     for names, layers, caption in (
@@ -676,29 +663,29 @@ def show_table3(outcome: Results, size: Size) -> Shown:
             for eps in size.epsilons for name in names
         ]  # fmt: skip
         expected = len(size.texts) * layers * len(size.mechanisms)
-        grid = blocks_of("table3", outcome, labels, expected, by_fit, ["epsilon", "method"])
+        grid = blocks_of("table3", results, labels, expected, by_fit, ["epsilon", "method"])
         grids.append(replace(grid, caption=f"{caption} {grid.caption}".strip()))
-    return Shown(grids, ldp_finding(outcome, "table3", size.epsilons))
+    return Shown(grids, ldp_finding(results, "table3", size.epsilons))
 
 
 PLACES = ("Early", "Mid", "Late")
 
 
 def show_layers(table: str, methods: Sequence[str]) -> Callable[[Results, Size], Shown]:
-    def show(outcome: Results, size: Size) -> Shown:
+    def show(results: Results, size: Size) -> Shown:
         labels = [
             (f"{place} ({layer})|{name}", f"{place} {name}",
              lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
             for place, layer in zip(PLACES, size.layers, strict=False) for name in methods
         ]  # fmt: skip
         expected = len(size.texts) * len(size.mechanisms)
-        grid = blocks_of(table, outcome, labels, expected, by_fit, ["layer", "method"])
+        grid = blocks_of(table, results, labels, expected, by_fit, ["layer", "method"])
         notes = []
-        for model, attack in product(outcome.values("model"), methods):
+        for model, attack in product(results.values("model"), methods):
             by_layer = {
                 k: mean_rate(rows, "auc").value
                 for k in size.layers
-                if (rows := outcome.where(model=model, protocol="game", layer=k, attack=attack))
+                if (rows := results.where(model=model, protocol="game", layer=k, attack=attack))
             }
             if by_layer:
                 cells = ", ".join(f"{number(v)} at layer {k}" for k, v in by_layer.items())
@@ -716,21 +703,21 @@ def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def show_fig5(outcome: Results, size: Size) -> Shown:
+def show_fig5(results: Results, size: Size) -> Shown:
     lines = []
-    condition_rates = [r["condition_holds"]["value"] for r in outcome.rows]
+    condition_rates = [r["condition_holds"]["value"] for r in results.rows]
     for law, tokens, selector in product(LAWS, LENGTHS, ("bound", "random_direction")):
         if selector == "random_direction" and law != "one_hot":
             continue
         cells = []
         for d in size.dims:
-            rows = outcome.where(law=law, tokens=tokens, dim=d)
+            rows = results.where(law=law, tokens=tokens, dim=d)
             cells.append(wide(rows[0][selector]) if rows else "not run")
         name = law.replace("_", "-") + (", u random" if selector != "bound" else "")
         lines.append([name, str(tokens), *cells])
     head = ["distribution", "l_X", *(f"d = {d:,}" for d in size.dims)]
-    above = [r for r in outcome.rows if r["law"] != "one_hot" and r["bound"]["value"] > 0]
-    dense_rows = [r for r in outcome.rows if r["law"] != "one_hot"]
+    above = [r for r in results.rows if r["law"] != "one_hot" and r["bound"]["value"] > 0]
+    dense_rows = [r for r in results.rows if r["law"] != "one_hot"]
     message = "Not run."
     if dense_rows:
         least = {t: min((r["dim"] for r in above if r["tokens"] == t), default=None)
@@ -750,15 +737,15 @@ def show_fig5(outcome: Results, size: Size) -> Shown:
 def wide(rate: Mapping[str, float]) -> str:
     """An estimate that is no rate; without an interval that is thinner than the last digit."""
     value, low, high = (number(rate[end]) for end in ("value", "low", "high"))
-    return value if value == low == high else f"{value} ({low} to {high})"
+    return value if value == low == high else f"{value} ({low}–{high})"
 
 
-def fig5_page(outcome: Results, size: Size) -> Shown:
+def fig5_page(results: Results, size: Size) -> Shown:
     """Return Fig. 5 without intervals, which are .001 to either side at most."""
-    display = show_fig5(outcome, size)
+    shown = show_fig5(results, size)
     return replace(
-        display,
-        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in display.grids],
+        shown,
+        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in shown.grids],
     )
 
 
@@ -787,7 +774,7 @@ def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 VARIANTS = {"ours": "our variant", "as published": "the published variant"}
 
 
-def show_fig6(outcome: Results, size: Size) -> Shown:
+def show_fig6(results: Results, size: Size) -> Shown:
     lines = []
     kinds = (
         ("ours", {"group": "crafted"}, size.betas),
@@ -795,16 +782,16 @@ def show_fig6(outcome: Results, size: Size) -> Shown:
         ("one-hot", {"attack": "all"}, size.one_hot_betas),
         ("one-hot, unique word", {"attack": "no collision"}, size.one_hot_betas),
     )
-    for model in outcome.values("model") or ["ours"]:
-        for (name, quantity, betas), batch in product(kinds, size.batches):
+    for model in results.values("model") or ["ours"]:
+        for (name, settings, betas), batch in product(kinds, size.batches):
             for beta in betas:
-                rows = outcome.where(model=model, batch=batch, beta=beta, **quantity)
+                rows = results.where(model=model, batch=batch, beta=beta, **settings)
                 games = str(sum(r["games"] for r in rows)) if rows else ""
                 lines.append([model, name, str(batch), f"{beta:g}", games, *rates(rows, False)])
     head = ["model", "embedding", "sentences", "beta", "games", "ACC", "F1", "AUC"]
     largest, notes = max(size.batches), []
-    for name, quantity, betas in kinds:
-        rows = [r for b in betas for r in outcome.where(batch=largest, beta=b, **quantity)]
+    for name, settings, betas in kinds:
+        rows = [r for b in betas for r in results.where(batch=largest, beta=b, **settings)]
         if rows:
             right, auc = (spread([rate_of(r, m).value for r in rows]) for m in ("accuracy", "auc"))
             notes.append(f"{VARIANTS.get(name, name)} has accuracy {right} and AUC {auc}")
@@ -812,18 +799,18 @@ def show_fig6(outcome: Results, size: Size) -> Shown:
                                                 for t in notes]))  # fmt: skip
 
 
-def one_hot_finding(outcome: Results, size: Size) -> str:
+def one_hot_finding(results: Results, size: Size) -> str:
     """Return whether one-hot embeddings are inferred perfectly at every batch size."""
 
     def perfect_betas(attack: str) -> list[str]:
-        rows = {b: outcome.where(attack=attack, beta=b) for b in size.one_hot_betas}
+        rows = {b: results.where(attack=attack, beta=b) for b in size.one_hot_betas}
         return [
             f"{beta:g}"
             for beta, measured in rows.items()
             if measured and all(rate_of(row, "accuracy").value == 1 for row in measured)
         ]
 
-    if not outcome.where(attack="all"):
+    if not results.where(attack="all"):
         return ""
     claim = "That one-hot embeddings are inferred perfectly at every batch size is"
     if betas := perfect_betas("all"):
@@ -833,32 +820,28 @@ def one_hot_finding(outcome: Results, size: Size) -> str:
     return f"{claim} not confirmed in general" + (f"; {limit}." if betas else ".")
 
 
-def fig6_page(outcome: Results, size: Size) -> Shown:
+def fig6_page(results: Results, size: Size) -> Shown:
     """Return Fig. 6 without F1 and games; adjacent betas with the same rates share a row."""
-    display = show_fig6(outcome, size)
-    (grid,) = display.grids
+    shown = show_fig6(results, size)
+    (grid,) = shown.grids
     rows: list[list[str]] = []
     for row in grid.rows:
         if rows and [*rows[-1][:3], *rows[-1][4:]] == [*row[:3], *row[4:]]:
             rows[-1][3] = f"{rows[-1][3].partition(' to ')[0]} to {row[3]}"
         else:
             rows.append(list(row))
-    models = outcome.values("model")
+    models = results.values("model")
     merged = without(
         replace(grid, rows=rows), "games", "F1", *(["model"] if len(models) == 1 else [])
     )
-    notes = [first_sentences(display.finding, 2), one_hot_finding(outcome, size)]
+    notes = [first_sentences(shown.finding, 2), one_hot_finding(results, size)]
     return Shown([merged], " ".join(filter(None, notes)))
 
 
 def spread(values: Sequence[float]) -> str:
     """Of what is known, the smallest and the largest."""
-    reference = [value for value in values if not math.isnan(value)]
-    return (
-        " to ".join(dict.fromkeys(map(number, (min(reference), max(reference)))))
-        if reference
-        else "unknown"
-    )
+    known = [value for value in values if not math.isnan(value)]
+    return " to ".join(dict.fromkeys(map(number, (min(known), max(known))))) if known else "unknown"
 
 
 def ldp_table(number_: int, mechanism: str, name: str) -> Table:
@@ -867,7 +850,7 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
         f"attacks under {name}",
         lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
         show := show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
-        on_page(show),
+        on_page(show, 0),
     )
 
 
@@ -886,17 +869,15 @@ PAPER = Paper(
             "attacks under LDP, mean over four mechanisms",
             lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
             show_table3,
-            on_page(show_table3, 2),
+            on_page(show_table3),
         ),
-        Table("table4", "FC-Token and attention by layer, epsilon 10", at_largest,
-              show_layers("table4", ("FC-Token", "Attn")), on_page=False),
         ldp_table(7, "grr", "GRR"),
         ldp_table(8, "rappor", "RAPPOR"),
         ldp_table(9, "the", "THE"),
         ldp_table(10, "dbitflip", "dBitFlipPM"),
         Table("table11", "all attacks by layer, epsilon 10", at_largest,
               show_layers("table11", ("FC-Full", "Attn", "FC-Token")),
-              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 2)),
+              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 0)),
         Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5,
               fig5_page),
         Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6,
@@ -909,9 +890,8 @@ PAPER = Paper(
         "Models and texts: column heads name ours; the paper's five models were not available. "
         "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
         "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. Batches are 40 texts of at most 32 tokens, as in the paper. `banking77` "
-        "is the paper's Finance, `emotion` stands for its Twitter; Yelp: single sentences of "
-        "reviews.",
+        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
+        "Yelp: single sentences of reviews.",
         "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
         "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
@@ -923,8 +903,8 @@ PAPER = Paper(
         "authors' protocol, the authors' rule (the mean of all scores).",
         "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. Fig. 6: we "
         "attack layer 3; the paper does not say its layer. For more than 100 sentences, gamma is "
-        "calibrated for 100 (more would need more public text). `unique word`: the target's word "
-        "is in no other sentence of the batch.",
+        "calibrated for 100. `unique word`: the target's word is in no other sentence of the "
+        "batch.",
         "App. D finds GPTs more resilient against the attention adversary than BERTs. In its "
         "Tables 2 and 3 this holds for GPT2 only.",
     ),

@@ -207,9 +207,9 @@ def _separation_and_norm(
     if law == "spherical":
         factor /= np.linalg.norm(factor, axis=2, keepdims=True)
     products = factor @ factor.transpose(0, 2, 1)
-    local = np.diagonal(products, axis1=1, axis2=2).copy()
+    squared_norms = np.diagonal(products, axis1=1, axis2=2).copy()
     products[:, np.arange(tokens), np.arange(tokens)] = -np.inf
-    return float((local - products.max(2)).min()), float(np.sqrt(local.max()))
+    return float((squared_norms - products.max(2)).min()), float(np.sqrt(squared_norms.max()))
 
 
 def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> Floats:

@@ -34,7 +34,7 @@ class Mean:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return NOT_RUN
-        return f"{number(self.value)} ({number(self.low, 2)} to {number(self.high, 2)})"
+        return f"{number(self.value)} ({number(self.low, 2)}–{number(self.high, 2)})"
 
 
 UNKNOWN = Mean(math.nan, math.nan, math.nan)
@@ -91,7 +91,6 @@ class Table:
         cells: those that it shows, for a size and the names of models.
         show: what is printed, of the measured rows.
         page: what docs/papers.md shows in its place; by default the same.
-        on_page: False where another table of the page holds its numbers.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Table:
     cells: Callable[[Any, Sequence[str]], list[Cell]]
     show: Callable[[Results, Any], Shown]
     page: Callable[[Results, Any], Shown] | None = None
-    on_page: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,15 +149,15 @@ def mean_of(groups: Sequence[Sequence[Mean]]) -> Mean:
     Args:
         groups: unknown rates in them are ignored.
     """
-    reference = [[m for m in group if not math.isnan(m.value)] for group in groups]
-    source = sum(map(len, reference))
-    reference = [group for group in reference if group]
-    if not reference:
+    known = [[m for m in group if not math.isnan(m.value)] for group in groups]
+    count = sum(map(len, known))
+    known = [group for group in known if group]
+    if not known:
         return UNKNOWN
-    value = statistics.fmean(m.value for group in reference for m in group)
-    weights = [len(group) / source for group in reference]
-    down = [statistics.fmean(m.value - m.low for m in group) for group in reference]
-    up = [statistics.fmean(m.high - m.value for m in group) for group in reference]
+    value = statistics.fmean(m.value for group in known for m in group)
+    weights = [len(group) / count for group in known]
+    down = [statistics.fmean(m.value - m.low for m in group) for group in known]
+    up = [statistics.fmean(m.high - m.value for m in group) for group in known]
     low = value - math.hypot(*(w * d for w, d in zip(weights, down, strict=True)))
     high = value + math.hypot(*(w * d for w, d in zip(weights, up, strict=True)))
     return Mean(value, max(0.0, low), min(1.0, high))

@@ -48,11 +48,11 @@ FORWARD_SHARE = 0.4
 """Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
 two models, with reading the data and statistics. Larger: fewer texts are asked about."""
 
-LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
-LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
+MIN_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
+MIN_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
-MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
+MAX_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
 class NoRows(ValueError):
@@ -123,30 +123,27 @@ class Pool:
             return self.alone, ~self.is_short
         return (self.is_short if part == "short" else self.has_prompt,) * 2
 
-    def check_rows(self, part: Part) -> None:
-        """Raise an error where no text of a part can be compared.
+    def check_rows(self, part: Part) -> str:
+        """Return why no look at short rows or prompts can give a number; empty if one can.
 
         Raises:
-            NoRows: the data has none.
-            NoNonMembers: prompts of other data may be of another law.
+            NoRows: the data has no texts of the part.
+            NoNonMembers: prompts of other data may be from a different distribution.
         """
-        if not bool(self._sides(part)[1].any()):
-            texts = {
+        compared, texts = self._sides(part)
+        if not bool(texts.any()):
+            reasons = {
                 "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
                 "short": "no row has 1 to 7 label tokens",
                 "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
             }
-            raise NoRows(texts[part])
+            raise NoRows(reasons[part])
         if part == "prompts" and self.way == "given":
             raise NoNonMembers(
                 "prompts of others= may be of another law: leave rows out (leave_out)"
             )
-
-    def few(self, part: Part) -> str:
-        """Return why no look at short rows or prompts can give a number; empty where one can."""
-        compared, _ = self._sides(part)
         sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
-        if part == "long" or self.way == "not yet seen" or min(sides) >= LEAST_TEXTS:
+        if part == "long" or self.way == "not yet seen" or min(sides) >= MIN_TEXTS:
             return ""
         return f"{sides[0]} rows of the kind were trained on and {sides[1]} left out: too few"
 
@@ -203,9 +200,9 @@ class Pool:
             )
         members = self.trains & inside if everyone else members
         n, n_non_members = int((members & alone).sum()), int(non_members.sum())
-        if min(n, n_non_members) < LEAST_TEXTS:
+        if min(n, n_non_members) < MIN_TEXTS:
             raise NoNonMembers(
-                f"{n} texts were trained on, {n_non_members} not: {LEAST_TEXTS} of each are needed"
+                f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
             )
         index = (members | non_members).nonzero()[:, 0]
         return index, members[index]
@@ -334,13 +331,13 @@ def collect(
     size = affordable(
         length if no_game else dataset.public_length,
         settings,
-        LEAST_POOL,
+        MIN_POOL,
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
-    rest, _ = _drawn(rest, MOST_ROWS if entities is None else unread, generator)
+    rest, _ = _drawn(rest, MAX_ROWS if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -365,7 +362,7 @@ def collect(
         if entities is not None:
             deque(entities.counting(zip(texts, trained, strict=True)), 0)
             searched = entities.counting(searched)
-            if len(rest) > MOST_ROWS:
+            if len(rest) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(rest)
                 rank_zero_info(f"entities: {len(rest):,} more rows are searched, ~{seconds:.0f} s")
         scored = scored_texts(texts, trained, searched)

@@ -28,7 +28,7 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import measure_seconds
 
-MOST_LINES = 3
+MAX_LINES = 3
 """Of each attack in the table that is logged before the first step; run.jsonl has all reasons."""
 WIDTH = 110
 """Columns of that table."""
@@ -51,17 +51,18 @@ def look_seconds(
     local_steps: int | None = None,
     step: int = 0,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What each attack takes for one look, tried on the gradient of a batch of 8 rows of 64 tokens.
+    """Return what each attack's look takes, tried on the gradient of 8 rows of 64 tokens.
 
     The rows are public text of a causal model, else random tokens, frequent ones more often. Where
     a LoRA's B is zero still it is given small values, so that A has a gradient.
 
     Args:
-        anatomy: of a model on which the attacks are prepared.
-        plans: of the attacks that read gradients; others are passed over.
-        texts: that a membership attack is asked for.
-        local_steps: of a round, where weight changes are shared; the gradient is taken for one.
-        step: optimizer step that the fit begins at.
+        anatomy: The parts of a model on which the attacks are prepared.
+        plans: The plans of the attacks; those that read no gradients are passed over.
+        texts: The number of texts that a membership attack is queried with.
+        local_steps: The optimizer steps of a round whose weight change is shared; None: gradients
+            are shared.
+        step: The optimizer step that the fit begins at.
 
     Returns:
         Seconds by the attack's name, and why an attack's look fails on this model, if it does.
@@ -145,14 +146,14 @@ class Row:
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
-    """The names of the parameters whose gradient an attack reads."""
+    """Return the names of the parameters whose gradient an attack reads."""
     roles = () if plan is None else plan.roles
     return tuple(dict.fromkeys(anatomy.parameter_name(role) or role for role in roles))
 
 
 def in_short(attack: str, refusal: str) -> str:
-    """Why an attack is refused, in one sentence without its name."""
-    first, _, _ = refusal.partition(". ")
+    """Return why an attack is refused, in one sentence without its name."""
+    first = refusal.partition(". ")[0]
     first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
     return re.sub(r"(: remove (the attack|it))?\.?$", "", first)
 
@@ -194,7 +195,7 @@ def table(
             WIDTH,
             initial_indent=begin,
             subsequent_indent=" " * len(begin),
-            max_lines=MOST_LINES,
+            max_lines=MAX_LINES,
             placeholder=" ...",
         )
     if unread:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +31,8 @@ CARDS: Mapping[str, str] = {
 """Names of the cards in :data:`FRONT`, by family."""
 GATE_RUN = "gate"
 """Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
-_END = re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$")
+_tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
+"""Returns the tag of a value: ends of intervals are grouped after all leakage."""
 KEY = "fedleak"
 """Name of the settings among those that a logger has."""
 
@@ -86,18 +88,13 @@ class Cards:
         self._tags: dict[str, str] = {}
         self._limits: dict[str, float] = {}
         self._gates: dict[SummaryWriter, SummaryWriter] = {}
-        families = {name.rpartition("/")[2]: name for name in worst}
-        for family, card in CARDS.items():
-            if family not in families:
+        for name in worst:
+            if (card := CARDS.get(family := name.rpartition("/")[2])) is None:
                 continue
-            tag = self._tags[families[family]] = f"{FRONT}/{card}"
-            headlines = {
-                f"{one.log_name}/{channel.headline}"
-                for one, channel in series.items()
-                if channel.family == family
-            }
-            allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
-            if allowed:
+            tag = self._tags[name] = f"{FRONT}/{card}"
+            kin = (one for one, channel in series.items() if channel.family == family)
+            headlines = {name, *(f"{one.log_name}/{series[one].headline}" for one in kin)}
+            if allowed := [limits[headline] for headline in headlines & limits.keys()]:
                 self._limits[tag] = min(allowed)
         self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
         self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
@@ -201,11 +198,6 @@ def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | in
         else:
             flat[f"{root}{name}"] = value if isinstance(value, bool | int | float) else str(value)
     return flat
-
-
-def _tag(name: str) -> str:
-    """Return the tag of a value: ends of intervals are grouped after all leakage."""
-    return _END.sub(r"\1_interval/\2", name)
 
 
 def log_settings(loggers: Sequence[Any], settings: Mapping[str, Any], worst: Sequence[str]) -> None:

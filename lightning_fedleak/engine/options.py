@@ -314,7 +314,8 @@ def parts_of(
         "games": games or Games(),
         "local_steps": local_steps,
     }
-    return selection, Options(**vars(settings) | further)
+    common = {setting.name: getattr(settings, setting.name) for setting in fields(WatchSettings)}
+    return selection, Options(**common | further)
 
 
 UNEVEN_SECONDS = 2.0

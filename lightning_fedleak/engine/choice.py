@@ -1,10 +1,10 @@
-"""What attacks that choose themselves cost and read in one run, as a table."""
+"""The table of the attacks of one run: what each of them costs and reads."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import measure_seconds
 
 MAX_LINES = 3
-"""Of each attack in the table that is logged before the first step; run.jsonl has all reasons."""
+"""Lines of an attack in the table that is logged before the first step; run.jsonl has more."""
 WIDTH = 110
 """Columns of that table."""
 
@@ -82,19 +82,19 @@ def look_seconds(
         else:
             batch = _trial_batch(anatomy, tried, generator)
             tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
-    shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
+    snapshot = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
-        shown = UpdateSnapshot(
+        snapshot = UpdateSnapshot(
             step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
         )
-    view = Observation((shown,))
-    asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
+    observation = Observation((snapshot,))
+    query = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
     seconds, failures = {}, {}
     for plan in tried:
         try:
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
             with torch.no_grad(), suppress(UnusableObservation):
-                run = partial(plan.attack.run, view, asked)
+                run = partial(plan.attack.run, observation, query)
                 seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
         except Exception as error:
             failures[plan.attack.name] = f"its looks fail on this model ({reason(error)})"
@@ -126,7 +126,7 @@ def _length(anatomy: Anatomy) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one attack in this run.
+    """Say what becomes of one attack in this run.
 
     Attributes:
         attack: its name.
@@ -206,19 +206,15 @@ def table(
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
     """Return the names of the trained parameters whose gradient no attack reads."""
-    tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
-    return tuple(n for n in anatomy.trainable_names() if n not in tested)
+    roles = {role for plan in plans if plan.exposed for role in plan.roles}
+    tested = {anatomy.parameter_name(role) for role in roles}
+    ends = {HEAD_WEIGHT, EMBEDDING_WEIGHT}
+    if roles & ends and anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT):
+        tested |= {anatomy.parameter_name(role) for role in ends}
+    return tuple(name for name in anatomy.trainable_names() if name not in tested)
 
 
 def listed(names: Sequence[str]) -> str:
     """Return the first name, and how many more there are."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}" if names else ""
-
-
-def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
-    names = {anatomy.parameter_name(r) for r in roles}
-    one = anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT)
-    if one and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
-        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
-    return {n for n in names if n is not None}

@@ -37,7 +37,7 @@ COLUMNS = (
     *("value", "low", "high"),
     "unknown",
 )
-"""Of a row of :meth:`JsonLines.rows`."""
+"""Columns of a row of :meth:`JsonLines.rows`."""
 TRAINING_STEPS = 50
 """Steps between two values of a training metric, which changes at each; Lightning's own default.
 
@@ -85,9 +85,9 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     answer: Path | OSError = folder
     if run.rank == 0:
         try:
-            answer = _free_folder(folder, [str(one) for one in ids if one])
+            answer = _free_folder(folder, [str(run_id) for run_id in ids if run_id])
         except OSError as error:
-            answer = error  # the others wait for an answer
+            answer = error  # the other processes wait for an answer
     place = run.broadcast(answer)
     if isinstance(place, OSError):
         raise place
@@ -98,16 +98,15 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     return place
 
 
-def _free_folder(folder: Path, known: Sequence[str]) -> Path:
-    """Return the first of a folder and its versions with no logs, or with those of known ids."""
+def _free_folder(folder: Path, ids: Sequence[str]) -> Path:
+    """Return the first of a folder and its versions with no logs, or with those of the ids."""
     for n in count():
         place = folder / f"version_{n}" if n else folder
-        logs = [place / file for file in ("run.jsonl", "leakage.jsonl")]
-        found = [log for log in logs if log.exists()]
-        readable = (log for log in found if known and os.access(log, os.R_OK))
-        if any(one in log.read_text("utf-8", "replace") for log in readable for one in known):
+        logs = [log for file in ("run.jsonl", "leakage.jsonl") if (log := place / file).exists()]
+        readable = (log for log in logs if ids and os.access(log, os.R_OK))
+        if any(run_id in log.read_text("utf-8", "replace") for log in readable for run_id in ids):
             break
-        if not found:
+        if not logs:
             with suppress(FileExistsError):  # of another run, which has written nothing yet
                 if n:
                     place.mkdir(parents=True)
@@ -116,7 +115,7 @@ def _free_folder(folder: Path, known: Sequence[str]) -> Path:
 
 
 class JsonLines:
-    """Appends one line per look, stage, client and attack to ``leakage.jsonl``.
+    """Append one line for each look, stage, client and attack to ``leakage.jsonl``.
 
     Args:
         path: the file; its folder is made when the first line is written.
@@ -206,7 +205,7 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
 
 
 class UserMetrics:
-    """The user's metrics as they were last logged, and the best value of each so far.
+    """Keep the user's metrics as they were last logged, and the best value of each so far.
 
     Attributes:
         last: the newest value of each that was logged.

@@ -1,4 +1,4 @@
-"""What a user asks for: the attacks of a run, and how it is watched."""
+"""The choices of a user: the attacks of a run, and how it is watched."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Memorization:
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What is rarely changed of how a run is watched, whoever trains.
+    """Hold the settings of a watched run that are rarely changed, whoever trains.
 
     An integration refuses those that it takes from elsewhere, such as a Trainer's precision.
 
@@ -327,7 +327,7 @@ They read some 30 label types of a vocabulary of 50,000. More: larger batches, r
 
 @dataclass(frozen=True)
 class Selection:
-    """The attacks of a run, as its user chose them.
+    """Hold the attacks of a run, as its user chose them.
 
     Attributes:
         attacks: the attacks; with ``auto`` all candidates for this adversary.

@@ -125,7 +125,7 @@ class RowOrder:
 
 
 class RunRecord:
-    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
+    """Append to ``run.jsonl`` what the fit was, beside what was read off it.
 
     One line when a fit begins (model, training, attacks, defences, gates), one for each look
     (utility, what defences have spent), one where these have changed between looks, one for each
@@ -285,9 +285,9 @@ class RunRecord:
             return None
 
     def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
-        """Write of defences that the record's first line does not have, once."""
+        """Write a line for each defence that neither the first line nor a later one describes."""
         for defense in defenses:
-            if all(defense is not one for one in self._described):
+            if all(defense is not described for described in self._described):
                 self._described.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
@@ -328,8 +328,8 @@ def facts_of(
         resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
             released; empty where it begins with no checkpoint.
     """
-    casts = run.policy_text
-    leaks = {one.attack: channel.leak for one, channel in series.items()}
+    casts = {"mixed_precision": run.policy_text} if run.policy_text else {}
+    leaks = {s.attack: channel.leak for s, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
         if channel.at_weights:  # these choose their members after the line-up
@@ -341,7 +341,7 @@ def facts_of(
         versions=versions(),
         machine=_machine(run.device),
         model=_model(run, lineup.trained),
-        training=training if not casts else {**training, "mixed_precision": casts},
+        training={**training, **casts},
         monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,
@@ -380,9 +380,8 @@ def _machine(device: torch.device) -> records.JsonObject:
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux names the model here alone
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(
-            (one.partition(": ")[2] for one in lines if "model name" in one), processor
-        )
+        models = (line.partition(": ")[2] for line in lines if "model name" in line)
+        processor = next(models, processor)
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "processor": processor,
@@ -408,8 +407,8 @@ def _ended_fit(state: records.JsonObject) -> records.EndedFit:
 
 def _gate(settings: records.JsonObject) -> records.GateFacts:
     """Return what the record says of a gate; other settings of one's own gate are left out."""
-    names = {one.name for one in fields(records.GateFacts)}
-    return records.GateFacts(**{name: value for name, value in settings.items() if name in names})
+    names = {fact.name for fact in fields(records.GateFacts)} & settings.keys()
+    return records.GateFacts(**{name: settings[name] for name in names})
 
 
 def defense_facts(defense: Defense) -> records.DefenseFacts:

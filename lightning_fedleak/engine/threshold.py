@@ -35,7 +35,7 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 @dataclass(frozen=True)
 class GateActions:
-    """What a gate can do to a run.
+    """Hold what a gate can do to a run.
 
     Attributes:
         log: takes numbers by name, and the step they are of.
@@ -143,7 +143,7 @@ class Threshold:
 
     @property
     def _alpha(self) -> float | None:
-        """The probability that the interval whose lower end is judged is wrong at any look."""
+        """Return the probability that the interval is wrong at any look; None if it is not judged."""
         if self._engine is None or self.bound != "lower":
             return None
         return self._engine.options.memorization.alpha
@@ -226,7 +226,7 @@ class Threshold:
         channel = engine.results.channel_of(self.metric)
         assert channel is not None  # else there is no reason
         root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
-        watched = {one.attack for one in engine.series if one.log_name == root}
+        watched = {series.attack for series in engine.series if series.log_name == root}
         if self.on_weights:  # the reason names the argument
             mend = "change that"
         elif worst in engine.metric_names() and why_unread(engine, worst) is None:
@@ -333,7 +333,7 @@ class Threshold:
 
     def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the highest of judged headlines; one that is unknown, where none is too high."""
-        watched = {name: one.value for name, one in counted.items()}
+        watched = {name: judgement.value for name, judgement in counted.items()}
         known = {name: value for name, value in watched.items() if not math.isnan(value)}
         source = max(known, key=known.__getitem__, default="")
         blind = next((name for name in watched if name not in known), "")

@@ -1,4 +1,4 @@
-"""What the trained weights say of planted texts and values, by how often they were repeated."""
+"""The channels of planted texts and values, which the trained weights leak by repetition."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class EntityChannel(WeightChannel):
         repeats, held_out = torch.tensor(self._planted.record.repeats), ~self._planted.included
         answers: dict[Series, Answer] = {}
         for attack in self.attacks:
-            series = {one.name: one for one in self.series(attack, (Stage.RELEASED,))}
+            series = {s.name: s for s in self.series(attack, (Stage.RELEASED,))}
             try:
                 if not bool(members.any()):
                     raise UnusableObservation(f"no planted row was in a batch. {_MEND}")

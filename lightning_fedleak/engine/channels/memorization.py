@@ -98,8 +98,8 @@ class MemorizationChannel(WeightChannel):
         self._void = ""
 
     def _series_names(self, attack: Attack) -> list[str]:
-        lists = [one for one in self.listed_attacks if one.part != "prompts"]
-        if attack not in lists[:1]:
+        first = next((a for a in self.listed_attacks if a.part != "prompts"), None)
+        if attack is not first:
             return [attack.name]
         names = [RECORDS] * self.settings.memorization.records
         return [attack.name, *names, *entity_names(self.entity_kinds)]
@@ -241,7 +241,7 @@ class MemorizationChannel(WeightChannel):
         answers: dict[Series, Answer] = {}
         for part in dict.fromkeys(attack.part for attack in self.attacks):
             attacks = [attack for attack in self.attacks if attack.part == part]
-            names = {one: one.name for attack in attacks for one in series[attack]}
+            names = {s: s.name for attack in attacks for s in series[attack]}
             try:
                 if unread and pool.way == "not yet seen":
                     raise NoNonMembers(
@@ -266,7 +266,7 @@ class MemorizationChannel(WeightChannel):
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
             if self._found is not None and any(n.startswith("entity/") for n in names.values()):
                 values |= self._found.compare(now, self._base, rows, members, self._looks, alpha)
-            answers |= {one: values[name] for one, name in names.items()}
+            answers |= {s: values[name] for s, name in names.items()}
         return answers
 
     def _released(
@@ -324,7 +324,7 @@ class MemorizationChannel(WeightChannel):
     ) -> dict[str, float]:
         """Return the values of an attack on membership by name, with those that all share."""
         look, alpha = self._looks, self.settings.memorization.alpha
-        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        ranked = sum(not isinstance(other, Extraction) for other in self.attacks)
         guess = attack.run(Observation(released=game))
         exact = attack.part == "short"
         values, joint = (

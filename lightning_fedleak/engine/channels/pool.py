@@ -40,7 +40,7 @@ from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
-Way = Literal["not yet seen", "left out", "given"]
+_Way = Literal["not yet seen", "left out", "given"]
 """Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
 or texts of the user's own."""
 
@@ -61,7 +61,7 @@ class NoRows(ValueError):
 
 @dataclass
 class Pool:
-    """The texts that the model is asked about.
+    """Hold the texts that the model is queried with.
 
     Attributes:
         way: where the non-members come from.
@@ -86,7 +86,7 @@ class Pool:
         searched: share of the data's rows that was searched for repeats.
     """
 
-    way: Way
+    way: _Way
     texts: Sequence[Text]
     trains: Tensor
     length: int
@@ -243,7 +243,7 @@ class Pool:
 
 
 class CanaryPool(Pool):
-    """The canaries that the model is asked about, in the data or held out."""
+    """Hold the canaries that the model is queried with, in the data or held out."""
 
     @classmethod
     def of_canaries(
@@ -318,7 +318,7 @@ def collect(
     check_loader(loader)
     dataset = loader.dataset
     others = find_left_out(dataset) if settings.others is None else settings.others
-    way: Way = "left out" if settings.others is None else "given"
+    way: _Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
         check_shuffle(loader)
@@ -382,8 +382,9 @@ def collect(
     has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
     has_prompt[: len(scored.rows)] &= scored.times == 1
     is_short = torch.arange(len(places)) >= len(scored.rows)
+    number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
     numbers = [
-        _number(dataset, row) if source is dataset else -1
+        number_of(row) if source is dataset else -1  # of the user's data; -1: held out
         for (source, row), row_texts in zip(sample, read_rows, strict=True)
         for _ in row_texts
     ]
@@ -404,12 +405,7 @@ def collect(
     )
 
 
-def _number(dataset: Any, row: int) -> int:
-    """Return which row of the user's data a row of the training data is."""
-    return dataset.number_of(row) if isinstance(dataset, TrainingRows) else row
-
-
-def _no_game(dataset: Any, way: Way) -> str | None:
+def _no_game(dataset: Any, way: _Way) -> str | None:
     """Return why texts tell nothing of examples that are added or removed; None: they do."""
     mend = "leave_out(..., coins=True)"
     if way == "not yet seen":
@@ -460,26 +456,26 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def affordable(length: int, settings: Memorization, least: int, forwards: int) -> int:
+def affordable(length: int, settings: Memorization, min_texts: int, forwards: int) -> int:
     """Return how many texts the budget pays for.
 
     Args:
-        length: rows of the training data.
-        settings: the user's settings.
-        least: texts that are needed.
-        forwards: how often each is asked about in an epoch.
+        length: The rows of the training data.
+        settings: The user's settings.
+        min_texts: The number of texts that are needed.
+        forwards: How often the model is queried with each text in an epoch.
 
     Raises:
         NoNonMembers: it pays for fewer; names the budget that pays for enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
-    if size >= least:
+    if size >= min_texts:
         return size
-    needed = math.ceil(100 * least * FORWARD_SHARE * forwards / length) / 100
+    needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
     raise NoNonMembers(
         f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
-        f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
+        f"{forwards} times in an epoch of {length} rows, and {min_texts} are needed: "
         f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
-        f"{least}"
+        f"{min_texts}"
     )

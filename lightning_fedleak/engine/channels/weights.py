@@ -158,7 +158,7 @@ class WeightChannel(Channel):
 
     @property
     def pool(self) -> Pool:
-        """The texts that the model is queried with; attacks that have none do not run."""
+        """Return the texts that the model is queried with; attacks that have none do not run."""
         assert self._pool is not None
         return self._pool
 
@@ -261,7 +261,7 @@ class WeightChannel(Channel):
 
 
 class WeightLooks:
-    """The channels of a run that read the weights and nothing of a step.
+    """Look at the weights of a run, by the channels that read them and nothing of a step.
 
     Args:
         run: the run.

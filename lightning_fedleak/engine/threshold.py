@@ -143,7 +143,7 @@ class Threshold:
 
     @property
     def _alpha(self) -> float | None:
-        """Return the probability that the interval is wrong at any look; None if it is not judged."""
+        """Return the probability that the interval is ever wrong; None if its end is not judged."""
         if self._engine is None or self.bound != "lower":
             return None
         return self._engine.options.memorization.alpha

@@ -1,10 +1,10 @@
-"""What attacks that choose themselves cost and read in one run, as a table."""
+"""The table of the attacks of one run: what each of them costs and reads."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import measure_seconds
 
-MOST_LINES = 3
-"""Of each attack in the table that is logged before the first step; run.jsonl has all reasons."""
+MAX_LINES = 3
+"""Lines of an attack in the table that is logged before the first step; run.jsonl has more."""
 WIDTH = 110
 """Columns of that table."""
 
@@ -51,17 +51,18 @@ def look_seconds(
     local_steps: int | None = None,
     step: int = 0,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What each attack takes for one look, tried on the gradient of a batch of 8 rows of 64 tokens.
+    """Return what each attack's look takes, tried on the gradient of 8 rows of 64 tokens.
 
     The rows are public text of a causal model, else random tokens, frequent ones more often. Where
     a LoRA's B is zero still it is given small values, so that A has a gradient.
 
     Args:
-        anatomy: of a model on which the attacks are prepared.
-        plans: of the attacks that read gradients; others are passed over.
-        texts: that a membership attack is asked for.
-        local_steps: of a round, where weight changes are shared; the gradient is taken for one.
-        step: optimizer step that the fit begins at.
+        anatomy: The parts of a model on which the attacks are prepared.
+        plans: The plans of the attacks; those that read no gradients are passed over.
+        texts: The number of texts that a membership attack is queried with.
+        local_steps: The optimizer steps of a round whose weight change is shared; None: gradients
+            are shared.
+        step: The optimizer step that the fit begins at.
 
     Returns:
         Seconds by the attack's name, and why an attack's look fails on this model, if it does.
@@ -81,19 +82,19 @@ def look_seconds(
         else:
             batch = _trial_batch(anatomy, tried, generator)
             tensors = attacks.gradient_of(anatomy, batch, list(roles), instead=begins)
-    shown = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
+    snapshot = GradientSnapshot(step, Stage.SHARED, tensors, tied=anatomy.tied)
     if local_steps is not None:
-        shown = UpdateSnapshot(
+        snapshot = UpdateSnapshot(
             step, Stage.SHARED, tensors, anatomy.tied, local_steps=local_steps, learning_rate=1e-3
         )
-    view = Observation((shown,))
-    asked = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
+    observation = Observation((snapshot,))
+    query = attacks.Query(_tokens(anatomy, min(texts, 2 * ROWS), generator))
     seconds, failures = {}, {}
     for plan in tried:
         try:
             plan.attack.refresh(anatomy, step)  # which sees the weights that a round begins with
             with torch.no_grad(), suppress(UnusableObservation):
-                run = partial(plan.attack.run, view, asked)
+                run = partial(plan.attack.run, observation, query)
                 seconds[plan.attack.name] = measure_seconds(run, anatomy.device)
         except Exception as error:
             failures[plan.attack.name] = f"its looks fail on this model ({reason(error)})"
@@ -125,7 +126,7 @@ def _length(anatomy: Anatomy) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one attack in this run.
+    """Say what becomes of one attack in this run.
 
     Attributes:
         attack: its name.
@@ -145,14 +146,14 @@ class Row:
 
 
 def reads_of(plan: Plan | None, anatomy: Anatomy) -> tuple[str, ...]:
-    """The names of the parameters whose gradient an attack reads."""
+    """Return the names of the parameters whose gradient an attack reads."""
     roles = () if plan is None else plan.roles
     return tuple(dict.fromkeys(anatomy.parameter_name(role) or role for role in roles))
 
 
 def in_short(attack: str, refusal: str) -> str:
-    """Why an attack is refused, in one sentence without its name."""
-    first, _, _ = refusal.partition(". ")
+    """Return why an attack is refused, in one sentence without its name."""
+    first = refusal.partition(". ")[0]
     first = re.sub(rf"^(\w+: )?(attack '\w+' |'{attack}' )?", "", first)
     return re.sub(r"(: remove (the attack|it))?\.?$", "", first)
 
@@ -194,7 +195,7 @@ def table(
             WIDTH,
             initial_indent=begin,
             subsequent_indent=" " * len(begin),
-            max_lines=MOST_LINES,
+            max_lines=MAX_LINES,
             placeholder=" ...",
         )
     if unread:
@@ -205,19 +206,15 @@ def table(
 
 def unread_names(plans: Sequence[Plan], anatomy: Anatomy) -> tuple[str, ...]:
     """Return the names of the trained parameters whose gradient no attack reads."""
-    tested = _names(anatomy, {r for plan in plans if plan.exposed for r in plan.roles})
-    return tuple(n for n in anatomy.trainable_names() if n not in tested)
+    roles = {role for plan in plans if plan.exposed for role in plan.roles}
+    tested = {anatomy.parameter_name(role) for role in roles}
+    ends = {HEAD_WEIGHT, EMBEDDING_WEIGHT}
+    if roles & ends and anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT):
+        tested |= {anatomy.parameter_name(role) for role in ends}
+    return tuple(name for name in anatomy.trainable_names() if name not in tested)
 
 
 def listed(names: Sequence[str]) -> str:
     """Return the first name, and how many more there are."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}" if names else ""
-
-
-def _names(anatomy: Anatomy, roles: Collection[str]) -> set[str]:
-    names = {anatomy.parameter_name(r) for r in roles}
-    one = anatomy.parameter(HEAD_WEIGHT) is anatomy.parameter(EMBEDDING_WEIGHT)
-    if one and {HEAD_WEIGHT, EMBEDDING_WEIGHT} & set(roles):
-        names |= {anatomy.parameter_name(HEAD_WEIGHT), anatomy.parameter_name(EMBEDDING_WEIGHT)}
-    return {n for n in names if n is not None}

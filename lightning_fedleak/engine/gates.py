@@ -197,12 +197,12 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
     names = engine.results.headlines_of(name) if root == WORST else (name,)
     verdicts = [
         (
-            channel.requirement(one.rpartition("/")[-1]).never_alone,
+            channel.requirement(headline.rpartition("/")[-1]).never_alone,
             never_read(channel, series.attack, fresh=fresh),
         )
-        for one in names
+        for headline in names
         for series, channel in engine.series.items()
-        if one.rpartition("/")[0] == series.log_name and rate != "exposed"
+        if headline.rpartition("/")[0] == series.log_name and rate != "exposed"
     ]
     is_judged = any(why is None and answer is None for why, answer in verdicts)
     unread = [answer for _, answer in verdicts if isinstance(answer, Unknown)]
@@ -255,11 +255,9 @@ def judge_worst(
     roles = {plan.attack.name: set(plan.roles) for plan in engine.fit.lineup.plans}
     attacks = {series.log_name: series.attack for series in engine.series}
     reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
-    known = [reads[n] for n, one in judgements.items() if not math.isnan(one.value)]
-    read = set[str]().union(*known)
-    return {
-        n: one for n, one in judgements.items() if not math.isnan(one.value) or not reads[n] & read
-    }
+    known = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}
+    roles_read = set[str]().union(*(reads[n] for n in known))
+    return {n: j for n, j in judgements.items() if n in known or not reads[n] & roles_read}
 
 
 # ---- defences that a gate turns up ----------------------------------------------------------

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ COLUMNS = (
     *("value", "low", "high"),
     "unknown",
 )
-"""Of a row of :meth:`JsonLines.rows`."""
+"""Columns of a row of :meth:`JsonLines.rows`."""
 TRAINING_STEPS = 50
 """Steps between two values of a training metric, which changes at each; Lightning's own default.
 
@@ -85,9 +85,9 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     answer: Path | OSError = folder
     if run.rank == 0:
         try:
-            answer = _free_folder(folder, [str(one) for one in ids if one])
+            answer = _free_folder(folder, [str(run_id) for run_id in ids if run_id])
         except OSError as error:
-            answer = error  # the others wait for an answer
+            answer = error  # the other processes wait for an answer
     place = run.broadcast(answer)
     if isinstance(place, OSError):
         raise place
@@ -98,16 +98,15 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     return place
 
 
-def _free_folder(folder: Path, known: Sequence[str]) -> Path:
-    """Return the first of a folder and its versions with no logs, or with those of known ids."""
+def _free_folder(folder: Path, ids: Sequence[str]) -> Path:
+    """Return the first of a folder and its versions with no logs, or with those of the ids."""
     for n in count():
         place = folder / f"version_{n}" if n else folder
-        logs = [place / file for file in ("run.jsonl", "leakage.jsonl")]
-        found = [log for log in logs if log.exists()]
-        readable = (log for log in found if known and os.access(log, os.R_OK))
-        if any(one in log.read_text("utf-8", "replace") for log in readable for one in known):
+        logs = [log for file in ("run.jsonl", "leakage.jsonl") if (log := place / file).exists()]
+        readable = (log for log in logs if ids and os.access(log, os.R_OK))
+        if any(run_id in log.read_text("utf-8", "replace") for log in readable for run_id in ids):
             break
-        if not found:
+        if not logs:
             with suppress(FileExistsError):  # of another run, which has written nothing yet
                 if n:
                     place.mkdir(parents=True)
@@ -116,7 +115,7 @@ def _free_folder(folder: Path, known: Sequence[str]) -> Path:
 
 
 class JsonLines:
-    """Appends one line per look, stage, client and attack to ``leakage.jsonl``.
+    """Append one line for each look, stage, client and attack to ``leakage.jsonl``.
 
     Args:
         path: the file; its folder is made when the first line is written.
@@ -136,7 +135,7 @@ class JsonLines:
         Raises:
             OSError: the file cannot be written.
         """
-        records.append_line(self.path, replace(line, run=self.run))
+        records.append_line(self.path, line)
         self._written = True
 
     def rows(self) -> list[dict[str, object]]:
@@ -152,7 +151,9 @@ class JsonLines:
             return []
         self.path.stat()
         rows = []
-        for line in (one for one in records.read_results(self.path) if one.run == self.run):
+        for line in records.read_results(self.path):
+            if line.run != self.run:
+                continue
             facts = {column: getattr(line, column) for column in COLUMNS[:6]}
             metrics: list[tuple[str | None, records.MetricValue | None]] = [*line.metrics.items()]
             for name, metric in metrics or [(None, None)]:
@@ -177,10 +178,6 @@ def to_dataframe(jsonl: JsonLines | None) -> pd.DataFrame:
     if jsonl is None:
         raise RuntimeError("to_dataframe() is about a fit: call trainer.fit(...) first")
     return pd.DataFrame(jsonl.rows(), columns=list(COLUMNS))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 _OURS = re.compile(r"(leakage\w*|audit|privacy|gate|monitor|utility)/")
@@ -208,7 +205,7 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
 
 
 class UserMetrics:
-    """The user's metrics as they were last logged, and the best value of each so far.
+    """Keep the user's metrics as they were last logged, and the best value of each so far.
 
     Attributes:
         last: the newest value of each that was logged.
@@ -293,7 +290,6 @@ class Report:
         reveal: RevealFiles | None,
     ) -> None:
         self._run = run
-        self._watcher = run.watcher
         self._rounds = run.unit == "round"
         pooled = "pooled" if run.processes > 1 and run.client == "rank" else 0
         self._client = pooled if destination.client is None else destination.client
@@ -320,11 +316,10 @@ class Report:
         steps = self._run.step - first_step
         if self._rounds or not steps:
             return
-        took = self._seconds_of.most_common()
-        shares = ", ".join(f"{n} {seconds / (self._seconds or 1):.0%}" for n, seconds in took)
-        of_attacks = f" ({shares})" if shares else ""
-        looks = f"looked at {len(self._looked_at):,} of {steps:,} steps"
-        rank_zero_info(f"{self._watcher}: {looks} in {self._seconds:.1f} s{of_attacks}")
+        total, slowest = self._seconds or 1, self._seconds_of.most_common()
+        shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
+        looks = f"looked at {len(self._looked_at):,} of {steps:,} steps in {self._seconds:.1f} s"
+        rank_zero_info(f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}")
 
     def write(
         self,
@@ -369,9 +364,8 @@ class Report:
                 )
             elif outcome.pending is not None and series not in self._waiting:
                 self._waiting.add(series)
-                rank_zero_info(
-                    f"{self._watcher}: '{series.name}' has no result {when} yet: {outcome.pending}"
-                )
+                text = f"'{series.name}' has no result {when} yet: {outcome.pending}"
+                rank_zero_info(f"{self._run.watcher}: {text}")
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         try:
@@ -380,10 +374,10 @@ class Report:
             self.leave_boards(error)
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
-        if look.next_look is not None:  # at a step, and not at the weights or the end of the run
-            self._looked_at.add(look.step)
         self._seconds += look.seconds
         self._seconds_of.update(seconds_of)
+        if look.next_look is not None:  # at a step, and not at the weights or the end of the run
+            self._looked_at.add(look.step)
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(
@@ -416,11 +410,12 @@ class Report:
         values = {f"utility/{name}": value for name, value in utility.items()}
         values |= privacy_values(defenses)
         values = {n: v for n, v in values.items() if self._logged.get(n) != (step, v)}
+        if not values:
+            return {}
         self._logged |= {name: (step, value) for name, value in values.items()}
-        if values:
-            self._run.publish(values)
-            self.log(values, step)
-        if values and self.record is not None:
+        self._run.publish(values)
+        self.log(values, step)
+        if self.record is not None:
             new = {n: v for n, v in metrics.last.items() if f"utility/{n}" in values}
             spent = spendings(defenses)
             self.record.append(
@@ -457,10 +452,10 @@ class Report:
         self.warn_once(f"TensorBoard cannot be written any more ({why}); leakage.jsonl is")
 
     def warn_once(self, text: str, key: str | None = None) -> None:
-        """Warns, but not twice of the same (by default: in the same words)."""
+        """Warn, but not twice with the same key; by default the text is the key."""
         if (key or text) not in self._warned:
             self._warned.add(key or text)
-            rank_zero_warn(f"{self._watcher}: {text}")
+            rank_zero_warn(f"{self._run.watcher}: {text}")
 
     def _write_lines(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         for series, outcome in outcomes.items():
@@ -468,13 +463,15 @@ class Report:
                 continue
             extra = {f"{k}_worst_client": v for k, v in outcome.worst.items()}
             extra |= {f"{k}_of_this_look": v for k, v in (outcome.now or {}).items()}
-            extra |= {**outcome.extra, **_control_of(outcome), **outcome.p_values}
-            metrics = {
-                name: records.MetricValue(
-                    _finite(rate.value), _finite(rate.low), _finite(rate.high)
-                )
-                for name, rate in outcome.rates.items()
-            }
+            extra |= outcome.extra
+            if (control := outcome.control) is not None:
+                extra |= {f"{k}_of_control": v for k, v in control.rates.items()}
+                extra |= {f"{k}_of_a_part": v for k, v in control.part.items()}
+                if not math.isnan(control.unexplained):
+                    extra["unexplained"] = control.unexplained
+            extra |= outcome.p_values
+            numbers = {k: [rate.value, rate.low, rate.high] for k, rate in outcome.rates.items()}
+            numbers |= {k: [value] for k, value in extra.items()}
             self._append(
                 series.attack,
                 attack=series.record_name,
@@ -483,43 +480,37 @@ class Report:
                 round=look.step if self._rounds else None,
                 n=outcome.n,
                 exposed=outcome.exposed,
-                metrics=metrics | {k: records.MetricValue(_finite(v)) for k, v in extra.items()},
+                metrics={
+                    k: records.MetricValue(*(v if math.isfinite(v) else None for v in values))
+                    for k, values in numbers.items()
+                },
                 unknown=outcome.unknown,
                 pool=outcome.pool,
             )
 
     def write_not_played(self, rows: Sequence[Row], step: int) -> None:
-        """Leaves a line for each attack that is not tested in this run, which begins at a step."""
-        for row in (row for row in rows if row.why_not is not None):
-            self._append(
-                row.attack,
-                attack=row.attack,
-                step=step,
-                stage="shared",
-                round=0 if self._rounds else None,
-                n=0,
-                exposed=row.exposed,
-                metrics={},
-                unknown=f"{records.NOT_PLAYED}{row.why_not}",
-            )
+        """Write a line for each attack that is not tested in this run, which begins at a step."""
+        for row in rows:
+            if row.why_not is not None:
+                self._append(
+                    row.attack,
+                    attack=row.attack,
+                    step=step,
+                    stage="shared",
+                    round=0 if self._rounds else None,
+                    n=0,
+                    exposed=row.exposed,
+                    metrics={},
+                    unknown=f"{records.NOT_PLAYED}{row.why_not}",
+                )
 
     def _append(self, played: str, **result: Any) -> None:
         """Write the result of an attack that was played to ``leakage.jsonl``, or warn once."""
         if self._jsonl is None:
             return
-        config = self._attacks[played].config()
+        config, run = self._attacks[played].config(), self._jsonl.run
+        line = records.ResultLine(run=run, client=self._client, config=config, **result)
         try:
-            self._jsonl.append(records.ResultLine(client=self._client, config=config, **result))
+            self._jsonl.append(line)
         except OSError as error:
             self.warn_once(f"{self._jsonl.path} cannot be written: {error.strerror}")
-
-
-def _control_of(outcome: Outcome) -> dict[str, float]:
-    """Return the rates of an outcome's control, and of a part of it, by name."""
-    if outcome.control is None:
-        return {}
-    control = outcome.control
-    ends = {"_of_control": control.rates, "_of_a_part": control.part}
-    rates = {f"{name}{end}": one for end, rates in ends.items() for name, one in rates.items()}
-    again = control.unexplained
-    return rates if math.isnan(again) else rates | {"unexplained": again}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,13 +31,14 @@ CARDS: Mapping[str, str] = {
 """Names of the cards in :data:`FRONT`, by family."""
 GATE_RUN = "gate"
 """Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
-_END = re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$")
+_tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
+"""Returns the tag of a value: ends of intervals are grouped after all leakage."""
 KEY = "fedleak"
 """Name of the settings among those that a logger has."""
 
 
 class Logger(Protocol):
-    """Takes numbers by name, as the loggers of a Trainer do."""
+    """Take numbers by name, as the loggers of a Trainer do."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Write each number under its name."""
@@ -64,7 +66,7 @@ class BoardLogger:
 
 
 class Cards:
-    """The cards that TensorBoard shows first: leakage by family, utility, epsilon, limits of gates.
+    """Write the cards that TensorBoard shows first: leakage by family, utility, epsilon, limits.
 
     Args:
         series: the channel of each series that is shown, in the order of the logs.
@@ -86,18 +88,13 @@ class Cards:
         self._tags: dict[str, str] = {}
         self._limits: dict[str, float] = {}
         self._gates: dict[SummaryWriter, SummaryWriter] = {}
-        families = {name.rpartition("/")[2]: name for name in worst}
-        for family, card in CARDS.items():
-            if family not in families:
+        for name in worst:
+            if (card := CARDS.get(family := name.rpartition("/")[2])) is None:
                 continue
-            tag = self._tags[families[family]] = f"{FRONT}/{card}"
-            headlines = {
-                f"{one.log_name}/{channel.headline}"
-                for one, channel in series.items()
-                if channel.family == family
-            }
-            allowed = [limits[name] for name in {families[family], *headlines} & limits.keys()]
-            if allowed:
+            tag = self._tags[name] = f"{FRONT}/{card}"
+            family_series = (s for s, channel in series.items() if channel.family == family)
+            names = {name, *(f"{s.log_name}/{series[s].headline}" for s in family_series)}
+            if allowed := [limits[headline] for headline in names & limits.keys()]:
                 self._limits[tag] = min(allowed)
         self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
         self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
@@ -137,32 +134,32 @@ class Cards:
         lines = {"leakage: the worst attack of each kind": [f"{FRONT}/({families})"]}
         lines |= {f"utility: {name}": [f"{FRONT}/{re.escape(name)}"] for name in self._metrics}
         lines |= {name: [re.escape(name)] for name in self._privacy}
-        for one, channel in self._series.items():
-            tag = f"{one.log_name}/{channel.headline_of(one)}"
+        for series, channel in self._series.items():
+            tag = f"{series.log_name}/{channel.headline_of(series)}"
             ends = [re.escape(_tag(f"{tag}_{end}")) for end in ("low", "high")]
             lines[f"{tag} and its 95% interval"] = [re.escape(tag), *ends]
         lines["gates: 1 where one acted"] = ["gate/.*"]
-        if any(gives_control(channel, one.attack) for one, channel in self._series.items()):
+        if any(gives_control(channel, s.attack) for s, channel in self._series.items()):
             lines["controls: what each attack reads of known words"] = ["leakage.*/control"]
-        page = {t: ["Multiline", [f"^{one}$" for one in tags]] for t, tags in lines.items()}
+        page = {t: ["Multiline", [f"^{tag}$" for tag in tags]] for t, tags in lines.items()}
         for board in boards:
             board.add_custom_scalars({"leakage and utility": page})
 
     def add_summary(
         self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int
     ) -> None:
-        """Write what the newest look read as a table of text, and what nobody tested."""
+        """Write the values of the newest look as a table of text, and the untested families."""
         rows = []
-        for one, outcome in outcomes.items():
-            if (channel := self._series.get(one)) is None or outcome.pending is not None:
+        for series, outcome in outcomes.items():
+            if (channel := self._series.get(series)) is None or outcome.pending is not None:
                 continue
-            headline = channel.headline_of(one)
+            headline = channel.headline_of(series)
             rate = outcome.rates.get(headline) if outcome.unknown is None else None
             value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
             value = value if outcome.exposed else "not shared |"
-            rows.append(f"| {one.log_name} | {headline} | {value} | {outcome.n} |")
-        unread = {one for one, outcome in outcomes.items() if not outcome.exposed}
-        families = {c.family for one, c in self._series.items() if one not in unread}
+            rows.append(f"| {series.log_name} | {headline} | {value} | {outcome.n} |")
+        unread = {series for series, outcome in outcomes.items() if not outcome.exposed}
+        families = {c.family for series, c in self._series.items() if series not in unread}
         untested = ", ".join(family for family in CARDS if family not in families) or "none"
         head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
         text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
@@ -201,11 +198,6 @@ def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | in
         else:
             flat[f"{root}{name}"] = value if isinstance(value, bool | int | float) else str(value)
     return flat
-
-
-def _tag(name: str) -> str:
-    """Return the tag of a value: ends of intervals are grouped after all leakage."""
-    return _END.sub(r"\1_interval/\2", name)
 
 
 def log_settings(loggers: Sequence[Any], settings: Mapping[str, Any], worst: Sequence[str]) -> None:

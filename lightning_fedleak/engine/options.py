@@ -1,8 +1,9 @@
-"""What a user asks for: the attacks of a run, and how it is watched."""
+"""The choices of a user: the attacks of a run, and how it is watched."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -157,7 +158,7 @@ class Memorization:
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What is rarely changed of how a run is watched, whoever trains.
+    """Hold the settings of a watched run that are rarely changed, whoever trains.
 
     An integration refuses those that it takes from elsewhere, such as a Trainer's precision.
 
@@ -249,11 +250,9 @@ class WatchSettings:
         Raises:
             ValueError: names the first of them that is set.
         """
-        for one in (one for one in fields(self) if one.name in names):
-            if getattr(self, one.name) != getattr(type(self)(), one.name):
-                raise ValueError(
-                    f"{watcher} takes no settings=WatchSettings({one.name}=...): omit it"
-                )
+        for name in (setting.name for setting in fields(self) if setting.name in names):
+            if getattr(self, name) != getattr(type(self)(), name):
+                raise ValueError(f"{watcher} takes no settings=WatchSettings({name}=...): omit it")
 
 
 @dataclass(frozen=True)
@@ -306,14 +305,17 @@ def parts_of(
         ValueError: contradictory or unknown arguments.
     """
     selection = selected(attacks, settings, games, rounds=local_steps is not None)
-    given = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
     names = utility if settings.utility is None else settings.utility
-    given["utility"] = (names,) if isinstance(names, str) else tuple(names)
-    given["logs_all"] = settings.utility is None
-    given["stages"] = known_stages(settings.stages)
-    cadence = cadence_of(every_n_steps, max_overhead)
-    given |= {"cadence": cadence, "games": games or Games(), "local_steps": local_steps}
-    return selection, Options(**given)
+    further = {
+        "stages": known_stages(settings.stages),
+        "utility": (names,) if isinstance(names, str) else tuple(names),
+        "logs_all": settings.utility is None,
+        "cadence": cadence_of(every_n_steps, max_overhead),
+        "games": games or Games(),
+        "local_steps": local_steps,
+    }
+    common = {setting.name: getattr(settings, setting.name) for setting in fields(WatchSettings)}
+    return selection, Options(**common | further)
 
 
 UNEVEN_SECONDS = 2.0
@@ -325,7 +327,7 @@ They read some 30 label types of a vocabulary of 50,000. More: larger batches, r
 
 @dataclass(frozen=True)
 class Selection:
-    """The attacks of a run, as its user chose them.
+    """Hold the attacks of a run, as its user chose them.
 
     Attributes:
         attacks: the attacks; with ``auto`` all candidates for this adversary.
@@ -397,27 +399,26 @@ def selected(
     """
     settings = settings or WatchSettings()
     capabilities = None if settings.assume is None else frozenset(settings.assume)
-    if attacks == "auto":
+    text_passed = settings.public_text not in (None, "sampled")
+    if is_auto := attacks == "auto":
         capabilities = ASSUMED if capabilities is None else capabilities
-        played = tuple(candidates(capabilities, settings, rounds=rounds))
-        canaries = None if games is None or rounds else games.canaries
-        if canaries is not None and min(map(len, canaries.token_ids)) > 1:
-            played += (Canaries(),)
-        if games is not None and games.entities is not None and not rounds:
-            played += (Entities(),)
-        check_attacks(played)
-        return Selection(played, True, capabilities, settings.public_text not in (None, "sampled"))
-    if isinstance(attacks, str):
+        chosen = candidates(capabilities, settings, rounds=rounds)
+        if games is not None and not rounds:
+            if games.canaries is not None and min(map(len, games.canaries.token_ids)) > 1:
+                chosen.append(Canaries())
+            if games.entities is not None:
+                chosen.append(Entities())
+    elif isinstance(attacks, str):
         raise ValueError(f"attacks must be 'auto' or a list of attacks, got {attacks!r}")
-    if settings.public_text is not None:
+    elif settings.public_text is not None:
         raise ValueError(
             "public_text= is for attacks='auto'; give it to the attacks that you list, "
             "AlignedFlatChat(public_text) say"
         )
-    # A class in place of an attack is refused by its name.
-    played = (attacks,) if isinstance(attacks, Attack | type) else tuple(attacks)
-    check_attacks(played)
-    return Selection(played, False, capabilities, False)
+    else:  # A class in place of an attack is refused by its name.
+        chosen = [attacks] if isinstance(attacks, Attack | type) else [*attacks]
+    check_attacks(chosen)
+    return Selection(tuple(chosen), is_auto, capabilities, text_passed)
 
 
 def check_attacks(attacks: Sequence[Attack]) -> None:
@@ -439,9 +440,8 @@ def check_attacks(attacks: Sequence[Attack]) -> None:
                 f"the name {attack.name!r} cannot be part of a log name: use letters, digits, "
                 "'_', '-' and '.', but not 'worst'"
             )
-    names = [a.name for a in attacks]
-    double = sorted({n for n in names if names.count(n) > 1})
-    if double:
+    counts = Counter(attack.name for attack in attacks)
+    if double := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
             f"several attacks are named {', '.join(double)}: give each a name, "
             "FlatChat(name='flatchat_abs') say"

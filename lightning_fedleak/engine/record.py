@@ -37,8 +37,6 @@ PACKAGES = (
     *("lightning-fedleak", "torch", "lightning", "pytorch-lightning", "transformers", "peft"),
     *("opacus", "torchmetrics", "numpy"),
 )
-
-
 _OF_THIS_FIT = (
     *("schema", "run", "kind", "time", "fit", "resumed", "machine", "versions", "settings_hash"),
     *("next_look", "weights"),
@@ -55,8 +53,6 @@ _keys: dict[Path, str] = {}
 """The key of each such file of this process, which is written when a fit ends."""
 PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Lines that say when the next look is."""
-LOGGED = ("epsilon", "delta", "noise_multiplier")
-
 
 _original_next_index = getattr(_BaseDataLoaderIter, "_next_index", None)
 _active_orders: list[RowOrder] = []
@@ -129,7 +125,7 @@ class RowOrder:
 
 
 class RunRecord:
-    """Appends to ``run.jsonl``: what the fit was, beside what was read off it.
+    """Append to ``run.jsonl`` what the fit was, beside what was read off it.
 
     One line when a fit begins (model, training, attacks, defences, gates), one for each look
     (utility, what defences have spent), one where these have changed between looks, one for each
@@ -161,9 +157,8 @@ class RunRecord:
 
     def write_begin(self, line: records.BeginLine) -> None:
         """Write that a fit begins, with a hash of its settings without where and when it is."""
-        settings = {
-            name: v for name, v in records.as_json(line).items() if name not in _OF_THIS_FIT
-        }
+        content = records.as_json(line).items()
+        settings = {name: value for name, value in content if name not in _OF_THIS_FIT}
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
@@ -276,23 +271,23 @@ class RunRecord:
         if run.unit != "step" or run.is_sharded:
             return None
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
-        for name, one in run.anatomy.root.named_parameters():
-            if (kind := "trained" if one.requires_grad else "frozen") in tensors:
-                tensors[kind][name] = one
+        for name, parameter in run.anatomy.root.named_parameters():
+            if (kind := "trained" if parameter.requires_grad else "frozen") in tensors:
+                tensors[kind][name] = parameter
         try:
             return {
                 kind: hash_weights(part)
                 for kind, part in tensors.items()
-                if sum(one.nbytes for one in part.values()) <= MAX_HASHED_BYTES
+                if sum(tensor.nbytes for tensor in part.values()) <= MAX_HASHED_BYTES
             }
         except Exception as error:  # of weights on no device, or out of memory
             self._warn(f"weights were not hashed ({type(error).__name__})")
             return None
 
     def write_new_defenses(self, defenses: Sequence[Defense]) -> None:
-        """Write of defences that the record's first line does not have, once."""
+        """Write a line for each defence that neither the first line nor a later one describes."""
         for defense in defenses:
-            if all(defense is not one for one in self._described):
+            if all(defense is not described for described in self._described):
                 self._described.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
@@ -333,8 +328,8 @@ def facts_of(
         resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
             released; empty where it begins with no checkpoint.
     """
-    casts = run.policy_text
-    leaks = {one.attack: channel.leak for one, channel in series.items()}
+    casts = {"mixed_precision": run.policy_text} if run.policy_text else {}
+    leaks = {s.attack: channel.leak for s, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
         if channel.at_weights:  # these choose their members after the line-up
@@ -346,7 +341,7 @@ def facts_of(
         versions=versions(),
         machine=_machine(run.device),
         model=_model(run, lineup.trained),
-        training=training if not casts else {**training, "mixed_precision": casts},
+        training={**training, **casts},
         monitor=records.MonitorFacts(
             client=run.client,
             clients=run.processes if run.client == "rank" else 1,
@@ -385,9 +380,8 @@ def _machine(device: torch.device) -> records.JsonObject:
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux names the model here alone
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(
-            (one.partition(": ")[2] for one in lines if "model name" in one), processor
-        )
+        models = (line.partition(": ")[2] for line in lines if "model name" in line)
+        processor = next(models, processor)
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "processor": processor,
@@ -401,18 +395,20 @@ def _machine(device: torch.device) -> records.JsonObject:
 
 def _ended_fit(state: records.JsonObject) -> records.EndedFit:
     """Return what a checkpoint says of the fit that wrote it."""
-    before = (
-        (one["defense"], tuple(records.Releases(*row) for row in one["history"]))
-        for one in state["privacy"]
+    privacy = tuple(
+        records.ReleasesBefore(
+            defense=entry["defense"],
+            history=tuple(records.Releases(*row) for row in entry["history"]),
+        )
+        for entry in state["privacy"]
     )
-    privacy = tuple(records.ReleasesBefore(defense=name, history=rows) for name, rows in before)
     return records.EndedFit(run=state["run"], privacy=privacy)
 
 
 def _gate(settings: records.JsonObject) -> records.GateFacts:
     """Return what the record says of a gate; other settings of one's own gate are left out."""
-    names = {one.name for one in fields(records.GateFacts)}
-    return records.GateFacts(**{name: value for name, value in settings.items() if name in names})
+    names = {fact.name for fact in fields(records.GateFacts)} & settings.keys()
+    return records.GateFacts(**{name: settings[name] for name in names})
 
 
 def defense_facts(defense: Defense) -> records.DefenseFacts:
@@ -482,26 +478,26 @@ def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
     or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
     leakage themselves, nor what a gate decides in sight of them.
     """
-    values: dict[str, float] = {}
-    for defense in defenses:
-        cost = _cost(defense)
-        if cost is not None:
-            root = "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
-            known = {name: getattr(cost, name) for name in LOGGED}
-            values |= {f"{root}/{n}": float(v) for n, v in known.items() if v is not None}
-    return values
+    values = {
+        f"{_root(defense, defenses)}/{name}": getattr(cost, name)
+        for defense, cost in _costs(defenses)
+        for name in ("epsilon", "delta", "noise_multiplier")
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
     """Return the logged names of every epsilon of defences that account."""
-    if len(defenses) == 1:
-        return ["privacy/epsilon"]
-    return [f"privacy/{defense.name}/epsilon" for defense in defenses]
+    return [f"{_root(defense, defenses)}/epsilon" for defense in defenses]
+
+
+def _root(defense: Defense, defenses: Sequence[Defense]) -> str:
+    """Return the beginning of a defence's logged names; its own name is in it beside another's."""
+    return "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
 
 
 def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
     """Return what each defence that accounts has spent, and on which releases."""
-    costs = [(defense, _cost(defense)) for defense in defenses]
     return tuple(
         records.Spending(
             defense=defense.name,
@@ -509,16 +505,18 @@ def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
             sampling=getattr(getattr(defense, "accountant", None), "sampling", None),
             **asdict(cost),
         )
-        for defense, cost in costs
-        if cost is not None
+        for defense, cost in _costs(defenses)
     )
 
 
-def _cost(defense: Defense) -> Privacy | None:
-    try:
-        return defense.privacy
-    except DefenseError:  # nothing was released yet
-        return None
+def _costs(defenses: Sequence[Defense]) -> list[tuple[Defense, Privacy]]:
+    """Return the cost of the releases of each defence that has released something."""
+    costs = []
+    for defense in defenses:
+        with suppress(DefenseError):  # nothing was released yet
+            if (cost := defense.privacy) is not None:
+                costs.append((defense, cost))
+    return costs
 
 
 def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
@@ -526,11 +524,10 @@ def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
 
     Nothing is composed, as that may take a second.
     """
-    histories = [(defense.name, _history(defense)) for defense in defenses]
     return [
-        {"defense": name, "history": [list(row) for row in history]}
-        for name, history in histories
-        if history
+        {"defense": defense.name, "history": [list(row) for row in history]}
+        for defense in defenses
+        if (history := _history(defense))
     ]
 
 

@@ -35,7 +35,7 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 @dataclass(frozen=True)
 class GateActions:
-    """What a gate can do to a run.
+    """Hold what a gate can do to a run.
 
     Attributes:
         log: takes numbers by name, and the step they are of.
@@ -109,18 +109,18 @@ class Threshold:
         self.patience = check_integer("patience", patience, at_least=0)
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
+        self._engine: Engine | None = None
+        self._forget_run()
+
+    def _forget_run(self) -> None:
         self.on_weights = False
         self.bound: Literal["value", "lower"] = "value"
         self.fired: GateEvent | None = None
-        self.notches = 0
+        self.notches = self._breaches = 0
         self._defenses: tuple[Defense, ...] = ()
-        self._watched: tuple[str, ...] = (metric,)
-        self._breaches = 0
-        self._engine: Engine | None = None
-        self._stopped = False
-        self._has_result = False
+        self._watched: tuple[str, ...] = (self.metric,)
+        self._stopped = self._has_result = self._was_allowed = False
         self._choices: list[tuple[float, int]] = []  # none of which was allowed: end and step
-        self._was_allowed = False
 
     def __repr__(self) -> str:
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
@@ -136,15 +136,17 @@ class Threshold:
             "at_most": self.at_most,
             "action": self._action_name,
             "bound": self.bound,
-            "alpha": self._alpha if self.bound == "lower" else None,
+            "alpha": self._alpha,
             "strict": self.strict,
             "patience": self.patience,
         }
 
     @property
     def _alpha(self) -> float | None:
-        """Return the probability that the interval of the trained weights is wrong at any look."""
-        return None if self._engine is None else self._engine.options.memorization.alpha
+        """Return the probability that the interval is ever wrong; None if its end is not judged."""
+        if self._engine is None or self.bound != "lower":
+            return None
+        return self._engine.options.memorization.alpha
 
     @property
     def _kind(self) -> str:
@@ -173,10 +175,9 @@ class Threshold:
             ValueError: the metric cannot be judged in this run; the message says what to change.
         """
         self._engine = engine
-        self.fired = None
-        hardens = self.action == "harden"
-        self._defenses = defenses_to_harden(actions.defenses) if hardens else ()
-        self.notches = self._breaches = 0
+        self._forget_run()
+        if self.action == "harden":
+            self._defenses = defenses_to_harden(actions.defenses)
         self._watched = engine.results.headlines_of(self.metric) or (self.metric,)
         self.on_weights = engine.results.is_looks_dependent(self.metric)
         is_end = self.metric.endswith(("_low", "_high"))
@@ -184,8 +185,6 @@ class Threshold:
         if not self.on_weights:
             check_value(self._kind, self.metric)
         self._check_looks(engine, actions.processes)
-        self._has_result = self._stopped = self._was_allowed = False
-        self._choices = []
         engine.subscribe(
             partial(self._decide, engine, actions),
             threshold=(self.metric, self.at_most),
@@ -227,7 +226,7 @@ class Threshold:
         channel = engine.results.channel_of(self.metric)
         assert channel is not None  # else there is no reason
         root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
-        watched = {one.attack for one in engine.series if one.log_name == root}
+        watched = {series.attack for series in engine.series if series.log_name == root}
         if self.on_weights:  # the reason names the argument
             mend = "change that"
         elif worst in engine.metric_names() and why_unread(engine, worst) is None:
@@ -262,9 +261,7 @@ class Threshold:
         # The first process has what no other has, its clock's seconds and the worst client's value:
         # it decides, and the others get what it acts on.
         event = self._read_look(engine) if engine.run.rank == 0 else None
-        if event is not None:
-            event = event if self._judge(event) else None
-        event = engine.run.broadcast(event)
+        event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
         step = engine.results.last_step
         actions.log({f"gate/{self.name}": float(event is not None)}, step)
         if event is not None:
@@ -290,16 +287,16 @@ class Threshold:
         results = self._engine.results
         ends = (f"{self.metric}_low", f"{self.metric}_high")
         low, high = (results.latest.get(end, math.nan) for end in ends)
-        place = metric or self.metric, results.last_step
-        released = self.on_weights
         return GateEvent(
-            *place, value, low, high, self.at_most, gate=self.name, released=released, **facts
+            *(metric or self.metric, results.last_step, value, low, high, self.at_most),
+            gate=self.name,
+            released=self.on_weights,
+            **facts,
         )
 
     def _read_look(self, engine: Engine) -> GateEvent | None:
         """Return the watched value at the newest look; None where there is none yet."""
-        new = engine.results.look_values
-        values = engine.results.latest
+        new, values = engine.results.look_values, engine.results.latest
         if self.strict and (why := why_unread(engine, self.metric)) is not None:
             return self._event(math.nan, why=why)
         if self.on_weights:
@@ -330,13 +327,13 @@ class Threshold:
             if counted := judge_worst(engine, finite, self.at_most):
                 return self._worst_of(counted, finite)
         source = next((n for n, v in watched.items() if v == value), "")
-        untested = engine.results.untested
-        why = untested.get(self.metric.removeprefix(f"{WORST}/"), "") if math.isnan(value) else ""
+        family = self.metric.removeprefix(f"{WORST}/")
+        why = engine.results.untested.get(family, "") if math.isnan(value) else ""
         return self._event(value, metric=metric, source=source, why=why)
 
     def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
         """Return the highest of judged headlines; one that is unknown, where none is too high."""
-        watched = {name: one.value for name, one in counted.items()}
+        watched = {name: judgement.value for name, judgement in counted.items()}
         known = {name: value for name, value in watched.items() if not math.isnan(value)}
         source = max(known, key=known.__getitem__, default="")
         blind = next((name for name in watched if name not in known), "")
@@ -460,10 +457,8 @@ class Threshold:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the breaches counted so far, and the notches."""
-        state: dict[str, Any] = {"breaches": self._breaches}
-        if self.action == "harden":
-            state["notches"] = self.notches
-        return state
+        notches = {"notches": self.notches} if self.action == "harden" else {}
+        return {"breaches": self._breaches, **notches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

@@ -16,7 +16,7 @@ BOUND = "bound/"
 
 
 class AccountGame:
-    """The account of a run, compared with what the trained weights show.
+    """Compare the account of a run with what the trained weights show.
 
     The game is the account's own. A fair draw decided of every text, before the run, whether it is
     trained on; all that are in count, whether a batch has held them or not. Looks and attacks share

@@ -1,11 +1,11 @@
-"""What the trained weights say of planted texts and values, by how often they were repeated."""
+"""The channels of planted texts and values, which the trained weights leak by repetition."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.channels.weights import WeightChannel
-from lightning_fedleak.engine.outcomes import AUDIT, PREFIX, Series
-from lightning_fedleak.engine.run import Look, reason
-from lightning_fedleak.evaluation.canaries import EntitySet
+from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
+from lightning_fedleak.engine.outcomes import AUDIT, Series
+from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics.found_entities import entity_values
 from lightning_fedleak.evaluation.metrics.released import canary_tiers
 from lightning_fedleak.model import model_runs
@@ -33,8 +32,6 @@ from lightning_fedleak.model.snapshots import (
 )
 from lightning_fedleak.model.taps import candidate_log_probs
 from lightning_fedleak.report.records import CANARIES, ENTITIES
-
-T = TypeVar("T")
 
 _MEND = "Plant more; and a batch must hold a canary's tokens as they were given"
 
@@ -60,20 +57,21 @@ class CanaryChannel(MemorizationChannel):
         *("members", "others", "alpha"),
     )
     width = 3 * len(metrics) + len(extras)
+    prefix = AUDIT
+    planted = "canaries"
     file = "canaries_base.safetensors"
     finds_entities = False
     kinds = ("causal",)
     absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def _check_settings(self) -> None:
-        """Take the canaries; refuse attacks without any, or on tokens that one of them lacks.
+        """Refuse attacks without canaries, or on tokens that one of them lacks.
 
         Raises:
             ValueError: says what to give.
         """
         super()._check_settings()
-        self._canaries = canaries = _given(self.settings.games.canaries, self)
-        shortest = min(map(len, canaries.token_ids))
+        shortest = min(map(len, self._planted.token_ids))
         for attack in self.attacks:
             if shortest <= (attack.suffix or 1):
                 raise ValueError(
@@ -81,44 +79,35 @@ class CanaryChannel(MemorizationChannel):
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
 
-    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of each number of repetitions."""
-        return [
-            Series(AUDIT, _tier_name(attack, times), attack.name, Stage.RELEASED)
-            for times in self._canaries.record.times
-            if Stage.RELEASED in stages
-        ]
+    def _series_names(self, attack: Attack) -> list[str]:
+        return [_tier_name(attack, times) for times in self._planted.record.times]
 
     def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few canaries were held out."""
-        if self._pool is None:  # before the run begins
+        if self._pool is None or metric != "shown":  # before the run begins
             return None
-        alpha = self.settings.memorization.alpha / len(self._canaries.record.times)
-        non_members = int((~self._canaries.included).sum())
-        counts = [non_members] * self._planned_looks
-        return too_few_non_members(counts, alpha) if metric == "shown" else None
+        alpha = self.settings.memorization.alpha / len(self._planted.record.times)
+        non_members = int((~self._planted.included).sum())
+        return too_few_non_members([non_members] * self._planned_looks, alpha)
 
-    def _drawn(self) -> Pool:
+    def _draw_pool(self) -> Pool:
         """Return all canaries; they are queried, or the attack does not run.
 
         Raises:
             NoNonMembers: the budget does not pay for them.
         """
         return CanaryPool.of_canaries(
-            self._canaries, self.run.training_loader, self.settings.memorization
+            self._planted, self.run.training_loader, self.settings.memorization
         )
 
     def describe(self) -> str:
         """Return in words what is compared, for the line-up."""
-        if self._pool is None:
-            return ""
-        n, n_non_members = int(self._pool.trains.sum()), int((~self._pool.trains).sum())
+        n, n_non_members = int(self.pool.trains.sum()), int((~self.pool.trains).sum())
         return f"{n} canaries in the data and {n_non_members} that were held out"
 
     def state_dict(self) -> dict[str, Any]:
         """Return also the commitment to the canaries."""
-        canaries = self.settings.games.canaries
-        commitment = {} if canaries is None else {"canary_set": canaries.state_dict()}
+        commitment = {"canary_set": self._planted.state_dict()} if self.listed_attacks else {}
         return {**super().state_dict(), **commitment}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,53 +117,35 @@ class CanaryChannel(MemorizationChannel):
             InclusionMismatch: other canaries.
         """
         super().load_state_dict(state)
-        canaries, committed = self.settings.games.canaries, state.get("canary_set")
-        if canaries is not None and committed is not None:
-            canaries.load_state_dict(committed)
+        if self.listed_attacks and (committed := state.get("canary_set")) is not None:
+            self._planted.load_state_dict(committed)
 
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        attacks: Sequence[Any],
+        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
         """Return the values of each attack and tier by the name of its series."""
         assert self._base is not None
-        released = ReleasedModel(answers, self._base, torch.ones(len(pool.texts)))
+        observation = Observation(released=ReleasedModel(now, self._base, torch.ones(len(rows))))
         values: dict[str, dict[str, float] | str] = {}
+        record = self._planted.record
         for attack in attacks:
             try:
-                guess = attack.run(Observation(released=released))
                 tiers = canary_tiers(
-                    guess,
+                    attack.run(observation),
                     attack,
-                    self._canaries.record.times,
-                    torch.tensor(self._canaries.record.repeats),
+                    record.times,
+                    torch.tensor(record.repeats),
                     members,
-                    ~self._canaries.included,
+                    ~self._planted.included,
                     look=self._looks,
                     alpha=self.settings.memorization.alpha,
                 )
             except Exception as error:
-                tiers = dict.fromkeys(self._canaries.record.times, reason(error))
-            values |= {
-                _tier_name(attack, times): f"{one}. {_MEND}" if isinstance(one, str) else one
-                for times, one in tiers.items()
-            }
+                tiers = dict.fromkeys(record.times, reason(error))
+            for times, answer in tiers.items():
+                answer = f"{answer}. {_MEND}" if isinstance(answer, str) else answer
+                values[_tier_name(attack, times)] = answer
         return values
-
-
-def _given(planted: T | None, channel: WeightChannel) -> T:
-    """Return what was planted.
-
-    Raises:
-        ValueError: nothing was; says what to give.
-    """
-    if planted is None:
-        raise ValueError(f"'{channel.attacks[0].name}' cannot be played: {channel.absent}")
-    return planted
 
 
 def _tier_name(attack: Attack, times: int) -> str:
@@ -202,39 +173,27 @@ class EntityChannel(WeightChannel):
         *("first_provable", "greedy_provable", "members", "others", "alpha"),
     )
     width = 3 * len(metrics) + len(extras)
+    planted = "entities"
     absent = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
-
-    def _check_settings(self) -> None:
-        """Take the values; refuse attacks without any.
-
-        Raises:
-            ValueError: says what to give.
-        """
-        super()._check_settings()
-        self._entities: EntitySet = _given(self.settings.games.entities, self)
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """Return by the name of each series its values, (N,) bool, and which repetitions count."""
-        entities, times = self._entities, self._entities.record.times
+        entities, times = self._planted, self._planted.record.times
         tiers = {"": times} | ({f"_x{n}": (n,) for n in times} if len(times) > 1 else {})
+        groups = [(entity.kind, entity.place) for entity in entities.entities]
         return {
             f"{attack.name}/{kind}/{place}{end}": (
-                torch.tensor([(one.kind, one.place) == (kind, place) for one in entities.entities]),
+                torch.tensor([group == (kind, place) for group in groups]),
                 counted,
             )
             for kind, place in entities.groups
             for end, counted in tiers.items()
         }
 
-    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of each kind, place and number of repetitions."""
-        return [
-            Series(PREFIX[Stage.RELEASED], name, attack.name, Stage.RELEASED)
-            for name in self._tiers(attack)
-            if Stage.RELEASED in stages
-        ]
+    def _series_names(self, attack: Attack) -> list[str]:
+        return [*self._tiers(attack)]
 
-    def _drawn(self) -> Pool:
+    def _draw_pool(self) -> Pool:
         """Return the rows with values.
 
         Raises:
@@ -242,7 +201,7 @@ class EntityChannel(WeightChannel):
         """
         if self.run.anatomy.kind != "causal":
             raise NoNonMembers(f"a {self.run.anatomy.kind} model does not write values")
-        return CanaryPool.of_canaries(self._entities, self.run.training_loader)
+        return CanaryPool.of_canaries(self._planted, self.run.training_loader)
 
     def ask_base(self) -> None:
         """Ask about one value, before the first step: what it costs, and whether it can be done."""
@@ -252,49 +211,53 @@ class EntityChannel(WeightChannel):
         self._seconds = time.perf_counter() - start
 
     def describe(self) -> str:
-        """Return in words what is ranked, and what that takes, for the line-up."""
-        n, processes = len(self._entities), 1 if self.run.is_sharded else self.run.processes
+        """Return in words what is ranked, and how long it takes, for the line-up."""
+        n, processes = len(self._planted), 1 if self.run.is_sharded else self.run.processes
         return (
             f"{n} planted values, each among {self.attacks[0].candidates} others of its set, after "
             f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
         )
 
-    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
-        """Let every attack rank the values by what the model says now."""
-        pool = self._pool
-        assert pool is not None
-        passed, _ = self._count_seen(pool)
+    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+        """Return how every attack ranks the values by the model's answers now."""
+        passed, _ = self._count_seen()
         self._looks += 1
-        _, members = pool.compared(epoch, passed)
-        repeats, out = torch.tensor(self._entities.record.repeats), ~self._entities.included
-        errors: dict[str, Any] = {"look": self._looks, "alpha": self.settings.memorization.alpha}
+        rows, members = self.pool.compared(epoch, passed)
+        repeats, held_out = torch.tensor(self._planted.record.repeats), ~self._planted.included
+        answers: dict[Series, Answer] = {}
         for attack in self.attacks:
-            series = {one.name: one for one in self.series(attack, (Stage.RELEASED,))}
+            series = {s.name: s for s in self.series(attack, (Stage.RELEASED,))}
             try:
                 if not bool(members.any()):
                     raise UnusableObservation(f"no planted row was in a batch. {_MEND}")
-                snapshot = self._ask_values(attack, range(len(pool.texts)))
-                guess = attack.run(Observation(candidates=snapshot))
+                guess = attack.run(Observation(candidates=self._ask_values(attack, rows.tolist())))
                 for name, (inside, times) in self._tiers(attack).items():
-                    sides = inside & members, inside & out
-                    values = entity_values(guess, *sides, repeats, times, **errors)
-                    look.answers[series[name]] = values
+                    answers[series[name]] = entity_values(
+                        guess,
+                        inside & members,
+                        inside & held_out,
+                        repeats,
+                        times,
+                        look=self._looks,
+                        alpha=self.settings.memorization.alpha,
+                    )
             except Exception as error:
-                look.answers |= dict.fromkeys(series.values(), reason(error))
+                answers |= dict.fromkeys(series.values(), reason(error))
+        return answers
 
     def _ask_values(self, attack: Any, rows: Sequence[int]) -> CandidateSnapshot:
-        """Return what the model says of some values; each process asks about its part.
+        """Return the model's answers to some values; each process queries it with its part.
 
         Raises:
-            UnusableObservation: it cannot be asked, on this process or on another one.
+            UnusableObservation: it cannot be queried, on this process or on another one.
         """
-        anatomy, entities = self.run.anatomy, self._entities
+        anatomy, entities = self.run.anatomy, self._planted
 
-        def ask(places: list[int]) -> list[Tensor]:
-            log_probs = torch.zeros(len(places), attack.candidates + 1)
-            sizes, greedy = torch.zeros(len(places)), torch.zeros(len(places), dtype=torch.bool)
+        def ask(indices: list[int]) -> list[Tensor]:
+            log_probs = torch.zeros(len(indices), attack.candidates + 1)
+            sizes, greedy = torch.zeros(len(indices)), torch.zeros(len(indices), dtype=torch.bool)
             with model_runs.undisturbed(anatomy):
-                for n, row in enumerate(rows[place] for place in places):
+                for n, row in enumerate(rows[index] for index in indices):
                     values = entities.candidates(row, attack.candidates)
                     context = entities.token_ids[row][: entities.entities[row].start]
                     answers, greedy[n] = candidate_log_probs(anatomy, context, values)
@@ -308,7 +271,7 @@ class EntityChannel(WeightChannel):
         """Return the number of looks, and the commitment to the values."""
         if not self.listed_attacks:
             return {}
-        return {self.family: {"looks": self._looks, **self._entities.state_dict()}}
+        return {self.family: {"looks": self._looks, **self._planted.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the values are the same, and count the looks.
@@ -319,4 +282,4 @@ class EntityChannel(WeightChannel):
         saved = state.get(self.family, {})
         self._looks = int(saved.get("looks", 0))
         if saved and self.listed_attacks:
-            self._entities.load_state_dict(saved)
+            self._planted.load_state_dict(saved)

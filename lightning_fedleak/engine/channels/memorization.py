@@ -7,8 +7,10 @@ shares of the first epoch and at every epoch's last step. Nothing of a step is r
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +24,10 @@ from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.channels.weights import WeightChannel
+from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series, Waiting
-from lightning_fedleak.engine.run import Look, Run, reason
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
@@ -52,12 +54,8 @@ from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
 
-TIER_NAMES = tuple(f"{name}_x{least}" for name in ("extracted", "greedy") for least in TIERS)
+TIER_NAMES = tuple(f"{name}_x{count}" for name in ("extracted", "greedy") for count in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
-
-
-_Answer = dict[str, float] | str | Waiting
-"""An attack's values by name, or why there are none, or none yet."""
 
 
 class MemorizationChannel(WeightChannel):
@@ -92,22 +90,19 @@ class MemorizationChannel(WeightChannel):
         self._found: FoundEntities | None = None
         self._account: AccountGame | None = None  # None: the texts do not play its game
         self._account_words = ""
+        self._reading_seconds = 0.0
         self._base: TokenSnapshot | None = None
         self._saved: Mapping[str, Any] = {}
         self._due, self._lists = 0, 0
         self._ended = False
         self._void = ""
 
-    # ---- names ------------------------------------------------------------------------------
-
-    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
-        """Return the series of an attack on the released model."""
-        if Stage.RELEASED not in stages:
-            return []
-        series = [Series.at(Stage.RELEASED, attack.name)]
-        lists = [one for one in self.listed_attacks if one.part != "prompts"]
-        names = [RECORDS] * self.settings.memorization.records + entity_names(self.entity_kinds)
-        return series + [replace(series[0], name=name) for name in names if attack in lists[:1]]
+    def _series_names(self, attack: Attack) -> list[str]:
+        first = next((a for a in self.listed_attacks if a.part != "prompts"), None)
+        if attack is not first:
+            return [attack.name]
+        names = [RECORDS] * self.settings.memorization.records
+        return [attack.name, *names, *entity_names(self.entity_kinds)]
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -117,8 +112,8 @@ class MemorizationChannel(WeightChannel):
         self._base, self._void = None, ""
         self._due = 0
 
-    def _drawn(self) -> Pool:
-        """Return the texts that the model is asked about; raise NoNonMembers for none."""
+    def _draw_pool(self) -> Pool:
+        start = time.perf_counter()
         predicts = self.run.anatomy.kind == "causal"
         self._found = FoundEntities(self.finder, predicts) if self.finder is not None else None
         pool = collect(
@@ -134,37 +129,35 @@ class MemorizationChannel(WeightChannel):
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()
+        self._reading_seconds = time.perf_counter() - start
         return pool
 
     def describe(self) -> str:
-        """Return in words who is compared, for the line-up."""
-        if self._pool is None:
-            return ""
-        end = f". {NO_CONTROLS}" * (self._pool.way == "not yet seen" and self.run.epochs != 1)
-        cost = f"{self._pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
-        if n := int(self._pool.has_prompt.sum()):
-            by = [attack.name for attack in self.attacks if attack.part == "prompts"]
-            mend = ": PromptRatio() does" * (self._pool.way != "given")
-            who = (by or [f"no attack{mend}"])[0]
-            cost += f". The prompts of {n}, which have no loss, are asked about by {who}"
+        """Return in words what is compared, for the line-up."""
+        pool = self.pool
+        end = f". {NO_CONTROLS}" * (pool.way == "not yet seen" and self.run.epochs != 1)
+        cost = f"{pool.cost}{end}. Reading the data took {self._reading_seconds:.1f} s"
+        if n := int(pool.has_prompt.sum()):
+            names = [attack.name for attack in self.attacks if attack.part == "prompts"]
+            mend = ": PromptRatio() does" * (pool.way != "given")
+            name = next(iter(names), f"no attack{mend}")
+            cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
         return f"{cost}{self._account_words}"
 
     # ---- a step -----------------------------------------------------------------------------
 
     def _never_known(self, metric: str) -> str | None:
         """Return why a rate cannot become known: few non-members, or none after the first epoch."""
-        pool = self._pool
-        if pool is None or self._refusal:
+        pool, settings = self._pool, self.settings.memorization
+        if pool is None:
             return None
-        if pool.way == "not yet seen" and (self.run.epochs is None or self.run.epochs > 1):
-            return NO_CONTROLS
-        shares = self.settings.memorization.looks
         counts = [int((~pool.trains & pool.alone).sum())] * self._planned_looks
         if pool.way == "not yet seen":
-            alone = int(pool.alone.sum())
-            counts = [round((1 - share) * alone) for share in shares]
-        alpha = self.settings.memorization.alpha
-        return too_few_non_members(counts, alpha) if metric == "shown" else None
+            if self.run.epochs is None or self.run.epochs > 1:
+                return NO_CONTROLS
+            n = int(pool.alone.sum())
+            counts = [round((1 - share) * n) for share in settings.looks]
+        return too_few_non_members(counts, settings.alpha) if metric == "shown" else None
 
     @property
     def _planned_looks(self) -> int:
@@ -179,31 +172,27 @@ class MemorizationChannel(WeightChannel):
             epoch: counted from 0.
             share: of the epoch's batches that are done, up to 1.
         """
-        if self._pool is None or self._refusal:
-            return False
-        shares = self.settings.memorization.looks
-        passed = sum(share >= s - 1e-9 for s in shares) if epoch == 0 else 0
         if share >= 1:
             self._due = 0
             return True
+        shares = self.settings.memorization.looks if epoch == 0 else ()
+        passed = sum(share >= s - 1e-9 for s in shares)  # shares of batches are rounded
         due, self._due = passed > self._due, max(passed, self._due)
         return due
 
     def ask_base(self) -> None:
-        """Ask the base model about all texts, before the first step; or read what it said."""
-        pool = self._pool
-        if pool is None or self._refusal:
-            return
+        """Query the base model with all texts, before the first step; or read its answers."""
+        pool = self.pool
         if self.run.on_any_process(bool(self._saved)):
-            self._restore(pool)
+            self._restore()
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = None
         elif self.run.step == 0:  # later weights are no base
-            self._base = self._ask(pool)
+            self._base = self._ask()
         if self._base is not None and pool.way == "given":
             alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-            answers = self._answers(self._base, alone, texts)
+            answers = _of_labels(self._base, alone, texts)
             scores = blind_scores(answers, compressed_bytes(texts, self._decode), texts, trains)
             if (finding := other_law(blind_aucs(scores, trains))) is not None:
                 self._void = (
@@ -211,24 +200,24 @@ class MemorizationChannel(WeightChannel):
                     "kind"
                 )
 
-    def _ask(self, pool: Pool) -> TokenSnapshot:
-        """Return what the model says of the pool; each process asks about its part.
+    def _ask(self) -> TokenSnapshot:
+        """Return the model's answers to the pool; each process queries it with its part.
 
         Raises:
-            UnusableObservation: it cannot be asked, on this process or on another one.
+            UnusableObservation: it cannot be queried, on this process or on another one.
         """
+        texts = self.pool.texts
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
-        columns = max(1, max(len(text.labels) for text in pool.texts) - 1)
+        columns = max(1, max(len(text.labels) for text in texts) - 1)
 
         def ask(rows: list[int]) -> list[Tensor]:
-            texts = [pool.texts[row] for row in rows]
-            if reads_prompts:  # one forward has all
-                texts = [text.whole for text in texts]
-            part = token_log_probs(self.run.anatomy, texts, self._mask and self._mask[0])
-            return [nn.functional.pad(one, (0, columns - one.shape[1])) for one in part]
+            # One forward of the whole text answers for its prompt too.
+            queries = [texts[row].whole if reads_prompts else texts[row] for row in rows]
+            answers = token_log_probs(self.run.anatomy, queries, self._mask and self._mask[0])
+            return [nn.functional.pad(values, (0, columns - values.shape[1])) for values in answers]
 
-        return TokenSnapshot(*over_processes(self.run, len(pool.texts), ask))
+        return TokenSnapshot(*over_processes(self.run, len(texts), ask))
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.settings.tokenizer or next(
@@ -238,26 +227,21 @@ class MemorizationChannel(WeightChannel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
-        """Let every attack guess from what the model says now.
-
-        Args:
-            look: where the answers go.
-            epoch: counted from 0.
-            lists: an epoch is over, or the training, so that rows may be listed.
-        """
-        every = self._played
-        pool = self._pool
-        if pool is None or self._base is None:
+    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+        """Return what every attack guesses from the model's answers now, in each of its series."""
+        pool, now = self.pool, None
+        series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}
+        if self._base is None:
             why = "what the base said is not known: the run was resumed without its record"
-            look.answers |= dict.fromkeys(every, f"{why} ({self.folder / self.file})")
-            return
-        passed, unread = self._count_seen(pool)
+            why = f"{why} ({self.folder / self.file})"
+            return dict.fromkeys(chain.from_iterable(series.values()), why)
+        passed, unread = self._count_seen()
         self._looks += 1
-        answers: TokenSnapshot | None = None
-        parts = {attack.name: attack.part for attack in self.attacks}
-        for texts_part in dict.fromkeys(parts.values()):
-            part = [one for one in every if parts[one.attack] == texts_part]
+        everyone, alpha = self._account is not None, self.settings.memorization.alpha
+        answers: dict[Series, Answer] = {}
+        for part in dict.fromkeys(attack.part for attack in self.attacks):
+            attacks = [attack for attack in self.attacks if attack.part == part]
+            names = {s: s.name for attack in attacks for s in series[attack]}
             try:
                 if unread and pool.way == "not yet seen":
                     raise NoNonMembers(
@@ -266,40 +250,33 @@ class MemorizationChannel(WeightChannel):
                     )
                 if self._void:
                     raise NoNonMembers(self._void)
-                everyone = self._account is not None
-                rows, members = pool.compared(epoch, passed, everyone=everyone, part=texts_part)
-                answers = self._ask(pool) if answers is None else answers
+                rows, members = pool.compared(epoch, passed, everyone=everyone, part=part)
+                now = now or self._ask()
             except (NoNonMembers, UnusableObservation) as error:
-                look.answers |= dict.fromkeys(part, str(error))
+                answers |= dict.fromkeys(names, str(error))
                 continue
-            attacks = [a for a in self.attacks if parts[a.name] == texts_part]
-            values: dict[str, _Answer] = {}
-            values |= self._read_texts(pool, answers, rows, members, attacks)
-            self._compared |= dict.fromkeys(part, pool.digest(rows, members))
-            if any(series.name == RECORDS for series in part):
+            values = dict[str, Answer](self._read_texts(now, rows, members, attacks))
+            self._compared |= dict.fromkeys(names, pool.digest(rows, members))
+            if RECORDS in names.values():
                 self.owes_list, self._lists = not lists, self._lists + lists
                 values[RECORDS] = BETWEEN
                 if lists:
-                    texts = pool, self._released(pool, answers, rows), rows, members
-                    shared = self._lists, self._share(epoch), self.settings.memorization.alpha
+                    texts = pool, self._released(now, rows), rows, members
+                    shared = self._lists, self._share(epoch), alpha
                     values[RECORDS] = write_list(self.run, self.folder / FILE, *texts, *shared)
-            if self._found is not None and any(one.name.startswith("entity/") for one in part):
-                errors = self._looks, self.settings.memorization.alpha
-                values |= self._found.compare(answers, self._base, rows, members, *errors)
-            look.answers |= {series: values[series.name] for series in part}
-
-    @staticmethod
-    def _answers(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
-        """Return what a model said of the labels of some texts, of all of which it was asked."""
-        return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))
+            if self._found is not None and any(n.startswith("entity/") for n in names.values()):
+                values |= self._found.compare(now, self._base, rows, members, self._looks, alpha)
+            answers |= {s: values[name] for s, name in names.items()}
+        return answers
 
     def _released(
-        self, pool: Pool, answers: TokenSnapshot, rows: Tensor, *, prompts: bool = False
+        self, now: TokenSnapshot, rows: Tensor, *, prompts: bool = False
     ) -> ReleasedModel:
-        """Return what the model and its base said of the labels of some texts, or of prompts."""
+        """Return the answers of the model and its base to the labels of some texts, or prompts."""
         assert self._base is not None
-        texts = [pool.texts[row].prompt if prompts else pool.texts[row] for row in rows.tolist()]
-        now, base = (self._answers(one, rows, texts) for one in (answers, self._base))
+        texts = [self.pool.texts[row] for row in rows.tolist()]
+        texts = [text.prompt for text in texts] if prompts else texts
+        now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
         return ReleasedModel(now, base, compressed_bytes(texts, self._decode), answer_groups(texts))
 
     def _share(self, epoch: int) -> float:
@@ -313,28 +290,22 @@ class MemorizationChannel(WeightChannel):
         return 0.5 if is_first else spent_at(self._lists, 0.5)
 
     def _read_texts(
-        self,
-        pool: Pool,
-        answers: TokenSnapshot,
-        rows: Tensor,
-        members: Tensor,
-        attacks: Sequence[Any],
+        self, now: TokenSnapshot, rows: Tensor, members: Tensor, attacks: Sequence[Any]
     ) -> dict[str, dict[str, float] | str]:
-        """Return what each attack reads off some of the texts by its name.
+        """Return what each attack reads off some of the texts, by the name of its series.
 
-        Texts that are in one row are compared; all are asked whether they can be extracted.
+        Texts that are in one row are compared; all are tested for extraction.
         """
-        texts = [pool.texts[row] for row in rows.tolist()]
-        prompts = attacks[0].part == "prompts"
-        released = self._released(pool, answers, rows, prompts=prompts)
+        part, texts, times = attacks[0].part, self.pool.texts, self.pool.times[rows]
+        released = self._released(now, rows, prompts=part == "prompts")
         values: dict[str, dict[str, float] | str] = {}
-        times = pool.times[rows]
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
-        texts, game = [texts[row] for row in once.tolist()], released.rows(once)
+        game = released.rows(once)
         shared = {} if self._account is None else self._account.limits()
-        if attacks[0].part == "long":  # the log has one line of it
-            blind = blind_scores(game.base, game.compressed, texts, members[once])
+        if part == "long":  # the log has one line of it
+            compared = [texts[row] for row in rows[once].tolist()]
+            blind = blind_scores(game.base, game.compressed, compared, members[once])
             shared[BLIND] = highest_auc(blind, members[once])
         for attack in attacks:
             try:
@@ -353,7 +324,7 @@ class MemorizationChannel(WeightChannel):
     ) -> dict[str, float]:
         """Return the values of an attack on membership by name, with those that all share."""
         look, alpha = self._looks, self.settings.memorization.alpha
-        ranked = sum(not isinstance(one, Extraction) for one in self.attacks)
+        ranked = sum(not isinstance(other, Extraction) for other in self.attacks)
         guess = attack.run(Observation(released=game))
         exact = attack.part == "short"
         values, joint = (
@@ -381,19 +352,21 @@ class MemorizationChannel(WeightChannel):
         outcome = super().pooled(series, rows)
         rates, extra = {**outcome.rates}, outcome.extra
         rates["shown"] = Rate(rates["shown"].value, rates["shown"].value, rates["shown"].high)
-        absent: tuple[str, ...] = ()
-        if math.isnan(extra["extracted_base"]):
-            absent = ("extracted", "greedy")
-        absent = ("auc", "shown") if math.isnan(extra["p_value"]) else absent
-        absent += ("shown",) * math.isnan(extra["shown_p_value"])  # of values in texts
-        rare = {name for name in (*TIER_NAMES, "at_least") if name in rates}
-        silent = {name for name in rare if math.isnan(rates[name].value)}
-        if "at_least" in rare - silent:  # a list of rows has no other
-            absent = ("auc", "shown", "extracted", "greedy")
-        absent += tuple(silent)
-        played = {name: rate for name, rate in rates.items() if name not in absent}
-        known = {name: value for name, value in extra.items() if not math.isnan(value)}
-        return replace(outcome, rates=played, extra=known)
+        rare = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
+        absent = {name for name, value in rare.items() if math.isnan(value)}
+        if "at_least" in rare.keys() - absent:  # a list of rows has no other
+            absent |= {"auc", "shown", "extracted", "greedy"}
+        elif math.isnan(extra["p_value"]):
+            absent |= {"auc", "shown"}
+        elif math.isnan(extra["extracted_base"]):
+            absent |= {"extracted", "greedy"}
+        if math.isnan(extra["shown_p_value"]):  # of values in texts
+            absent.add("shown")
+        return replace(
+            outcome,
+            rates={name: rate for name, rate in rates.items() if name not in absent},
+            extra={name: value for name, value in extra.items() if not math.isnan(value)},
+        )
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -406,7 +379,7 @@ class MemorizationChannel(WeightChannel):
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_private(file, _answers(self._base))
+            save_private(file, _tensors(self._base))
         return {
             self.family: {
                 "looks": self._looks,
@@ -417,17 +390,16 @@ class MemorizationChannel(WeightChannel):
                 "unread": self._pool.unread,
                 "processes": self.run.processes,
                 "file": str(file),
-                "digest": _hash(self._pool, self._base),
+                "digest": self._digest(self._base),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
             }
         }
 
     def pool_line(self) -> PoolLine | None:
         """Return the record of the texts that are asked about; None where there are none."""
-        pool, base = self._pool, self._base
-        if pool is None or self._refusal:
+        if self._pool is None:
             return None
-        return pool.line(None if base is None else _hash(pool, base))
+        return self._pool.line(self._base and self._digest(self._base))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""
@@ -436,14 +408,19 @@ class MemorizationChannel(WeightChannel):
         self._lists = int(self._saved.get("lists", 0))
         self._ended = bool(self._saved.get("ended", False))
 
-    def _restore(self, pool: Pool) -> None:
-        """Read what the base said, if the file and the texts are those of the run's begin."""
-        saved, self._saved, self._base = self._saved, {}, None
+    def _digest(self, base: TokenSnapshot) -> str:
+        """Return the SHA-256 of the pool's texts and the base's answers together."""
+        texts = {f"text{n}": text.ids for n, text in enumerate(self.pool.texts)}
+        return hash_tensors({**_tensors(base), **texts})
+
+    def _restore(self) -> None:
+        """Read the base's answers, if the file and the texts are those of the run's begin."""
+        pool, saved, self._saved, self._base = self.pool, self._saved, {}, None
         try:
             base = TokenSnapshot(**load_private(Path(saved["file"])))
         except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
             return
-        if _hash(pool, base) == saved["digest"]:
+        if self._digest(base) == saved["digest"]:
             self._base = base
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
@@ -455,11 +432,10 @@ class MemorizationChannel(WeightChannel):
                 )
 
 
-def _answers(base: TokenSnapshot) -> dict[str, Tensor]:
-    return {name: value.contiguous() for name, value in base._asdict().items()}
+def _of_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
+    """Return a model's answers to the labels of some texts, of its answers to all texts."""
+    return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))
 
 
-def _hash(pool: Pool, base: TokenSnapshot) -> str:
-    """Return the SHA-256 of the pool's texts and the base's answers together."""
-    texts = {f"text{n}": text.ids for n, text in enumerate(pool.texts)}
-    return hash_tensors({**_answers(base), **texts})
+def _tensors(answers: TokenSnapshot) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in answers._asdict().items()}

@@ -40,7 +40,7 @@ from lightning_fedleak.model.taps import Text, pool_digest, texts_in
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report.records import PoolLine
 
-Way = Literal["not yet seen", "left out", "given"]
+_Way = Literal["not yet seen", "left out", "given"]
 """Where non-members come from: rows that the first epoch has not come to, rows held out by a draw,
 or texts of the user's own."""
 
@@ -48,11 +48,11 @@ FORWARD_SHARE = 0.4
 """Cost of asking the model about a text, over that of training on it: .28 and .38 were measured on
 two models, with reading the data and statistics. Larger: fewer texts are asked about."""
 
-LEAST_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
-LEAST_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
+MIN_TEXTS = 10  # on either side at a look, below which it waits; two for each fold of words
+MIN_POOL = 200  # texts below which the default does not play; 100 members show a TPR of .1
 MISSED = 5.0  # standard deviations by which recognised rows may fall short; not tuned
 NO_CONTROLS = "there are no controls after epoch 1: add leave_out"
-MOST_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
+MAX_ROWS = 10_000  # searched for repeats: 4 to 8 s on a core; more rows take longer
 
 
 class NoRows(ValueError):
@@ -61,7 +61,7 @@ class NoRows(ValueError):
 
 @dataclass
 class Pool:
-    """The texts that the model is asked about.
+    """Hold the texts that the model is queried with.
 
     Attributes:
         way: where the non-members come from.
@@ -86,7 +86,7 @@ class Pool:
         searched: share of the data's rows that was searched for repeats.
     """
 
-    way: Way
+    way: _Way
     texts: Sequence[Text]
     trains: Tensor
     length: int
@@ -123,30 +123,27 @@ class Pool:
             return self.alone, ~self.is_short
         return (self.is_short if part == "short" else self.has_prompt,) * 2
 
-    def check_rows(self, part: Part) -> None:
-        """Raise an error where no text of a part can be compared.
+    def check_rows(self, part: Part) -> str:
+        """Return why no look at short rows or prompts can give a number; empty if one can.
 
         Raises:
-            NoRows: the data has none.
-            NoNonMembers: prompts of other data may be of another law.
+            NoRows: the data has no texts of the part.
+            NoNonMembers: prompts of other data may be from a different distribution.
         """
-        if not bool(self._sides(part)[1].any()):
-            texts = {
+        compared, texts = self._sides(part)
+        if not bool(texts.any()):
+            reasons = {
                 "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
                 "short": "no row has 1 to 7 label tokens",
                 "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
             }
-            raise NoRows(texts[part])
+            raise NoRows(reasons[part])
         if part == "prompts" and self.way == "given":
             raise NoNonMembers(
                 "prompts of others= may be of another law: leave rows out (leave_out)"
             )
-
-    def few(self, part: Part) -> str:
-        """Return why no look at short rows or prompts can give a number; empty where one can."""
-        compared, _ = self._sides(part)
         sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
-        if part == "long" or self.way == "not yet seen" or min(sides) >= LEAST_TEXTS:
+        if part == "long" or self.way == "not yet seen" or min(sides) >= MIN_TEXTS:
             return ""
         return f"{sides[0]} rows of the kind were trained on and {sides[1]} left out: too few"
 
@@ -203,9 +200,9 @@ class Pool:
             )
         members = self.trains & inside if everyone else members
         n, n_non_members = int((members & alone).sum()), int(non_members.sum())
-        if min(n, n_non_members) < LEAST_TEXTS:
+        if min(n, n_non_members) < MIN_TEXTS:
             raise NoNonMembers(
-                f"{n} texts were trained on, {n_non_members} not: {LEAST_TEXTS} of each are needed"
+                f"{n} texts were trained on, {n_non_members} not: {MIN_TEXTS} of each are needed"
             )
         index = (members | non_members).nonzero()[:, 0]
         return index, members[index]
@@ -246,7 +243,7 @@ class Pool:
 
 
 class CanaryPool(Pool):
-    """The canaries that the model is asked about, in the data or held out."""
+    """Hold the canaries that the model is queried with, in the data or held out."""
 
     @classmethod
     def of_canaries(
@@ -321,7 +318,7 @@ def collect(
     check_loader(loader)
     dataset = loader.dataset
     others = find_left_out(dataset) if settings.others is None else settings.others
-    way: Way = "left out" if settings.others is None else "given"
+    way: _Way = "left out" if settings.others is None else "given"
     if others is None:
         way = "not yet seen"
         check_shuffle(loader)
@@ -334,13 +331,13 @@ def collect(
     size = affordable(
         length if no_game else dataset.public_length,
         settings,
-        LEAST_POOL,
+        MIN_POOL,
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
-    rest, _ = _drawn(rest, MOST_ROWS if entities is None else unread, generator)
+    rest, _ = _drawn(rest, MAX_ROWS if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -365,7 +362,7 @@ def collect(
         if entities is not None:
             deque(entities.counting(zip(texts, trained, strict=True)), 0)
             searched = entities.counting(searched)
-            if len(rest) > MOST_ROWS:
+            if len(rest) > MAX_ROWS:
                 seconds = (time.perf_counter() - start) / len(sample) * len(rest)
                 rank_zero_info(f"entities: {len(rest):,} more rows are searched, ~{seconds:.0f} s")
         scored = scored_texts(texts, trained, searched)
@@ -385,8 +382,9 @@ def collect(
     has_prompt = torch.tensor([row in prompt_rows for row in places], dtype=torch.bool)
     has_prompt[: len(scored.rows)] &= scored.times == 1
     is_short = torch.arange(len(places)) >= len(scored.rows)
+    number_of = dataset.number_of if isinstance(dataset, TrainingRows) else int
     numbers = [
-        _number(dataset, row) if source is dataset else -1
+        number_of(row) if source is dataset else -1  # of the user's data; -1: held out
         for (source, row), row_texts in zip(sample, read_rows, strict=True)
         for _ in row_texts
     ]
@@ -407,12 +405,7 @@ def collect(
     )
 
 
-def _number(dataset: Any, row: int) -> int:
-    """Return which row of the user's data a row of the training data is."""
-    return dataset.number_of(row) if isinstance(dataset, TrainingRows) else row
-
-
-def _no_game(dataset: Any, way: Way) -> str | None:
+def _no_game(dataset: Any, way: _Way) -> str | None:
     """Return why texts tell nothing of examples that are added or removed; None: they do."""
     mend = "leave_out(..., coins=True)"
     if way == "not yet seen":
@@ -463,26 +456,26 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def affordable(length: int, settings: Memorization, least: int, forwards: int) -> int:
+def affordable(length: int, settings: Memorization, min_texts: int, forwards: int) -> int:
     """Return how many texts the budget pays for.
 
     Args:
-        length: rows of the training data.
-        settings: the user's settings.
-        least: texts that are needed.
-        forwards: how often each is asked about in an epoch.
+        length: The rows of the training data.
+        settings: The user's settings.
+        min_texts: The number of texts that are needed.
+        forwards: How often the model is queried with each text in an epoch.
 
     Raises:
         NoNonMembers: it pays for fewer; names the budget that pays for enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
-    if size >= least:
+    if size >= min_texts:
         return size
-    needed = math.ceil(100 * least * FORWARD_SHARE * forwards / length) / 100
+    needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
     raise NoNonMembers(
         f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
-        f"{forwards} times in an epoch of {length} rows, and {least} are needed: "
+        f"{forwards} times in an epoch of {length} rows, and {min_texts} are needed: "
         f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
-        f"{least}"
+        f"{min_texts}"
     )

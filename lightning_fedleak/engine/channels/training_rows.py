@@ -107,15 +107,15 @@ def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[in
     collate: Any = getattr(loader, "collate_fn", None)
     while hasattr(collate, "data_collator"):  # of transformers, around the user's own
         collate = collate.data_collator
-    known = [*tokenizers, getattr(collate, "tokenizer", None)]
-    masks = (getattr(one, "mask_token_id", None) for one in known)
-    mask = next((one for one in masks if one is not None), None)
+    candidates = [*tokenizers, getattr(collate, "tokenizer", None)]
+    masks = (getattr(tokenizer, "mask_token_id", None) for tokenizer in candidates)
+    mask = next((token for token in masks if token is not None), None)
     if mask is None:
         raise NoNonMembers(
             "which token masks the others is not known: pass the tokenizer, by "
             "settings=WatchSettings(tokenizer=tokenizer)"
         )
-    special = (getattr(one, "all_special_ids", ()) for one in known)
+    special = (getattr(tokenizer, "all_special_ids", ()) for tokenizer in candidates)
     return mask, frozenset().union(*special)
 
 

@@ -6,7 +6,6 @@ What the channels have in common that take part: each asks about a pool of texts
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,15 @@ from lightning_fedleak.engine.channels.pool import NoRows, Pool
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Found, Outcome, Result, Series, Unknown, Waiting
+from lightning_fedleak.engine.outcomes import (
+    PREFIX,
+    Found,
+    Outcome,
+    Result,
+    Series,
+    Unknown,
+    Waiting,
+)
 from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason
@@ -35,18 +42,25 @@ from lightning_fedleak.model.taps import unmasked
 from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report.records import PoolLine
 
+Answer = Mapping[str, float] | Waiting | str
+"""An attack's values by name, that they come later, or why there are none."""
+
 
 class WeightChannel(Channel):
-    """Attacks on the trained weights, which are asked about one pool of texts at every look.
+    """Attacks on the trained weights, which are queried with one pool of texts at every look.
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
-        kinds: of the models that can be asked.
+        kinds: of the models that can be queried.
+        planted: the setting of :class:`Games` that holds what the user planted; empty for none.
+        prefix: of the names of its series.
         folder: keeps what a resumed run needs.
         owes_list: rows are to be listed, and were not at the newest look.
     """
 
     kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
+    planted: ClassVar[str] = ""
+    prefix: ClassVar[str] = PREFIX[Stage.RELEASED]
     reads_updates = True
     reads_states = True
     at_weights = True
@@ -56,19 +70,35 @@ class WeightChannel(Channel):
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._pool: Pool | None = None
-        self._refusal: str | None = None
+        self._pool: Pool | None = None  # None until it is drawn, and where it cannot be
+        self._refusal: str | None = None  # None until it is known
         self.folder = Path()
         self._looks = 0
         self.owes_list = False
-        self._reading_seconds = 0.0
         self._mask: tuple[int, frozenset[int]] | None = None
         self._compared: dict[Series, str] = {}
 
-    @property
-    def _played(self) -> list[Series]:
-        """The series of the attacks that are played."""
-        return [one for attack in self.attacks for one in self.series(attack, (Stage.RELEASED,))]
+    def _check_settings(self) -> None:
+        """Refuse attacks on what was planted where nothing was.
+
+        Raises:
+            ValueError: says what to give.
+        """
+        super()._check_settings()
+        self._planted: Any = getattr(self.settings.games, self.planted, None)
+        if self.planted and self._planted is None:
+            raise ValueError(f"'{self.attacks[0].name}' cannot be played: {self.absent}")
+
+    def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
+        """Return the series of an attack on the released model."""
+        if Stage.RELEASED not in stages:
+            return []
+        names = self._series_names(attack)
+        return [Series(self.prefix, name, attack.name, Stage.RELEASED) for name in names]
+
+    @abstractmethod
+    def _series_names(self, attack: Attack) -> list[str]:
+        """Return the names of an attack's series, without their prefix."""
 
     # ---- a fit ------------------------------------------------------------------------------
 
@@ -77,72 +107,79 @@ class WeightChannel(Channel):
         super().open(run)
         self._pool = self._refusal = self._mask = None
 
-    def meet_data(self, attack: MemorizationAttack) -> None:
-        """Draw the texts that the model is asked about.
+    def meet_data(self, attack: MemorizationAttack) -> str:
+        """Draw the texts that the model is queried with.
+
+        Returns:
+            Why no look can give this attack a number; empty if one can.
 
         Raises:
-            ValueError: nobody can be compared.
+            ValueError: there is nothing to compare.
         """
         if self._refusal is None:
-            start = time.perf_counter()
             self._refusal = self._collect()
-            self._reading_seconds = time.perf_counter() - start
         why, kind = self._refusal, self.run.anatomy.kind
         if not why and isinstance(attack, Extraction) and kind != "causal":
             why = f"a {kind} model writes no text"
         try:
             if why:
                 raise NoNonMembers(why)
-            if self._pool is not None:
-                self._pool.check_rows(attack.part)
+            return self.pool.check_rows(attack.part)
         except ValueError as error:
             message = f"attack '{attack.name}' finds nobody to compare: {error}"
             raise type(error)(message) from None
-
-    def few(self, attack: MemorizationAttack) -> str:
-        """Return why no look can give this attack a number; empty where one can."""
-        return "" if self._pool is None else self._pool.few(attack.part)
 
     def _collect(self) -> str:
         """Draw the pool, and return why there is none, or an empty string; alike on all processes.
 
         A process whose rows cannot be read takes part in every exchange.
         """
-        run, refusal = self.run, ""
+        run, pool, refusal = self.run, None, ""
         try:
             if (kind := run.anatomy.kind) not in self.kinds:
                 raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
             tokenizers = [self.settings.tokenizer, *run.tokenizers]
             if kind == "masked":
                 self._mask = find_mask(run.training_loader, tokenizers)
-            self._pool = self._drawn()
+            pool = self._draw_pool()
         except NoNonMembers as error:
             refusal = str(error)
-        if run.on_any_process(bool(refusal)):
+        if run.on_any_process(pool is None):
             return refusal or "another process could not read the training data"
-        assert self._pool is not None
-        digest = hash_tensors({str(n): t.ids for n, t in enumerate(self._pool.texts)})
+        assert pool is not None
+        digest = hash_tensors({str(n): t.ids for n, t in enumerate(pool.texts)})
         if run.on_any_process(run.broadcast(digest) != digest):
             return (
                 "the processes read different data, so that the texts of one are not known to the "
                 "others: give every process the same data set and a DistributedSampler"
             )
+        self._pool = pool
         return ""
 
+    @property
+    def pool(self) -> Pool:
+        """Return the texts that the model is queried with; attacks that have none do not run."""
+        assert self._pool is not None
+        return self._pool
+
     @abstractmethod
-    def _drawn(self) -> Pool:
-        """Return the texts that the model is asked about; raise NoNonMembers for none."""
+    def _draw_pool(self) -> Pool:
+        """Return the texts that the model is queried with.
+
+        Raises:
+            NoNonMembers: there are none.
+        """
 
     @abstractmethod
     def ask_base(self) -> None:
-        """Ask the model before the first step."""
+        """Query the model before the first step."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return in words who is compared, for the line-up."""
+        """Return in words what is compared, for the line-up."""
 
     def pool_line(self) -> PoolLine | None:
-        """Return the record of the texts that are asked about; by default None."""
+        """Return the record of the texts that the model is queried with; by default None."""
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -152,16 +189,14 @@ class WeightChannel(Channel):
         return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
     def _never_known(self, metric: str) -> str | None:
-        """Return why a rate cannot become known; None where it can."""
+        """Return why a rate cannot become known; None if it can."""
 
-    def trains_on(self, batch: object) -> None:
-        """Note which texts of the pool a batch holds."""
-        if self._pool is None or self._refusal:
-            return
+    def batch_begins(self, batch: Any) -> None:
+        """Note which texts of the pool a batch holds; count it if it cannot be read."""
         try:
-            self._pool.remember(self._read(batch))
+            self.pool.remember(self._read(batch))
         except Exception:  # nobody knows which texts it holds
-            self._pool.unread += 1
+            self.pool.unread += 1
 
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
@@ -181,30 +216,27 @@ class WeightChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     @abstractmethod
-    def ask_weights(self, look: Look, epoch: int, *, lists: bool) -> None:
-        """Let every attack guess from what the model says now.
+    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+        """Return what every attack guesses from the model's answers now, in each of its series.
 
         Args:
-            look: where the answers go.
             epoch: counted from 0.
             lists: an epoch is over, or the training, so that rows may be listed.
         """
 
-    def _count_seen(self, pool: Pool) -> tuple[int, int]:
+    def _count_seen(self) -> tuple[int, int]:
         """Join which texts all processes have seen; return the texts and unread batches so far."""
+        pool = self.pool
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
         counts = self.run.summed(counts.to(self.run.device)).cpu()
         pool.seen = counts[:-2] > 0
         return int(counts[-2]), int(counts[-1])
 
-    def results(self, look: Look) -> dict[Series, Result]:
-        """Return the values of each attack, packed."""
-        return {one: self._result(look.answers.get(one)) for one in self._played}
-
-    def _result(self, answer: Any) -> Result:
-        if isinstance(answer, dict):
+    def packed(self, answer: Answer) -> Result:
+        """Return the result of an answer; its values in the order of their names."""
+        if isinstance(answer, Mapping):
             return Found([answer.get(name, math.nan) for name in self._names])
-        return answer if isinstance(answer, Waiting) else Unknown(str(answer))
+        return answer if isinstance(answer, Waiting) else Unknown(answer)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -213,7 +245,7 @@ class WeightChannel(Channel):
         return (*ends, *self.extras)
 
     def score(self, look: Look, series: Series, answer: Any) -> Sequence[float]:
-        """Return nothing: :meth:`results` packs the values itself."""
+        """Return nothing: :meth:`packed` packs the values itself."""
         raise NotImplementedError
 
     # ---- over processes ---------------------------------------------------------------------
@@ -229,7 +261,7 @@ class WeightChannel(Channel):
 
 
 class WeightLooks:
-    """The channels of a run that read the weights and nothing of a step.
+    """Look at the weights of a run, by the channels that read them and nothing of a step.
 
     Args:
         run: the run.
@@ -240,7 +272,6 @@ class WeightLooks:
     Attributes:
         refused: why attacks are not played, by their names.
         looked_at: step of the newest look; None before the first.
-        failure: why nothing can be known of the weights any more; None where nothing failed.
     """
 
     def __init__(
@@ -255,7 +286,6 @@ class WeightLooks:
         self.looked_at: int | None = None
         self._sums = torch.zeros(0)
         self._choice = -1, -math.inf
-        self.failure: str | None = None
         self.refused: dict[str, str] = {}
 
     @property
@@ -285,26 +315,25 @@ class WeightLooks:
         self._check_private()
         for channel in self._channels:
             self._begin(channel, choosing)
+        names: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            names.setdefault(why, []).append(name)
+        for channel in self._channels:
+            if choosing and channel.absent and not channel.listed_attacks:
+                names.setdefault(channel.absent, []).append(channel.family)
         silent = [
-            f"not played on the trained weights: {names} ({why})"
-            for why in dict.fromkeys(self.refused.values())
-            for names in [", ".join(name for name, one in self.refused.items() if one == why)]
+            f"not played on the trained weights: {', '.join(attacks)} ({why})"
+            for why, attacks in names.items()
         ]
-        silent += [
-            f"not played on the trained weights: {channel.family} ({channel.absent})"
-            for channel in self._channels
-            if choosing and channel.absent and not channel.listed_attacks
-        ]
-        asked = [channel.describe() for channel in self._channels if channel.attacks]
-        return silent + [f"the trained weights are asked about {words}" for words in asked]
+        described = [channel.describe() for channel in self._channels if channel.attacks]
+        return silent + [f"the trained weights are asked about {words}" for words in described]
 
     def _begin(self, channel: WeightChannel, choosing: bool) -> None:
         """Let a channel find out whom it compares, and ask the base; leave out what it cannot."""
         absent = dict[str, str]()  # of no kind of row that the data has
         for attack in channel.attacks:
             try:
-                channel.meet_data(attack)
-                if choosing and (why := channel.few(attack)):
+                if (why := channel.meet_data(attack)) and choosing:
                     self.refused[attack.name] = why
             except ValueError as error:
                 if not choosing:
@@ -325,22 +354,18 @@ class WeightLooks:
 
     def _check_private(self) -> None:
         """Refuse callbacks that stop or choose by private texts, which no epsilon covers."""
-        if not accounting(self._run.defenses):
+        settings = self._channels[0].settings.memorization  # the same of all channels
+        if settings.outside_epsilon or not accounting(self._run.defenses):
             return
-        for settings in (channel.settings.memorization for channel in self._channels):
-            if settings.records and not settings.outside_epsilon:
-                raise ValueError(
-                    "Memorization(records=True) lists rows by their content, which the run's "
-                    "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
-                )
+        if settings.records:
+            raise ValueError(
+                "Memorization(records=True) lists rows by their content, which the run's "
+                "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
+            )
+        roots = {series.log_name for series in self._series}
+        roots |= {f"{WORST}/{channel.family}" for channel in self._series.values()}
         for name in self._run.watched:
-            root = name.rpartition("/")[0]
-            read = [
-                channel
-                for series, channel in self._series.items()
-                if root == series.log_name or name == f"{WORST}/{channel.family}"
-            ]
-            if any(not c.settings.memorization.outside_epsilon for c in read):
+            if not roots.isdisjoint((name, name.rpartition("/")[0])):
                 raise ValueError(
                     f"a callback stops or chooses by '{name}', which is read off private texts, "
                     "outside the run's epsilon: watch another value, or accept it by "
@@ -367,12 +392,9 @@ class WeightLooks:
 
     def batch_begins(self, batch: Any) -> None:
         """Note which texts are trained on."""
-        try:
-            for channel in self._channels:
-                if channel.attacks:
-                    channel.trains_on(batch)
-        except Exception as error:  # from now on nobody knows which texts were trained on
-            self.failure = self.failure or reason(error)
+        for channel in self._channels:
+            if channel.attacks:
+                channel.batch_begins(batch)
 
     def record_pools(self, record: RunRecord) -> None:
         """Write which texts the weights are asked about."""
@@ -457,20 +479,16 @@ class WeightLooks:
         self.looked_at, self._sums = self._run.step, self._sums_of_weights()
         scope = frozenset(s for s in self.series if self._series[s] in channels)
         look = Look(self._run.step, scope=scope)
-        results: dict[Series, Result] = {}
+        answers: dict[Series, Answer] = {}
         with look.clock(self._run.device):
             for channel in channels:
-                why = self.failure
                 try:
                     epoch, share = self._run.progress or (0, 0.0)
-                    channel.ask_weights(look, epoch, lists=ends or share >= 1)
-                    results |= channel.results(look)
+                    answers |= channel.ask_weights(epoch, lists=ends or share >= 1)
                 except Exception as error:
-                    why = reason(error)
-                if why is not None:
-                    own = (s for s in scope if self._series[s] is channel)
-                    results |= dict.fromkeys(own, Unknown(why))
-        ordered = {series: results[series] for series in self._series if series in scope}
+                    failed = (s for s in scope if self._series[s] is channel)
+                    answers |= dict.fromkeys(failed, reason(error))
+        ordered = {s: c.packed(answers[s]) for s, c in self._series.items() if s in scope}
         exposed = dict.fromkeys(ordered, True)
         outcomes, _ = self._exchange.outcomes(ordered, exposed, look.step)
         assert outcomes is not None  # weights are always there

@@ -192,7 +192,7 @@ def test_all_rows_are_searched_as_is_said_and_compared_once(
     said: list[str] = []
     compare = FoundEntities.compare
     monkeypatch.setattr(pool, "affordable", lambda *_: 60)
-    monkeypatch.setattr(pool, "MOST_ROWS", 5)
+    monkeypatch.setattr(pool, "MAX_ROWS", 5)
     monkeypatch.setattr(pool, "rank_zero_info", said.append)
     monkeypatch.setattr(
         FoundEntities, "compare", lambda *args: said.append("compared") or compare(*args)

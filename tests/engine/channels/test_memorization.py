@@ -486,7 +486,7 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
         watching = combined(tmp_path, settings)
         gate = gates[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
-        with mock.patch("lightning_fedleak.engine.channels.pool.LEAST_POOL", 40):
+        with mock.patch("lightning_fedleak.engine.channels.pool.MIN_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
     assert gates[0.79].fired is None

@@ -50,6 +50,7 @@ class StepEngine:
     report: Report | None
     weights: WeightLooks | None
     _metrics: UserMetrics
+    _metric_names: Sequence[str] | None
     _has_news: bool
 
     @property
@@ -226,7 +227,7 @@ class StepEngine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         fit, defenses = self._fit, self._fit.accounting
-        utility = self._metrics.add(fit.run.metrics(self.options.metric_names), fit.run.step)
+        utility = self._metrics.add(fit.run.metrics(self._metric_names), fit.run.step)
         spent = privacy_values(defenses) if defenses else {}
         shared = bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)

@@ -88,7 +88,7 @@ class Engine(StepEngine):
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics = log.UserMetrics()
+        self._metrics, self._metric_names = log.UserMetrics(), options.metric_names
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -351,7 +351,7 @@ class Engine(StepEngine):
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self.options.metric_names), run.step)
+            utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
             self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
@@ -440,7 +440,7 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self.options.metric_names), step)
+        self._metrics.add(self.run.metrics(self._metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:

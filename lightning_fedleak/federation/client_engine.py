@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from lightning_fedleak.defenses import Defense
-from lightning_fedleak.engine import Engine
+from lightning_fedleak.engine import AUTOCAST, Engine, Look, Run, contained, reason
 from lightning_fedleak.engine.channels.base import exclude, family_of, results_of
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.log import Destination, Report
 from lightning_fedleak.engine.outcomes import Outcome, Result, Series, Unknown, unknown
-from lightning_fedleak.engine.run import AUTOCAST, Look, Run, contained, reason
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
 from lightning_fedleak.model.taps import NOT_TESTED, LocalRound, ModelCall, Step, plain_call

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import DefenseContext, DefenseError
-from lightning_fedleak.defenses.base import refuse
+from lightning_fedleak.defenses import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.release import UpdateRelease
 from lightning_fedleak.lightning_packages import both, mixed, twin
 from lightning_fedleak.model.taps import check_optimizer

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
-from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means
-from lightning_fedleak.defenses.base import refuse
+from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means, refuse
 from lightning_fedleak.defenses.dpsgd.sampling import LOADING
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client

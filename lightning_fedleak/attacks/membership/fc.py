@@ -43,7 +43,7 @@ class CraftedFC(nn.Module):
     """
 
     def __init__(
-        self, first: FrozenLinear, second: Tensor, biases: Tensor, tokens: int | None
+        self, first: nn.Module, second: Tensor, biases: Tensor, tokens: int | None
     ) -> None:
         super().__init__()
         self.tokens = tokens
@@ -82,7 +82,20 @@ class FrozenLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def two_identities(target: Tensor, dead_zone: Tensor) -> FrozenLinear:
+class _TwoIdentities(nn.Module):
+    """[I; -I] x + bias, of a matrix that is not stored: of a sentence of 32 x 768 it has 4.8 GB."""
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bias", bias)
+        self.bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., 2 D) for (..., D)."""
+        return torch.cat([x, -x], -1) + self.bias
+
+
+def two_identities(target: Tensor, dead_zone: Tensor) -> nn.Module:
     """Return Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
 
     The paper's rows of zeros are left out.
@@ -91,8 +104,11 @@ def two_identities(target: Tensor, dead_zone: Tensor) -> FrozenLinear:
         target: T, (D,).
         dead_zone: ().
     """
-    eye = torch.eye(len(target)).to(target)
-    return FrozenLinear(torch.cat([eye, -eye]), torch.cat([-target, target]) - dead_zone)
+    d, bias = len(target), torch.cat([-target, target]) - dead_zone
+    if 2 * d * d > MAX_STORED_WEIGHTS:
+        return _TwoIdentities(bias)
+    eye = torch.eye(d).to(target)
+    return FrozenLinear(torch.cat([eye, -eye]), bias)
 
 
 def batch_inputs(
@@ -150,6 +166,7 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's
 The class says on which models they were measured.
 """
 
+MAX_STORED_WEIGHTS = 1 << 26  # weights of the first layer that are stored: 256 MiB
 MAX_NUMBERS_AT_ONCE = 1 << 20  # numbers summed at once (4 MiB in float32), which bounds the memory
 
 MAX_RELATIVE_TAU = 0.5

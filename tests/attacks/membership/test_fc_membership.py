@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -111,6 +112,17 @@ def test_the_weights_are_those_of_equation_6():
     x = target + torch.tensor([0.1, -0.05, 0.0])
     out = layers(torch.stack([target, x, x + 1])[None])[0, :, 0]
     torch.testing.assert_close(out, torch.tensor([0.25, 0.1, 0.0]))
+
+
+def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
+    attack = FCMembership(1, "full", tau=30.0, dead_zone=0.02, tokens=4)
+    target = torch.randn(32, generator=generator(1))
+    hidden = torch.randn(3, 4, 8, generator=generator(2))
+    stored = attack.craft(target)
+    monkeypatch.setattr(crafted_fc, "MAX_STORED_WEIGHTS", 10)
+    applied = attack.craft(target)
+    assert [name for name, _ in applied.first.named_buffers()] == ["bias"]
+    torch.testing.assert_close(applied(hidden), stored(hidden))
 
 
 def test_crafting_draws_nothing_and_computes_in_its_own_precision():

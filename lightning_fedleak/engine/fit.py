@@ -139,7 +139,9 @@ class Fit:
         """Return what plans depend on: which parameters are trained, and by which optimizer."""
         groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
         owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
-        return owners, *(id(p) for p in self.run.anatomy.root.parameters() if p.requires_grad)
+        adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))
+        trained = (id(p) for p in self.run.anatomy.root.parameters() if p.requires_grad)
+        return owners, adapter, *trained
 
     def follow_changes(self) -> bool:
         """Follow what is trained now, and return whether something else is read than before."""

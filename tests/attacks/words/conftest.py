@@ -51,7 +51,7 @@ def private(trained, language):
 
 @pytest.fixture(scope="session")
 def learned(trained, public):
-    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=2000)
+    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=4000)
     attack.prepare(trained)
     return attack
 

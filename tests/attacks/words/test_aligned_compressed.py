@@ -26,7 +26,7 @@ def compressed(cases, rule):
 
 
 def fitted(trained, public, rule):
-    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=2000)
+    attack = AlignedFlatChat(public, lengths=(12, 24), calibration_tokens=4000)
     attack.meet(RunFacts(compression=rule))
     attack.prepare(trained)
     return attack

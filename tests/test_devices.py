@@ -415,9 +415,9 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
         return sums_of_weights(looks)
 
     monkeypatch.setattr(WeightLooks, "_sums_of_weights", noted)
-    settings = Memorization(max_overhead=4 / 3, looks=())
+    settings = Memorization(max_overhead=20, looks=())
     monitor = memorization_monitor(tmp_path, [Loss()], settings)
-    loader = DataLoader(leave_out(rows(), 140, seed=1)[0], batch_size=65, shuffle=True)
+    loader = DataLoader(leave_out(rows(80), 40, seed=1)[0], batch_size=20, shuffle=True)
     with device_type() as device:
         model = device.model(tiny_llama(vocab=2000))
         trainer = L.Trainer(

@@ -143,13 +143,13 @@ def compare(first, names):
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
     logging.getLogger("lightning_fabric").setLevel(logging.CRITICAL)
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    changes = {}
+    changes, before = {}, state()
     for name in names:
-        before = state()
         importlib.import_module(name)
-        changed = change(before, state())
-        if changed:
+        after = state()
+        if changed := change(before, after):
             changes[name] = changed
+        before = after
     return {"changes": changes, "logs": begun}
 
 def alone(*homes):

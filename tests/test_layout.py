@@ -114,7 +114,8 @@ def imported(path: Path, *, at_import_time: bool = False) -> set[str]:
                 whole = f"{node.module}.{alias.name}"
                 found.add(whole if whole in MODULES else node.module)
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            if not isinstance(child, ast.expr):  # which holds no statement
+                visit(child)
 
     visit(parse(path))
     return found

@@ -134,7 +134,7 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
     lines = (folder / "members.jsonl").read_text().splitlines()
     config = LoraConfig(r=8, lora_alpha=64, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     model = get_peft_model(GPT2LMHeadModel.from_pretrained(folder / "base"), config)
-    train(model, torch.tensor([json.loads(line)["input_ids"] for line in lines]), 40)
+    train(model, torch.tensor([json.loads(line)["input_ids"] for line in lines]), 20)
     model.save_pretrained(tmp_path / "adapters")
     trained: list[int] = []
 
@@ -146,7 +146,7 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
 
     with mock.patch("torch.optim.AdamW", Counting):
         settings = {"model": str(tmp_path / "adapters"), "out": tmp_path / "out.json"}
-        assert command(folder, references=2, **settings | {"epochs": 40})[0] == 0
+        assert command(folder, references=2, **settings | {"epochs": 20})[0] == 0
     assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)] * 2
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["beyond_references"]["auc_low"] > 0.6

@@ -113,7 +113,10 @@ def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public):
 
 
 def test_refresh_turns_with_the_hidden_states(trained, public, language):
-    """Hidden states and head change sides together: the model says the same as before."""
+    """Hidden states and head change sides together: the model says the same as before.
+
+    Only the directions turn; what was fitted beside them stays, so that not all words are read.
+    """
     moved = find_anatomy(copy.deepcopy(trained.model))
     norm, head = moved.model.transformer.ln_f, moved.model.lm_head
     with torch.no_grad():
@@ -131,7 +134,7 @@ def test_refresh_turns_with_the_hidden_states(trained, public, language):
     attack.refresh(moved, 9)
     assert torch.equal(attack.run(view).types, stale)
     attack.refresh(moved, 10)
-    assert rates(attack.run(view).types, truth)[2] > 0.8 > rates(stale, truth)[2]
+    assert rates(attack.run(view).types, truth)[2] > rates(stale, truth)[2] + 0.1
     attack.refresh(trained, 3)  # of another fit
     assert torch.equal(attack.run(view).types, stale)
 

@@ -158,6 +158,16 @@ def embedding_adapters(model: PreTrainedModel) -> nn.Module:
     return model
 
 
+def bitfit(model: PreTrainedModel) -> nn.Module:
+    model.requires_grad_(False)
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    if not biases:
+        raise ValueError("the model has no biases: give another --setups")
+    for bias in biases:
+        bias.requires_grad_(True)
+    return model
+
+
 def norms(model: PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -207,6 +217,7 @@ SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
     "lora 8 o,down": lora(8, ["o_proj", "down_proj"]),
     "adapters": adapters,
     "adapters, one behind the embeddings": embedding_adapters,
+    "bitfit": bitfit,
     "prompt tuning": prompts,
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_fedleak.cli.finetuning.assets import loading, model_source
+from lightning_fedleak.cli.finetuning.assets import SourceError, loading, model_source
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import require_package
 from lightning_fedleak.validate import check_choice
@@ -37,15 +37,15 @@ class CausalLMFineTuning(L.LightningModule):
     Args:
         model: name on the hub, folder or object; None for the embedded model.
         lr: learning rate.
-        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``); None trains
-            everything.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
+            biases only; None trains everything.
         loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
             it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
             DP-SGD needs.
 
     Raises:
-        ValueError: an unknown ``peft`` or ``loss``.
-        SourceError: the model cannot be loaded.
+        ValueError: an unknown ``loss``.
+        SourceError: the model cannot be loaded, or has nothing that ``peft`` could train.
         ImportError: ``peft="lora"`` without the package peft.
 
     Examples:
@@ -59,17 +59,18 @@ class CausalLMFineTuning(L.LightningModule):
         self,
         model: str | PreTrainedModel | None = None,
         lr: float = 1e-4,
-        peft: Literal["lora"] | None = None,
+        peft: Literal["lora", "bitfit"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
-        check_choice("peft", peft, ("lora",), optional=True)
         self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
         settings = {"lr": lr, "peft": peft, "loss": loss}
         self.save_hyperparameters(settings)
         self.lr = lr
         language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
         self.model = _with_lora(language_model) if peft == "lora" else language_model
+        if peft == "bitfit":
+            _train_biases_only(language_model)
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
@@ -102,3 +103,14 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def _train_biases_only(model: PreTrainedModel) -> None:
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    if not biases:
+        raise SourceError(
+            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
+        )
+    model.requires_grad_(False)
+    for bias in biases:
+        bias.requires_grad_(True)

@@ -60,7 +60,7 @@ class Setting:
     length: int = 64
     every_n_steps: int = 5
     lr: float = 1e-4
-    peft: Literal["lora"] | None = None
+    peft: Literal["lora", "bitfit"] | None = None
     budget_seconds: float = 10.0
     seed: int = 0
 

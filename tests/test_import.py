@@ -1,4 +1,4 @@
-"""Importing the package changes nothing that other code sees: fresh processes compare."""
+"""Importing the package changes no state of the process, measured in fresh processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import lightning_fedleak.evaluation
 import lightning_fedleak.model
 
 ROOT = Path(__file__).parents[1]
-WITHOUT = (
+LIGHTNING_FREE = (
     *("attacks", "evaluation.metrics", "evaluation.games", "defenses", "engine"),
     *("report.records", "report", "trainers"),
 )
-"""Parts that need no Lightning, in the order of what they import."""
+"""Packages that need no Lightning, each after the packages that it imports."""
 FOLDERS = [lightning_fedleak, lightning_fedleak.cli, lightning_fedleak.evaluation]
 PUBLIC = sorted(
     f"{folder.__name__}.{module.name}"
@@ -29,18 +29,18 @@ PUBLIC = sorted(
     for module in pkgutil.iter_modules(folder.__path__)
     if not module.name.startswith("_")
 )
-# Runs in a fresh process, which each case leaves by a fork of its own: none sees what another has
-# imported, and what all import first is loaded once: torch, and transformers and PEFT, which set
-# their own loggers. What a new module sets up for itself, such as a logger of its own name, is no
-# change; what was there before is to be as it was.
+# The script of a fresh process. It imports what all cases need once (torch; transformers and PEFT,
+# which configure their own loggers) and then forks for each case, so that no case sees the imports
+# of another. New entries, such as the logger of a new module, are no change: only entries that
+# existed before the import are compared.
 COMPARE = """
 import importlib, json, logging, os, pkgutil, sys, warnings
 import peft, scipy.stats, torch, torchmetrics, transformers
 from lightning_utilities.core import rank_zero
 
-def logger_state(one):
-    return [one.level, one.propagate, one.disabled, [repr(h) for h in one.handlers],
-            [repr(f) for f in one.filters]]
+def logger_state(logger):
+    return [logger.level, logger.propagate, logger.disabled, [repr(h) for h in logger.handlers],
+            [repr(f) for f in logger.filters]]
 
 def state():
     loggers = {n: l for n, l in logging.root.manager.loggerDict.items()
@@ -84,17 +84,17 @@ def change(before, after):
 def count():
     return sum(name.startswith("lightning_fedleak") for name in sys.modules)
 
-def engine(*without):
-    assert not sys.modules.keys() & set(without)
+def engine(*blocked):
+    assert not sys.modules.keys() & set(blocked)
 
-    class Refuses:
+    class Blocker:
         def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in without:
+            if name.split(".")[0] in blocked:
                 raise ModuleNotFoundError(name)
 
-    sys.meta_path.insert(0, Refuses())
-    parts = importlib.import_module("lightning_fedleak.engine")
-    modules = [m.name for m in pkgutil.walk_packages(parts.__path__, parts.__name__ + ".")]
+    sys.meta_path.insert(0, Blocker())
+    package = importlib.import_module("lightning_fedleak.engine")
+    modules = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
     for name in modules:
         importlib.import_module(name)
     return {"modules": modules, "all": list(sys.modules), **train()}
@@ -132,13 +132,13 @@ def train():
     return {"latest": latest, "releases": dp.releases}
 
 def logs():
-    one = logging.getLogger("lightning.pytorch")
-    return [rank_zero.log.name, rank_zero.rank_zero_only.rank, one.level, one.propagate]
+    logger = logging.getLogger("lightning.pytorch")
+    return [rank_zero.log.name, rank_zero.rank_zero_only.rank, logger.level, logger.propagate]
 
 def compare(first, names):
     for name in first:
         importlib.import_module(name)
-    begun = logs() if first == ["lightning.pytorch"] else None
+    initial_logs = logs() if first == ["lightning.pytorch"] else None
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("pytorch_lightning").setLevel(logging.CRITICAL)
     logging.getLogger("lightning_fabric").setLevel(logging.CRITICAL)
@@ -147,15 +147,15 @@ def compare(first, names):
     for name in names:
         importlib.import_module(name)
         after = state()
-        if changed := change(before, after):
-            changes[name] = changed
+        if difference := change(before, after):
+            changes[name] = difference
         before = after
-    return {"changes": changes, "logs": begun}
+    return {"changes": changes, "logs": initial_logs}
 
-def alone(*homes):
+def attacks(*names):
     counts = []
-    for home, name in homes:
-        getattr(importlib.import_module(home), name)
+    for module, name in names:
+        getattr(importlib.import_module(module), name)
         counts.append(count())
     importlib.import_module("lightning_fedleak.callbacks")
     return {"counts": counts, "logs": logs()}
@@ -174,11 +174,11 @@ CASES = {
     "none": (
         "compare",
         [],
-        ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in WITHOUT)],
+        ["lightning_fedleak", *(f"lightning_fedleak.{name}" for name in LIGHTNING_FREE)],
     ),
     "engine": ("engine", "lightning", "pytorch_lightning", "lightning_fabric", "flwr"),
-    "alone": (
-        "alone",
+    "attacks": (
+        "attacks",
         ("lightning_fedleak", "SubspaceWords"),
         ("lightning_fedleak.attacks", "SubspaceTexts"),
     ),
@@ -192,50 +192,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """Return what importing modules changes, by case, and what was written to stderr."""
+    """Return the output of each case by its name, and stderr."""
     command = [sys.executable, "-c", COMPARE, json.dumps(CASES)]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=folder, env=os.environ | paths
     )
-    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    assert found.keys() == CASES.keys(), done.stderr
-    return {**found, "stderr": done.stderr}
+    lines = [line for line in process.stdout.splitlines() if line.startswith('["')]
+    outputs = dict(map(json.loads, lines))
+    assert outputs.keys() == CASES.keys(), process.stderr
+    return {**outputs, "stderr": process.stderr}
 
 
 @pytest.mark.parametrize("first", LIGHTNINGS)
-def test_importing_changes_nothing_beside_lightning(results: dict[str, Any], first: str) -> None:
+def test_import_after_lightning_changes_no_state(results: dict[str, Any], first: str) -> None:
     assert results[first]["changes"] == {}
 
 
-def test_what_needs_no_lightning_changes_nothing_at_all(results: dict[str, Any]) -> None:
-    """Not even which process prints, which Lightning sets for all."""
+def test_import_without_lightning_changes_no_state(results: dict[str, Any]) -> None:
+    """Lightning itself would set ``rank_zero_only.rank``, which decides which process prints."""
     assert results["none"]["changes"] == {}
 
 
-def test_alone_it_leaves_what_lightning_alone_leaves(results: dict[str, Any]) -> None:
-    """The log that messages go to is that of the Lightning which is imported."""
-    assert results["alone"]["logs"] == results["lightning.pytorch"]["logs"] is not None
+def test_importing_callbacks_configures_logs_as_lightning_does(results: dict[str, Any]) -> None:
+    """Messages go to the log of the Lightning package that is imported."""
+    assert results["attacks"]["logs"] == results["lightning.pytorch"]["logs"] is not None
 
 
-def test_one_attack_loads_few_files(results: dict[str, Any]) -> None:
-    """The second count is of the files of both attacks."""
-    assert max(results["alone"]["counts"]) <= 60
+def test_importing_an_attack_loads_at_most_60_modules(results: dict[str, Any]) -> None:
+    """The second count includes the modules of both attacks."""
+    assert max(results["attacks"]["counts"]) <= 60
 
 
-def test_the_engine_runs_where_there_is_no_lightning(results: dict[str, Any]) -> None:
-    imported = results["engine"]["modules"]
-    assert "lightning_fedleak.engine.channels.pool" in imported
+def test_engine_imports_without_lightning_and_report_pages(results: dict[str, Any]) -> None:
+    assert "lightning_fedleak.engine.channels.pool" in results["engine"]["modules"]
     pages = [n for n in results["engine"]["all"] if n.startswith("lightning_fedleak.report.")]
     assert all(name.startswith("lightning_fedleak.report.records") for name in pages), pages
 
 
-def test_loops_and_trainers_of_transformers_need_no_lightning(
+def test_watch_and_transformers_trainer_run_without_lightning(
     results: dict[str, Any], folder: Path
 ) -> None:
     assert results["engine"]["latest"] == [1.0, 1.0]
     assert results["engine"]["releases"] == 3
-    for face in ("Watch: ", "LeakageCallback: "):  # says where its report is, without any logging
-        assert face in results["stderr"]
+    for prefix in ("Watch: ", "LeakageCallback: "):  # of the path of the report, without a logger
+        assert prefix in results["stderr"]
     assert (folder / "loop" / "report.html").exists()
     assert json.loads((folder / "trainer" / "report.json").read_text())

@@ -1,10 +1,10 @@
-"""What a step without a look costs more under FSDP2 and ZeRO: watched and plain steps in turns.
+"""The overhead of a step without a look under FSDP2 and ZeRO, against unwatched steps.
 
 python -m benchmarks.cost.sharded --engines fsdp2
 .venv-deepspeed/bin/python -m benchmarks.cost.sharded --engines fsdp2 zero1 zero3
 
-Two processes on gloo train one model by a loop of their own. Blocks of steps are watched and plain
-in turns; the first steps of a block, of which a watched one looks at one, do not count.
+Two processes on gloo train one model in a custom loop. Watched and plain blocks of steps alternate.
+The first steps of a block are not timed; in a watched block the first of them is a look.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from lightning_fedleak import SubspaceWords
 from lightning_fedleak.trainers import Watch
 
 SMOKE = ("--engines fsdp2 --blocks 2 --steps 2 --width 32 --layers 1",)
-UNTIMED = 3  # steps of a block: a look, and what the allocator learns behind it
-NEVER = 10**9  # steps between two looks
+UNTIMED = 3  # steps at the start of a block: the look, then steps until the allocator is warm
+NO_SECOND_LOOK = 10**9  # every_n_steps, more than a block has
+VOCABULARY = 2000  # token ids of the model
 
 
 def model_of(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -39,13 +40,13 @@ def model_of(options: argparse.Namespace) -> LlamaForCausalLM:
     sizes = {"hidden_size": options.width, "intermediate_size": 3 * options.width}
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=2000, num_hidden_layers=options.layers, num_attention_heads=4, **sizes
+            vocab_size=VOCABULARY, num_hidden_layers=options.layers, num_attention_heads=4, **sizes
         )
     ).train()
 
 
-def trained(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callable[[Any], None]]:
-    """Return what a watch is given, and a function that takes a step."""
+def prepare(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callable[[Any], None]]:
+    """Return the sharded model and the optimizer for `Watch`, and a function that takes a step."""
     model = model_of(options)
     if engine == "fsdp2":
         for block in model.model.layers:
@@ -61,7 +62,7 @@ def trained(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callabl
         return model, optimizer, step
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+    deepspeed.ops.__compatible_ops__.clear()  # so that DeepSpeed compiles no kernels
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     config = {
         "train_micro_batch_size_per_gpu": options.batch,
@@ -78,38 +79,41 @@ def trained(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callabl
 
 
 def measure(engine: str, options: argparse.Namespace) -> list[str]:
-    """Return medians of a plain and a watched step, and their ratio."""
-    model, optimizer, step = trained(engine, options)
+    """Return a row of the table.
+
+    It holds the engine, the medians of plain and watched steps in ms of CPU time, their ratio, and
+    the quartiles of plain steps, divided by their median.
+    """
+    model, optimizer, step = prepare(engine, options)
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(options.blocks):
-        is_watched = bool(number % 2)
+    for block in range(options.blocks):
+        is_watched = bool(block % 2)
         with tempfile.TemporaryDirectory() as folder:
             attack = SubspaceWords(capacity_seconds=0)
-            arguments = {"folder": folder, "every_n_steps": NEVER}
+            arguments = {"folder": folder, "every_n_steps": NO_SECOND_LOOK}
             watch = Watch(model, optimizer, [attack], **arguments) if is_watched else nullcontext()
-            with watch as watching:
-                for count in range(UNTIMED + options.steps):
+            with watch as active_watch:
+                for i in range(UNTIMED + options.steps):
                     shape = (options.batch, options.length)
-                    ids = torch.randint(2000, shape, generator=generator)
+                    ids = torch.randint(VOCABULARY, shape, generator=generator)
                     batch = {"input_ids": ids, "labels": ids}
                     torch.distributed.barrier()
                     start = time.process_time()
-                    with watching.step(batch) if is_watched else nullcontext():
+                    with active_watch.step(batch) if is_watched else nullcontext():
                         step(batch)
-                    if count >= UNTIMED:
+                    if i >= UNTIMED:
                         seconds[is_watched].append(time.process_time() - start)
-    plain, watched = (statistics.median(seconds[one]) for one in (False, True))
-    ends = [f"{1e3 * one:.1f}" for one in (plain, watched)]
-    spread = statistics.quantiles(seconds[False], n=4)
-    spread_in_words = f"{spread[0] / plain:.3f} to {spread[2] / plain:.3f}"
-    return [engine, *ends, f"{watched / plain:.3f}", spread_in_words]
+    plain, watched = statistics.median(seconds[False]), statistics.median(seconds[True])
+    lower, _, upper = (q / plain for q in statistics.quantiles(seconds[False], n=4))
+    medians = [f"{1e3 * plain:.1f}", f"{1e3 * watched:.1f}"]
+    return [engine, *medians, f"{watched / plain:.3f}", f"{lower:.3f} to {upper:.3f}"]
 
 
-def print_rows(options: argparse.Namespace, place: dict[str, str]) -> None:
-    """Measure as one of both processes; the first prints."""
-    os.environ |= place
+def print_rows(options: argparse.Namespace, environment: dict[str, str]) -> None:
+    """Measure all engines as one of the two processes, and print a row for each on rank 0."""
+    os.environ |= environment
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for engine in options.engines:
@@ -121,31 +125,33 @@ def print_rows(options: argparse.Namespace, place: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=["fsdp2"])
-    parser.add_argument("--blocks", type=int, default=12, help="of steps, half of them watched")
-    parser.add_argument("--steps", type=int, default=20, help="of a block, that count")
+    parser.add_argument(
+        "--blocks", type=int, default=12, help="blocks of steps; half of them are watched"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a block")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
     print_place()
     print("| engine | plain step, ms | watched | ratio | quartiles of plain steps |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    place |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    context = multiprocessing.get_context("fork")  # what is imported is so already
-    ranks = [
-        context.Process(target=print_rows, args=(options, place | {"RANK": r, "LOCAL_RANK": r}))
-        for r in "01"
-    ]
-    for process in ranks:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    context = multiprocessing.get_context("fork")  # so that the processes import nothing again
+    processes = []
+    for rank in "01":
+        rank_environment = environment | {"RANK": rank, "LOCAL_RANK": rank}
+        processes.append(context.Process(target=print_rows, args=(options, rank_environment)))
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What a page says first of a run: one sentence, a reading of each kind of leak, and six facts.
+"""The overview of a run: one sentence, one reading of each kind of leak, and six facts.
 
-Here are the words and numbers alone, for every form of the report. What is drawn is in ``charts``.
+This module gives the words and numbers for every format of the report. ``charts`` draws them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from lightning_fedleak.report.records.utility import title_of
 from lightning_fedleak.report.series import before_and_after, is_read, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
-ALMOST_ALWAYS = 0.95  # AUC from which membership is told almost every time; not tuned
-ACTIONS = {
+# The min AUC at which the report says that members are recognized almost every time. Not tuned.
+ALMOST_ALWAYS = 0.95
+ACTIONS = {  # of a gate, by their name in the records, as verbs
     "warn": "warned",
     "stopped": "stopped the run",
     "withheld": "kept updates back",
     "hardened": "turned the defence up",
     "raise": "raised an error",
 }
-"""What a gate did, in words."""
 _METRIC = re.compile(r"\{([^}]+?)(%?)\}")
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
 class Part(NamedTuple):
-    """A part of a sentence; its tone is how the page sets it off."""
+    """A part of a sentence, and the tone in which the page renders it."""
 
     text: str
     tone: Literal["", "strong", "read"] = ""
@@ -41,8 +41,8 @@ Sentence = tuple[Part, ...]
 
 
 def explain(overview: Overview) -> str:
-    """Return what was read in lines: the page's sentence, and each reading that was tested."""
-    tested = [one for one in overview.readings if one.verdict != "untested"]
+    """Return the overview as lines of text: its sentence, and every reading that was tested."""
+    tested = [reading for reading in overview.readings if reading.verdict != "untested"]
     lines = [plain(overview.sentence), *(f"{r.title}: {r.answer}. {r.note}" for r in tested)]
     return "\n".join(lines)
 
@@ -54,21 +54,21 @@ def plain(sentence: Sentence) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What was read of one kind of leak, by the attack that read most of it.
+    """The leakage of one kind, by the attack that recovered most.
 
     Attributes:
-        family, title, question: the kind of leak.
-        verdict: ``read`` where the interval leaves guessing out and the value is well above it.
-        answer: the value, or in words why there is none.
-        measure: the metric as people call it; empty without a value.
-        rate: the value with its interval.
-        chance: its value for guessing.
-        gate: the limit of the lowest gate on it; None without one.
-        control: what the same attack read of known words or texts; None without a control.
-        comparisons: what it read before the defence, and of the sum, in words.
-        note: what the value rests on.
-        attack: name of the attack.
-        silent: the attacks of the family without a result; what they would have read is unknown.
+        family, title, question: The kind of leak.
+        verdict: ``read`` if the interval excludes guessing and the value is well above it.
+        answer: The value, or the reason why there is none, in words.
+        measure: The common name of the metric; empty without a value.
+        rate: The value with its interval.
+        chance: The value that guessing would have.
+        gate: The lowest ``at_most`` of the gates on the value; None without a gate.
+        control: The value of the attack's positive control; None without a control.
+        comparisons: The values before the defence and of the sum over clients, in words.
+        note: The reasons for the verdict, and the looks and numbers behind the value.
+        attack: The name of the attack.
+        silent: The attacks of the family without a result, whose leakage is unknown.
     """
 
     family: str
@@ -88,13 +88,13 @@ class Reading:
 
     @property
     def height(self) -> float:
-        """How far above guessing the value is, up to 1; -1 without a value."""
+        """Return how far the value is above guessing, at most 1; -1 without a value."""
         value = self.rate.value if self.rate else None
         return -1.0 if value is None else (value - self.chance) / (1 - self.chance)
 
 
 class _Fact(NamedTuple):
-    """A fact of a run: its name, what it is, a detail, and whether its first word alarms."""
+    """A fact of a run, and whether the page highlights the first word of its value as an alarm."""
 
     name: str
     value: str
@@ -104,15 +104,15 @@ class _Fact(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """What is said first of a run.
+    """The overview of a run.
 
     Attributes:
-        run_line: how long it was, how it ended, how much of it was looked at.
-        sentence: what an adversary could do.
-        warnings: what else must be known to read the numbers, in sentences.
-        readings: of each kind of leak, tested ones first.
-        facts: six of them.
-        knee: what stopping at the best utility would have changed; empty where nobody knows.
+        run_line: The length of the run, how it ended, and the number of looks.
+        sentence: What an adversary could do.
+        warnings: Sentences about what the numbers do not cover.
+        readings: One reading of each kind of leak, those that were tested first.
+        facts: Six facts.
+        knee: How stopping at the best utility would have changed the leakage; empty if unknown.
     """
 
     run_line: str
@@ -124,16 +124,16 @@ class Overview:
 
     @property
     def sentences(self) -> list[str]:
-        """All of it in sentences."""
-        answers = [f"{one.title}: {one.answer}. {one.note}" for one in self.readings]
-        facts = [f"{one.name}: {one.value}; {one.detail}".strip("; ") for one in self.facts]
-        rest = [*answers, *(f"{one}." for one in facts), self.knee]
-        return [plain(self.sentence), *self.warnings, *filter(None, rest)]
+        """Return the whole overview in sentences."""
+        answers = [f"{r.title}: {r.answer}. {r.note}" for r in self.readings]
+        facts = [f"{f.name}: {f.value}; {f.detail}".strip("; ") + "." for f in self.facts]
+        details = [*answers, *facts, self.knee]
+        return [plain(self.sentence), *self.warnings, *filter(None, details)]
 
 
 def overview(fit: FitSummary) -> Overview:
-    """Return what is said first of a run."""
-    families = {one.name: one for one in STANDARD_FAMILIES}
+    """Return the overview of a run."""
+    families = {family.name: family for family in STANDARD_FAMILIES}
     for attack in fit.attacks:
         if attack.family.headline and attack.family.name not in PLANTED:
             families.setdefault(attack.family.name, attack.family)
@@ -146,9 +146,9 @@ def overview(fit: FitSummary) -> Overview:
         run_line=f"{run_line}; {fit.start[:10]}",
         sentence=_sentence(fit, readings),
         warnings=[*_warnings(fit)],
-        readings=sorted(readings, key=lambda one: one.verdict == "untested"),
+        readings=sorted(readings, key=lambda reading: reading.verdict == "untested"),
         facts=_facts(fit, readings),
-        knee=data.sentence if (data := knee(fit)) else "",
+        knee=curve.sentence if (curve := knee(fit)) else "",
     )
 
 
@@ -181,7 +181,10 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
 
 
 def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
-    """Return the attacks on what left clients, or on their sum, and on the trained model."""
+    """Return the attacks on released data: updates, or their sum if there are none, and the model.
+
+    An attack of a family is on the sum over clients if no attack of that family is on updates.
+    """
     shared = {a.family.name for a in fit.attacks if a.stage == "shared"}
     return [
         a
@@ -198,45 +201,45 @@ def _is_read(attack: AttackSummary) -> bool:
 
 
 def _excess(attack: AttackSummary) -> float:
-    """Return how far an attack read above guessing; -1 without a result."""
+    """Return how far the result of an attack is above guessing; -1 without a result."""
     value = attack.quoted.rate.value if attack.quoted else None
     return -1.0 if value is None else value - attack.chance
 
 
 def best_of_family(fit: FitSummary, family: str) -> AttackSummary | None:
-    """Return the attack that read most, of those that are sure of it if there are any."""
+    """Return the attack that recovered most; conclusive results precede inconclusive ones."""
     measured = [a for a in of_what_left(fit, family) if a.quoted is not None]
     return max(measured, key=lambda a: (_is_read(a), not a.is_blind, _excess(a)), default=None)
 
 
 def _blind(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
-    """Return the attacks whose low numbers say nothing, since their controls are low too.
+    """Return the attacks whose low results are inconclusive, since their controls are low too.
 
-    As in a gate, such an attack does not count where another one that reads the same parameters
-    has a control that is high.
+    As in a gate, an attack is left out if another one that reads some of the same parameters has a
+    high control.
     """
     if any(a.above_chance > HIGH for a in attacks):
         return []
-    seeing = [(a.stage, set(a.reads)) for a in attacks if a.looks and not a.is_blind]
+    capable = [(a.stage, set(a.reads)) for a in attacks if a.looks and not a.is_blind]
     blind = [a for a in attacks if a.is_blind]
-    return [a for a in blind if not any(s == a.stage and r & {*a.reads} for s, r in seeing)]
+    return [a for a in blind if not any(s == a.stage and r & {*a.reads} for s, r in capable)]
 
 
 def _reading(fit: FitSummary, family: Family) -> Reading:
-    tried, attack = of_what_left(fit, family.name), best_of_family(fit, family.name)
+    attacks, attack = of_what_left(fit, family.name), best_of_family(fit, family.name)
     reading = Reading(
         family=family.name,
         title=capitalized(family.short_title),
         question=family.asks or f"{capitalized(family.tested)}?",
     )
     if attack is None or attack.quoted is None:
-        return replace(reading, **(_without_value(tried) if tried else _unexposed(fit, family)))
-    counted = 0.0 if attack.chance else attack.above_chance  # beside its control
-    is_little = max(_excess(attack), counted) <= NEXT_TO_NONE
+        return replace(reading, **(_without_value(attacks) if attacks else _unexposed(fit, family)))
+    corrected = 0.0 if attack.chance else attack.above_chance  # which takes controls into account
+    is_little = max(_excess(attack), corrected) <= NEXT_TO_NONE
     verdict: _Verdict = "little" if is_little else "inconclusive"
     if _is_read(attack):
         verdict = "read"
-    elif _blind(tried) or attack.stale:
+    elif _blind(attacks) or attack.stale:
         verdict = "unknown"
     roots = (f"/worst/{family.name}", f"/{attack.name}/{attack.headline}")
     return replace(
@@ -249,14 +252,14 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         gate=min(limits_of(fit, *roots), default=None),
         control=attack.quoted.control,
         comparisons=[*_comparisons(fit, attack)],
-        note=" ".join(filter(None, _notes(fit, attack, tried, verdict))),
+        note=" ".join(filter(None, _notes(fit, attack, attacks, verdict))),
         attack=attack.name,
-        silent=[a.name for a in tried if not a.quoted and a.unknown],
+        silent=[a.name for a in attacks if not a.quoted and a.unknown],
     )
 
 
 def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
-    """Return answer and note where what a family's attacks read did not leave; else nothing."""
+    """Return the answer and note if a family's attacks need data that was not shared; else {}."""
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
     if not names:
         return {}
@@ -264,9 +267,9 @@ def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
     return {"answer": "Not shared", "note": note}
 
 
-def _without_value(tried: Sequence[AttackSummary]) -> dict[str, Any]:
-    """Return verdict, answer and note where no attack has a value."""
-    attack = next((a for a in tried if a.certified), tried[0])
+def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
+    """Return the verdict, answer and note for attacks without a value."""
+    attack = next((a for a in attacks if a.certified), attacks[0])
     note = f"{attack.name}: {attack.why_unknown or 'it gave no result'}."
     if attack.certified:
         note = (
@@ -280,53 +283,53 @@ def _without_value(tried: Sequence[AttackSummary]) -> dict[str, Any]:
 
 
 def limits_of(fit: FitSummary, *names: str) -> list[float]:
-    """Return the limits of gates that can be drawn from 0 to 1; of some metrics alone."""
+    """Return the limits of the gates that are at most 1; with ``names`` only of those metrics."""
     gates = [g for g in fit.gates or () if not names or any(name in g.metric for name in names)]
     return sorted({g.at_most for g in gates if g.at_most is not None and g.at_most <= 1})
 
 
 def _comparisons(fit: FitSummary, attack: AttackSummary) -> Iterator[str]:
-    """Yield what the attack read before the defence, and of the sum over clients."""
-    for pair in before_and_after(fit) if attack.stage == "shared" else ():
-        if pair.attack == attack.name:
-            spread = " on average" if pair.is_mean else f" ({brief_interval(pair.before)})"
-            yield f"before the defence {brief(pair.before.value)}{spread}"
-    for other in fit.attacks:
-        if other.name == attack.name and other.stage == "aggregate" != attack.stage:
-            value = other.quoted.rate.value if other.quoted else None
+    """Yield the attack's values before the defence and on the sum over clients, in words."""
+    for change in before_and_after(fit) if attack.stage == "shared" else ():
+        if change.attack == attack.name:
+            spread = " on average" if change.is_mean else f" ({brief_interval(change.before)})"
+            yield f"before the defence {brief(change.before.value)}{spread}"
+    for summary in fit.attacks:
+        if summary.name == attack.name and summary.stage == "aggregate" != attack.stage:
+            value = summary.quoted.rate.value if summary.quoted else None
             yield f"in the sum of {fit.shared.clients} clients {brief(value)}"
 
 
 def _notes(
-    fit: FitSummary, attack: AttackSummary, tried: Sequence[AttackSummary], verdict: _Verdict
+    fit: FitSummary, attack: AttackSummary, attacks: Sequence[AttackSummary], verdict: _Verdict
 ) -> Iterator[str]:
-    """Yield what a value rests on."""
+    """Yield the reasons for the verdict, and the looks and numbers behind the value."""
     quoted = attack.quoted
     assert quoted is not None
     yield _why(attack, quoted, verdict)
     if attack.stale:
         yield f"Of earlier weights. Those at the end are unknown: {attack.stale}."
-    yield from (f"{one.name}: {one.control_note}." for one in _blind(tried))
+    yield from (f"{a.name}: {a.control_note}." for a in _blind(attacks))
     if attack.control_note and not attack.blind:
         yield f"{capitalized(attack.control_note)}."
     recall, precision = quoted.rates.get("recall"), quoted.rates.get("precision")
     if recall and precision and attack.headline == "f1":
-        matches = capitalized(percent(recall))
-        yield f"{matches} found, {percent(precision)} of what was named was there."
+        recovered = capitalized(percent(recall))
+        yield f"{recovered} found, {percent(precision)} of what was named was there."
     interval = brief_interval(quoted.rate)
     n = "" if quoted.n is None else f"n {quoted.n:,}; "
     unknown = f"; unknown at {attack.unknown} more" if attack.unknown else ""
-    higher = max(tried, key=_excess)
+    higher = max(attacks, key=_excess)
     if higher.quoted and _excess(higher) > _excess(attack):
         unknown += f"; {higher.name} reads {brief(higher.quoted.rate.value)}, not conclusive"
     yield f"{interval and f'95% {interval}, '}{n}{_source(fit, attack)}{unknown}."
-    if silent := [a.name for a in tried if not a.quoted and a.unknown]:
+    if silent := [a.name for a in attacks if not a.quoted and a.unknown]:
         yield f"No result of {', '.join(silent)}: what it would have read is unknown."
     yield f"{attack.name}."
 
 
 def _why(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
-    """Return why a value counts for no more than its verdict; empty where it was read."""
+    """Return the reason for a verdict; empty if the verdict is ``read``."""
     if verdict == "little":
         return "Next to guessing." if attack.chance else "Next to none."
     if verdict == "unknown":
@@ -342,7 +345,7 @@ def _why(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
 
 
 def _source(fit: FitSummary, attack: AttackSummary) -> str:
-    """Return which looks a value is of."""
+    """Return the look that a value comes from, and the number of looks, in words."""
     assert attack.quoted is not None
     which = "last" if attack.quoted.is_latest else "highest"
     if len(attack.clients) > 1:
@@ -357,20 +360,19 @@ def _source(fit: FitSummary, attack: AttackSummary) -> str:
 
 
 def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
-    """Return what an adversary could do, by everything that was read."""
+    """Return what an adversary could do, by all conclusive results."""
     parts: list[Part] = []
     if refuting := sorted({a.name for a in fit.attacks if a.refuted}):
         by = f" by {', '.join(refuting)}."
         parts = [Part("The account of differential privacy is "), Part("REFUTED", "read"), Part(by)]
-    best = [best_of_family(fit, one.family) for one in readings if one.verdict == "read"]
+    best = [best_of_family(fit, r.family) for r in readings if r.verdict == "read"]
     models = [a for a in best if a and a.stage == RELEASED]
     updates = [a for a in best if a and a.stage != RELEASED]
     for attacks, subject in ((updates, _update(fit, updates)), (models, "The trained model ")):
-        for number, attack in enumerate(attacks):
-            parts += [Part(" and " if number else f" {subject}"), *_deed(fit, attack)]
+        for i, attack in enumerate(attacks):
+            parts += [Part(" and " if i else f" {subject}"), *_capability(fit, attack)]
         parts += [Part(".")] * bool(attacks)
-    high = [one for one in readings if one.verdict == "inconclusive" and one.height > HIGH]
-    if high:
+    if high := [r for r in readings if r.verdict == "inconclusive" and r.height > HIGH]:
         names = _titles(high, "inconclusive", " and ")
         parts.append(Part(f" High, but in too few looks to be sure: {names}."))
     if parts:
@@ -379,7 +381,7 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
 
 
 def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
-    """Return the subject of a sentence on what clients share."""
+    """Return the subject and verb of the sentence about what clients share."""
     update = "One client's update" if fit.unit == "round" else "One update"
     if any(attack.stage == "aggregate" for attack in attacks):
         update = "The sum over clients"
@@ -388,30 +390,34 @@ def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:
     return f"{update} lets {server} "
 
 
-def _titles(readings: Sequence[Reading], verdict: str, joint: str = ", ") -> str:
-    return joint.join(one.title.lower() for one in readings if one.verdict == verdict)
+def _titles(readings: Sequence[Reading], verdict: str, separator: str = ", ") -> str:
+    return separator.join(r.title.lower() for r in readings if r.verdict == verdict)
 
 
 def _without_result(readings: Sequence[Reading]) -> Sentence:
-    """Return the sentence where nothing was read for certain."""
+    """Return the sentence of a run without a conclusive result."""
     if unsure := _titles(readings, "inconclusive", " and "):
         text = f"{unsure}. More looks or texts would show it."
         return (Part("Not conclusive: ", "strong"), Part(text))
-    if not any(one.verdict == "little" for one in readings):
+    if not any(reading.verdict == "little" for reading in readings):
         return (Part("Nothing was measured. That is unknown, not safe."),)
     unknown = _titles(readings, "unknown")
-    rest = f"Unknown: {unknown}." if unknown else "Others may read more."
-    return (Part("These attacks read "), Part("little or nothing", "strong"), Part(f". {rest}"))
+    limit = f"Unknown: {unknown}." if unknown else "Others may read more."
+    return (Part("These attacks read "), Part("little or nothing", "strong"), Part(f". {limit}"))
 
 
-def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
-    """Yield what an attack could do, in its family's words."""
+def _capability(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
+    """Yield what an adversary could do with an attack, by a sentence of its family.
+
+    A family has several sentences with metrics in braces. The first whose metrics all have values
+    is used, else the last, which needs none of them.
+    """
     assert attack.quoted is not None
     values = attack.quoted.rates
     is_sure = (attack.quoted.rate.value or 0.0) >= ALMOST_ALWAYS
     words = {"surely": "almost every time" if is_sure else "better than by guessing"}
-    *others, text = attack.family.all_sentences
-    for sentence in reversed(others if attack.headline not in attack.family.excesses else ()):
+    *specific, text = attack.family.all_sentences
+    for sentence in reversed(specific if attack.headline not in attack.family.excesses else ()):
         names = [name for name, _ in _METRIC.findall(sentence)]
         if all(" " in name or name in values or name in words for name in names):
             text = sentence
@@ -420,19 +426,19 @@ def _deed(fit: FitSummary, attack: AttackSummary) -> Iterator[Part]:
         pieces[::3], [*pieces[1::3], ""], [*pieces[2::3], ""], strict=True
     ):
         yield Part(before)
-        visible = words.get(name, name) if " " in name or name in words else brief(values.get(name))
+        value = words.get(name, name) if " " in name or name in words else brief(values.get(name))
         if name:
-            yield Part(percent(values.get(name)) if unit else visible, "read")
+            yield Part(percent(values.get(name)) if unit else value, "read")
 
 
 # ---- facts --------------------------------------------------------------------------------------
 
 
 def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
-    tested = {one.family for one in readings if one.verdict != "untested"}
+    tested = {reading.family for reading in readings if reading.verdict != "untested"}
     shared = fit.shared
     clients = f"; {shared.clients} clients" if (shared.clients or 1) > 1 else ""
-    counts = {"attacks not run": fit.not_played, "parameters unread": shared.unread}
+    gaps = {"attacks not run": fit.not_played, "parameters unread": shared.unread}
     is_dishonest = any(a.dishonest for a in fit.attacks)
     ability = "adds layers of its own" if is_dishonest else "only listens; knows the weights"
     exposure = [
@@ -452,14 +458,14 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
         _Fact(
             "Not tested",
             capitalized(_titles(readings, "untested")) or "Every kind was tested",
-            ", ".join(f"{len(those)} {what}" for what, those in counts.items() if those),
+            ", ".join(f"{len(names)} {title}" for title, names in gaps.items() if names),
         ),
     ]
 
 
 def _defense(fit: FitSummary) -> _Fact:
-    names = len(fit.privacy) > 1
-    claims = [f"{a.claim_in_short}{f' ({a.defense})' * names}" for a in fit.privacy]
+    are_named = len(fit.privacy) > 1
+    claims = [f"{a.claim_in_short}{f' ({a.defense})' * are_named}" for a in fit.privacy]
     if fit.defenses is None:
         return _Fact("Defence", "Not recorded", "; ".join(claims))
     if not fit.defenses:
@@ -490,11 +496,10 @@ def _gate_fact(fit: FitSummary) -> _Fact:
             return _Fact("Gate", "Never acted", "; ".join(gates))
         none = ("None was set", "nothing would have stopped this run")
         return _Fact("Gate", *(("Not recorded",) if fit.gates is None else none))
-    first, more = fit.decisions[0], len(fit.decisions) - 1
-    only = all(one.did == "warn" for one in fit.decisions)
-    again = f" and {more} time{'s' * (more > 1)} more" if more else ""
-    verb, adverb = ("Exceeded", "only ") if only else ("Acted", "")
-    value = (
-        f"{verb} at {fit.unit} {first.step}{again}: it {adverb}{ACTIONS.get(first.did, first.did)}"
-    )
-    return _Fact("Gate", value, "; ".join(gates), only)
+    first, n_further = fit.decisions[0], len(fit.decisions) - 1
+    only_warned = all(decision.did == "warn" for decision in fit.decisions)
+    further = f" and {n_further} time{'s' * (n_further > 1)} more" if n_further else ""
+    verb, adverb = ("Exceeded", "only ") if only_warned else ("Acted", "")
+    action = ACTIONS.get(first.did, first.did)
+    value = f"{verb} at {fit.unit} {first.step}{further}: it {adverb}{action}"
+    return _Fact("Gate", value, "; ".join(gates), only_warned)

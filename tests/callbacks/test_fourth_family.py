@@ -1,4 +1,4 @@
-"""A family of leak that the package does not know, in one file of its own."""
+"""A user-defined family of leak: `text_counts.py` has its attack and channel in one file."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ RIGHT = "leakage/text_count/right"
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LeakageMonitor, Path]:
-    """A fit under this attack and others."""
+    """Return the monitor and the folder of a fit with this attack and two of the package."""
     folder = tmp_path_factory.mktemp("counts")
     settings = WatchSettings(stages=("local", "shared"), reveal=True)
     attacks = [Probe(), TextCount(1e9), FCMembership(1)]
@@ -35,7 +35,7 @@ def revealed_by(monitor: LeakageMonitor) -> list[tuple[int, str]]:
     return channel.revealed
 
 
-def test_it_is_logged_beside_the_others(watched: tuple[LeakageMonitor, Path]) -> None:
+def test_custom_family_is_logged_with_its_metrics(watched: tuple[LeakageMonitor, Path]) -> None:
     monitor, folder = watched
     assert monitor.failures == 0
     assert monitor.latest[RIGHT] == 0
@@ -46,35 +46,33 @@ def test_it_is_logged_beside_the_others(watched: tuple[LeakageMonitor, Path]) ->
     assert lines[-1]["metrics"]["right"]["value"] == 0
     [board] = folder.rglob("events.out*")
     events = EventAccumulator(str(board)).Reload()
-    shared = [
-        line for line in lines if line["stage"] == "shared"
-    ]  # where others waited, they alone
-    assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * len(shared)
+    n_shared = sum(line["stage"] == "shared" for line in lines)
+    assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * n_shared
 
 
-def test_it_reveals_what_it_recovered(watched: tuple[LeakageMonitor, Path]) -> None:
-    heads = [(step, f"== step {step}, leakage/text_count") for step in (0, 2, 4, 6)]
-    assert [one for one in revealed_by(watched[0]) if "_local" not in one[1]] == heads
+def test_custom_family_reveals_guesses_at_each_look(watched: tuple[LeakageMonitor, Path]) -> None:
+    titles = [(step, f"== step {step}, leakage/text_count") for step in (0, 2, 4, 6)]
+    revealed = revealed_by(watched[0])
+    assert [(step, title) for step, title in revealed if "_local" not in title] == titles
 
 
-def test_the_report_speaks_of_it_in_its_own_words(watched: tuple[LeakageMonitor, Path]) -> None:
+def test_report_describes_custom_family_in_its_own_terms(
+    watched: tuple[LeakageMonitor, Path],
+) -> None:
     report = findings(read([watched[1]]))
-    [attack] = [
-        one for one in report.runs[0].attacks if (one.name, one.stage) == ("text_count", "shared")
-    ]
+    attacks = report.runs[0].attacks
+    [attack] = [a for a in attacks if (a.name, a.stage) == ("text_count", "shared")]
     assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
     assert report.verdict.worst["counts"] == 0.0
-    [reading] = [one for one in report.overviews[0].readings if one.family == "counts"]
-    assert (reading.title, reading.question) == (
-        "Counts of texts",
-        "How many texts are in a batch?",
-    )
+    [reading] = [r for r in report.overviews[0].readings if r.family == "counts"]
+    assert reading.title == "Counts of texts"
+    assert reading.question == "How many texts are in a batch?"
     assert (reading.answer, reading.measure, reading.verdict) == (".00", "right", "little")
     assert "The share of looks at which the count was right." in page(report)
 
 
-def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
-    def run(folder: str, **more):
+def test_custom_family_resumes_its_counts_from_a_checkpoint(tmp_path: Path) -> None:
+    def run(folder: str, **options):
         monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
         gate = RiskGate("leakage/text_count/right", at_most=0.5)
         checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
@@ -83,7 +81,7 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
             tmp_path / folder,
             loader=random_token_loader(24),
             enable_checkpointing=True,
-            **more,
+            **options,
         )
         assert revealed_by(monitor) == []
         [(series, channel)] = monitor.engine.series.items()
@@ -95,10 +93,12 @@ def test_it_is_gated_and_resumed(tmp_path: Path) -> None:
     monitor, gate, counts = run("resumed", ckpt_path=str(early))
     assert (monitor.looks, gate.fired, counts) == (6, None, [0, 6])
 
-    strict = RiskGate("leakage/text_count/wrong", at_most=0.9)
+
+def test_gate_on_custom_family_stops_the_fit(tmp_path: Path) -> None:
+    gate = RiskGate("leakage/text_count/wrong", at_most=0.9)
     monitor = LeakageMonitor(TextCount(1e9), every_n_steps=1)
     with announced("stopped training"):
-        trainer = fit([monitor, strict], tmp_path / "stopped")
+        trainer = fit([monitor, gate], tmp_path)
     assert trainer.global_step == 1
-    assert strict.fired is not None
-    assert strict.fired.value == 1
+    assert gate.fired is not None
+    assert gate.fired.value == 1

@@ -225,7 +225,7 @@ class SubspaceMembership(PassiveMembership):
         dtypes = [*(g.dtype for g in gradients), self._facts.autocast or torch.float32]
         rounding = max(torch.finfo(d).eps for d in dtypes)
         rows = row_space.SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
-        return None if len(excluded) and rows.silent else rows
+        return None if len(excluded) and rows.is_noise else rows
 
 
 def _remove_span(states: Tensor, basis: Tensor) -> Tensor:

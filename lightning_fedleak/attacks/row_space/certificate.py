@@ -32,7 +32,7 @@ def residual_size(atoms: Atoms, shared: SharedRows, types: Tensor) -> float:
     residual = shared.whole
     if len(types):
         residual = _project_off(residual, torch.linalg.qr(atoms.rows(types).T).Q)
-    return float(residual.norm()) / shared.floor
+    return float(residual.norm()) / shared.noise_norm
 
 
 def _project_off(rows: Tensor, basis: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def prune(atoms: Atoms, shared: SharedRows, types: Tensor) -> Tensor:
     """Return types without those that alone explain less than rounding (backward elimination)."""
     while len(types):
         parts = _unique_parts(shared.principal, atoms.rows(types))
-        count = int((parts < shared.floor).sum())
+        count = int((parts < shared.noise_norm).sum())
         if not count:
             break
         types = types[parts.argsort()[-(-count // 2) :].sort().values]
@@ -173,7 +173,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     for j in twins.any(1).nonzero()[:, 0].tolist():
         rest = torch.cat([chosen, candidates[~twins[j]]])
         parts[j] = _unique_parts(shared.whole, rest)[j]
-    return float(parts.min()) > CERTIFIED * shared.floor
+    return float(parts.min()) > CERTIFIED * shared.noise_norm
 
 
 def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor | None:
@@ -192,7 +192,7 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    least = CERTIFIED * shared.floor
+    least = CERTIFIED * shared.noise_norm
     alike = _TWIN_GAIN * len(shared.whole) ** 0.5
     small = sizes * DEPENDENT < least  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True

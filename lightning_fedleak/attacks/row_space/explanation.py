@@ -393,7 +393,7 @@ class ReadableInput:
     ) -> PursuitResult:
         atoms = self._atoms_beside(positions, beside)
         shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
-        if beside and not any(noise) and shared.silent:
+        if beside and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
         dims = atoms.width - len(atoms.beside)
         extra = len(atoms) - len(self.log_odds)

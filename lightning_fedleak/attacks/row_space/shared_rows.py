@@ -1,6 +1,6 @@
-"""The rows of shared gradients of maps that read one input, in units of their noise.
+"""The rows of shared gradients of linear maps with the same input, in units of their noise.
 
-Noise is rounding, and what a defence is known to have added.
+The noise is rounding, and the Gaussian noise that a defence is known to have added.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CERTIFIED = 4.0  # largest root mean square of a residual over the noise's for a certificate
-_GAP = 30.0  # factor around the noise within which the widest gap of singular values is the rank
+# The largest ratio of a residual's root mean square to the noise's at which it counts as noise.
+CERTIFIED = 4.0
+# The size of rounding is only an estimate. The rank is therefore where the singular values fall
+# most, within this factor above and below the estimate.
+_GAP = 30.0
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """The shared rows that read one input, in units of the noise of an entry.
+    """The shared gradient rows of linear maps with one input, divided by their noise.
+
+    One unit is the standard deviation of the noise of an entry.
 
     Attributes:
-        whole: (n, d) float64, all rows, with what is no word projected off.
-        principal: (k, d) float64, their principal rows above the noise.
-        exact: whether the noise is single precision's rounding alone, as a certificate needs.
+        whole: (n, d) float64, all rows, orthogonal to the directions that are not words.
+        principal: (k, d) float64, the right singular vectors of ``whole`` above the noise, each
+            times its singular value.
+        exact: whether the only noise is rounding to float32 or finer, as a certificate requires.
     """
 
     whole: Tensor
@@ -32,54 +38,57 @@ class SharedRows:
 
     @classmethod
     def stack(
-        cls, gradients: Sequence[Tensor], beside: Tensor, *, rounding: float, noise: Sequence[float]
+        cls, gradients: Sequence[Tensor], basis: Tensor, *, rounding: float, noise: Sequence[float]
     ) -> SharedRows:
-        """Return the stacked gradients of maps that read the same input.
+        """Return the stacked gradients of linear maps with the same input.
 
         Args:
-            gradients: each (n_i, d), one row for each output; none all zero.
-            beside: (b, d) float64 orthonormal, the directions that are no word.
-            rounding: relative precision that the gradients were computed in.
-            noise: standard deviation of the noise that was added to each gradient.
+            gradients: The gradients (n_i, d), with one row for each output; none is all zero.
+            basis: (b, d) float64 orthonormal, the directions that are not words; the rows are
+                projected off them.
+            rounding: The relative precision in which the gradients were computed.
+            noise: The standard deviation of the noise that was added to each gradient.
         """
         rows = []
-        for gradient, added in zip(gradients, noise, strict=True):
+        for gradient, std in zip(gradients, noise, strict=True):
             g = gradient.double()
-            rows.append(g / math.hypot(rounding * float(g.square().mean().sqrt()), added))
+            rows.append(g / math.hypot(rounding * float(g.square().mean().sqrt()), std))
         whole = torch.cat(rows)
-        whole = whole - (whole @ beside.T) @ beside
+        whole = whole - (whole @ basis.T) @ basis
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
-        dims = beside.shape[1] - len(beside)
+        dims = basis.shape[1] - len(basis)
         return cls(whole, _above_noise(whole, dims, exact=exact), exact)
 
     @property
-    def floor(self) -> float:
-        """Return the norm of the noise of all rows together."""
+    def noise_norm(self) -> float:
+        """Return the expected Frobenius norm of the noise of all rows."""
         return math.sqrt(self.whole.numel())
 
     @property
-    def silent(self) -> bool:
-        """Return whether the rows hold nothing but noise."""
-        return not len(self.principal) or float(self.whole.norm()) <= CERTIFIED * self.floor
+    def is_noise(self) -> bool:
+        """Return whether the rows are indistinguishable from noise."""
+        return not len(self.principal) or float(self.whole.norm()) <= CERTIFIED * self.noise_norm
 
 
 def _above_noise(rows: Tensor, dims: int, *, exact: bool) -> Tensor:
-    """Return the principal rows above the noise; near rounding the cut is the widest gap.
+    """Return the right singular vectors above the noise, each times its singular value.
 
-    A fall behind ``dims`` directions, to those that were projected off, is no gap.
+    If the noise is rounding, whose size is only estimated, the cut is at the largest ratio of
+    consecutive singular values near the estimate. The fall after the first ``dims`` singular
+    values, to the directions that were projected off, does not count.
     """
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
     s = s[:dims]
-    edge = math.sqrt(n) + math.sqrt(d)
+    edge = math.sqrt(n) + math.sqrt(d)  # the largest singular value of (n, d) standard noise
     k = int((s > edge).sum())
     if exact and k:
         first = int((s > edge * _GAP).sum())
         last = int((s > edge / _GAP).sum())
-        steps = s.clamp_min(edge / _GAP / 10).log()
-        falls = steps[:-1] - steps[1:]
+        logs = s.clamp_min(edge / _GAP / 10).log()  # else a fall to 0 would always be the largest
+        falls = logs[:-1] - logs[1:]
         window = falls[max(first - 1, 0) : last]
         if len(window):
             k = max(first - 1, 0) + int(window.argmax()) + 1

@@ -137,7 +137,7 @@ class EncoderSearch:
         if shared.exact and bool(inside.any()):
             basis = _basis(unit[inside], SEARCH.same)
             rest = shared.whole - (shared.whole @ basis.T) @ basis
-            residual = float(rest.norm()) / shared.floor
+            residual = float(rest.norm()) / shared.noise_norm
             if residual <= CERTIFICATE.residual:
                 return _Pairs(unit, inside, inside.float(), residual, True)
         flat = states.flatten(0, 1)

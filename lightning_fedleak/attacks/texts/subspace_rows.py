@@ -333,8 +333,8 @@ class Explained:
         inside = shared.whole @ q
         losses = (inverse @ inside.T).norm(dim=1) / size[:, 0]
         rest = shared.whole - inside @ q.T
-        residual = float(rest.norm()) / shared.floor
-        return cls(residual, losses / shared.floor, q.T, inverse @ q.T / size)
+        residual = float(rest.norm()) / shared.noise_norm
+        return cls(residual, losses / shared.noise_norm, q.T, inverse @ q.T / size)
 
     @property
     def exchange_limit(self) -> float:

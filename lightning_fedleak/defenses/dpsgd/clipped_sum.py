@@ -179,7 +179,7 @@ class ClippedSum:
             self.unit = samples / recorder.terms / max(1, in_batch)
         self.weights = self.mean_weights * self.unit
         used: Iterator[Tensor] = (p for p in parameters if p in parts)
-        self.parts = {p: per_sample.in_form(parts[p], p.shape, clip.form) for p in used}
+        self.parts = {p: per_sample.to_form(parts[p], p.shape, clip.form) for p in used}
         self._users, row_weights = users, self.weights
         owners: Tensor | None = None
         if users is not None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of layers, as factors or in full, with their norms and sums.
+"""Per-sample gradients of layers, as factors or as dense tensors, with their norms and sums.
 
 The per-sample gradients of a layer follow from its inputs and output gradients, so one backward
 pass is enough (book-keeping, Bu et al. 2023, "Differentially Private Optimization on Large Model at
@@ -7,7 +7,8 @@ Small Cost"): norms from Gram matrices over positions (ghost norms, Goodfellow 2
 times (tied embeddings) has one gradient per sample, the sum over its uses; norms here include the
 cross terms.
 
-All shapes have the samples first, B of them. T counts positions of a sample, of all uses together.
+The first dimension of every shape is the sample, of B. T is the number of positions of a sample,
+summed over all uses of the parameter.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ from lightning_fedleak.model.anatomy import where_whole
 
 Clipping = Literal["auto", "per_sample", "ghost"]
 
-# A squared norm that rounding makes too small would break the clip, so both are upper bounds.
-CANCELLATION = 1e-5  # share of a sum's absolute terms that a squared norm is at least
-ROUNDING = 8  # machine epsilons of these terms that are added, for products of up to SUMMED numbers
-SUMMED = 4096  # numbers in a product; for more ROUNDING grows with the root of their number
-CHUNK = 1 << 24  # numbers of factors that norms are computed from at once; bounds memory. Not tuned
+# A squared ghost norm is a sum of positive and negative terms. If rounding made it too small, the
+# sample would exceed the clip norm. It is therefore an upper bound: raised by ROUNDING machine
+# epsilons of the sum of the absolute terms, and to at least the share CANCELLATION of that sum.
+CANCELLATION = 1e-5
+ROUNDING = 8  # for inner products of up to INNER_SIZE numbers; it grows with the root of more
+INNER_SIZE = 4096  # numbers
+CHUNK = 1 << 24  # numbers in the factors of one chunk of norms, to bound the memory. Not tuned
 
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-_MENDS = {
+_REPLACEMENTS = {  # by the class of a layer without per-sample gradients
     nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
     nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
     nn.EmbeddingBag: "Use nn.Embedding.",
 }
-"""What to build in place of a layer, by its class."""
 
 
 @dataclass(frozen=True)
 class _Outer:
-    """Factors of a matrix's gradients: sample b's is ``sum_t left[b, t] right[b, t]^T``, (m, n).
+    """Factors of the gradients of a matrix (m, n).
+
+    The gradient of sample b is ``sum_t left[b, t] right[b, t]^T``.
 
     Attributes:
-        left: (B, T, m).
-        right: (B, T, n).
+        left: (B, T, m) the left factors.
+        right: (B, T, n) the right factors.
     """
 
     left: Tensor
@@ -60,11 +64,13 @@ class _Outer:
 
 @dataclass(frozen=True)
 class _EmbeddingRows:
-    """Rows of an embedding's gradients: sample b's has ``values[b, t]`` added to ``ids[b, t]``.
+    """Rows of the gradients of an embedding.
+
+    The gradient of sample b is zero, plus ``values[b, t]`` in its row ``ids[b, t]``, for all t.
 
     Attributes:
-        ids: (B, T) int64.
-        values: (B, T, d); zero where the row gets no gradient (padding).
+        ids: (B, T) int64, the indices of the rows.
+        values: (B, T, d) the gradients of the outputs; zero at padding.
     """
 
     ids: Tensor
@@ -73,10 +79,10 @@ class _EmbeddingRows:
 
 @dataclass(frozen=True)
 class _Dense:
-    """Per-sample gradients in full.
+    """Per-sample gradients as one tensor.
 
     Attributes:
-        values: (B, *shape of the parameter).
+        values: (B, ...) the gradients, each of the parameter's shape.
     """
 
     values: Tensor
@@ -85,19 +91,21 @@ class _Dense:
 Part = _Outer | _EmbeddingRows | _Dense
 Parts = Sequence[Part]
 
+# A function that returns the per-sample gradients of a module's parameters, by their names. Its
+# arguments are the module, its input (whose first dimension is samples, or samples times
+# positions), the gradient of its output, and B.
 Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
-"""Returns the part of each parameter by name. Its arguments: the module, its input (whose first
-dimension counts samples, or samples times positions), the gradient of its output, and B."""
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute products of float32 matrices in float32 within this context, not in TF32.
 
-    In TF32 (``set_float32_matmul_precision("high")``) norm and sum would each be rounded to 11 bits
-    differently, and a sample whose positions cancel could exceed the clip by a large part of it.
+    In TF32 (``set_float32_matmul_precision("high")``) the norm and the sum would be rounded to 11
+    bits in different ways. A sample whose positions cancel could then exceed the clip norm by a
+    large factor.
     """
-    # Since torch 2.9 each backend also has a setting of its own, which the common one overwrites.
+    # Since torch 2.9 each backend also has its own setting, which the common setting overwrites.
     backends: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", 0)]
     precisions = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
     try:
@@ -113,25 +121,26 @@ def full_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def in_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
-    """Return a parameter's gradients in at most one part of each kind, in the form of ``clipping``.
+def to_form(parts: Parts, shape: torch.Size, clipping: Clipping) -> Parts:
+    """Return a parameter's gradients in the form of ``clipping``, with one part of each type.
 
-    ``"ghost"`` keeps factors, ``"per_sample"`` multiplies them out, ``"auto"`` multiplies out where
-    the result is smaller than its factors, as in LoRA's thin matrices, which also saves the second
-    product. Factors beside a part in full are always multiplied out: their sum has no ghost norm.
+    ``"ghost"`` keeps the factors, and ``"per_sample"`` multiplies them. ``"auto"`` multiplies them
+    if the result is smaller than the factors, as for the thin matrices of LoRA, which also saves
+    the product in :func:`weighted_sum`. Factors together with a dense part are always multiplied,
+    since their sum has no ghost norm.
     """
-    parts = _merged(parts) if len(parts) > 1 else parts
+    parts = _merge(parts) if len(parts) > 1 else parts
     if len(parts) == 1 and isinstance(parts[0], _Dense):
         return parts
-    full = any(isinstance(part, _Dense) for part in parts) or clipping == "per_sample"
+    is_dense = any(isinstance(part, _Dense) for part in parts) or clipping == "per_sample"
     if clipping == "auto" and all(isinstance(part, _Outer) for part in parts):
         size = sum(p.left[0].numel() + p.right[0].numel() for p in parts if isinstance(p, _Outer))
-        full = full or shape.numel() <= size
-    return [_Dense(in_full(parts, shape))] if full else parts
+        is_dense = is_dense or shape.numel() <= size
+    return [_Dense(to_dense(parts, shape))] if is_dense else parts
 
 
-def _merged(parts: Parts) -> list[Part]:
-    """Return at most one part of each kind; uses of a parameter become further positions."""
+def _merge(parts: Parts) -> list[Part]:
+    """Return one part of each type; several uses of a parameter become further positions."""
     outer = [part for part in parts if isinstance(part, _Outer)]
     if len(outer) > 1:
         left, right = ([_wide(getattr(p, side)) for p in outer] for side in ("left", "right"))
@@ -141,12 +150,12 @@ def _merged(parts: Parts) -> list[Part]:
         values = torch.cat([_wide(part.values) for part in rows], 1)
         rows = [_EmbeddingRows(torch.cat([part.ids for part in rows], 1), values)]
     dense = [part.values for part in parts if isinstance(part, _Dense)]
-    full = [_Dense(functools.reduce(torch.add, dense))] if dense else []
-    return [*outer, *rows, *full]
+    total = [_Dense(functools.reduce(torch.add, dense))] if dense else []
+    return [*outer, *rows, *total]
 
 
-def in_full(parts: Parts, shape: torch.Size) -> Tensor:
-    """Return per-sample gradients, (B, *shape), multiplied out; float32, or float64 if they are."""
+def to_dense(parts: Parts, shape: torch.Size) -> Tensor:
+    """Return dense per-sample gradients (B, *shape), of float64 if a part is, else of float32."""
     total: Tensor | None = None
     for part in parts:
         if isinstance(part, _Dense):
@@ -168,11 +177,11 @@ def in_full(parts: Parts, shape: torch.Size) -> Tensor:
 
 
 def select_samples(parts: Parts, samples: Tensor) -> list[Part]:
-    """Return the gradients of some samples, whatever the factors of the others hold.
+    """Return the gradients of some samples; factors of other samples may be infinite or NaN.
 
     Args:
-        parts: of all B samples.
-        samples: (B,) booleans.
+        parts: The gradients of all B samples.
+        samples: (B,) bool, whether each sample is selected.
     """
     return [
         replace(part, **{key: value[samples.to(value.device)] for key, value in vars(part).items()})
@@ -181,25 +190,25 @@ def select_samples(parts: Parts, samples: Tensor) -> list[Part]:
 
 
 def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
-    """Return gradients of users: weighted sums over each user's adjacent samples.
+    """Return the gradients of users: weighted sums over each user's adjacent samples.
 
-    A user's samples become further positions of one gradient, so that its norm has the cross terms
-    between them.
+    The samples of a user become further positions of one gradient, so that its norm includes the
+    cross terms between them.
 
     Args:
-        parts: of all B samples.
-        weights: (B,).
-        rows: samples of each of the U users; together B.
+        parts: The gradients of all B samples.
+        weights: (B,) the weights of the samples.
+        rows: The numbers of samples of the U users, whose sum is B.
     """
     counts = torch.tensor(rows, dtype=torch.int64)
     owner = torch.arange(len(rows)).repeat_interleave(counts)
-    place = torch.arange(len(owner)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    slot = torch.arange(len(owner)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     max_rows = max(rows, default=1)
 
     def by_user(values: Tensor) -> Tensor:
-        """Return (U, max_rows T, ...) of (B, T, ...), zero where a user has fewer samples."""
+        """Return values (B, T, ...) as (U, max_rows T, ...), padded by zeros."""
         grouped = values.new_zeros(len(rows), max_rows, *values.shape[1:])
-        grouped[owner.to(values.device), place.to(values.device)] = values
+        grouped[owner.to(values.device), slot.to(values.device)] = values
         return grouped.flatten(1, 2)
 
     result: list[Part] = []
@@ -219,10 +228,10 @@ def sum_users(parts: Parts, weights: Tensor, rows: Sequence[int]) -> list[Part]:
 
 
 def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
-    """Return the squared 2-norm of every sample's gradient, (B,), for each parameter.
+    """Return the squared 2-norms (B,) of the samples' gradients, for each parameter.
 
     Args:
-        layers: parts of each parameter from :func:`in_form`.
+        layers: The gradients of each parameter, from :func:`to_form`.
     """
     norms: list[Tensor] = []
     for parts in layers:
@@ -240,31 +249,32 @@ def squared_norms(layers: Iterable[Parts]) -> list[Tensor]:
 def squared_norms_of_users(
     layers: Mapping[Tensor, Parts], weights: Tensor, rows: Sequence[int], clipping: Clipping
 ) -> list[Tensor]:
-    """Return the squared 2-norm of every user's gradient, (U,), for each parameter.
+    """Return the squared 2-norms (U,) of the users' gradients, for each parameter.
 
-    The memory is at most that of twice the samples.
+    Adjacent users are computed together while their numbers of samples differ by a factor of two at
+    most. Padding therefore doubles the memory at most.
 
     Args:
-        layers: from :func:`in_form`, of all B samples.
-        weights: (B,).
-        rows: samples of each user; together B. In falling order, users with similar numbers of
-            samples are computed at once.
-        clipping: as in :func:`in_form`.
+        layers: The gradients of all B samples by parameter, from :func:`to_form`.
+        weights: (B,) the weights of the samples.
+        rows: The numbers of samples of the users, whose sum is B. In descending order, users with
+            similar numbers of samples are computed together.
+        clipping: The form, as in :func:`to_form`.
     """
     squares: list[list[Tensor]] = [[] for _ in layers]
     first, start = 0, 0
     while first < len(rows):
-        last, longest, shortest = first, rows[first], rows[first]
-        while last < len(rows) and max(longest, rows[last]) <= 2 * min(shortest, rows[last]):
-            longest, shortest = max(longest, rows[last]), min(shortest, rows[last])
-            last += 1
-        counts = rows[first:last]
+        end, max_rows, min_rows = first, rows[first], rows[first]
+        while end < len(rows) and max(max_rows, rows[end]) <= 2 * min(min_rows, rows[end]):
+            max_rows, min_rows = max(max_rows, rows[end]), min(min_rows, rows[end])
+            end += 1
+        counts = rows[first:end]
         samples = slice(start, start + sum(counts))
         for (parameter, parts), norms in zip(layers.items(), squares, strict=True):
             group = [replace(p, **{k: v[samples] for k, v in vars(p).items()}) for p in parts]
             users = sum_users(group, weights[samples], counts)
-            norms += squared_norms([in_form(users, parameter.shape, clipping)])
-        first, start = last, samples.stop
+            norms += squared_norms([to_form(users, parameter.shape, clipping)])
+        first, start = end, samples.stop
     return [torch.cat(norms) for norms in squares]
 
 
@@ -274,10 +284,10 @@ def weighted_sum(
     """Return ``sum_b weights[b] gradient_b``, of the parameter's shape.
 
     Args:
-        parts: of all B samples.
-        weights: (B,).
-        shape: of the parameter.
-        target: a tensor of this shape and of the gradients' dtype, to which the sum is added in
+        parts: The gradients of all B samples.
+        weights: (B,) the weights of the samples.
+        shape: The shape of the parameter.
+        target: A tensor of this shape and of the gradients' dtype, to which the sum is added in
             place; None for zeros.
     """
     total = target
@@ -309,41 +319,41 @@ def weighted_sum(
 
 
 def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``left^T (sum_b gradient_b) right`` of a matrix, or ``left . sum_b gradient_b``.
+    """Return the bilinear form ``left^T G right`` of the gradient ``G = sum_b gradient_b``.
 
-    It needs no product of the layer's size. Over random vectors a gradient of autograd that differs
-    from the sum of these parts also differs in this form, with probability 1.
+    It compares G with autograd's gradient without computing G: for random vectors the bilinear
+    forms of two different gradients differ with probability 1.
 
     Args:
-        parts: of all samples.
-        left: (m,) random numbers, m the parameter's first dimension.
-        right: (n,) of the flattened other dimensions.
+        parts: The gradients of all samples.
+        left: (m,) random numbers, where m is the parameter's first dimension.
+        right: (n,) random numbers, where n is the product of its other dimensions (1 for a vector).
 
     Returns:
-        The bilinear form, and the sum of the squared norms of all terms (positions, or samples in
-        full): both scalars, the latter in float64. Over random vectors the form of a sum has its
-        norm for a standard deviation, whatever it is by chance along this one.
+        The bilinear form, and the sum of the squared norms of its terms (one for each position, or
+        for each sample of a dense part). Both are scalars, the latter in float64. Over random
+        vectors the standard deviation of the form is the norm of G.
     """
     value, squares = left.new_zeros(()), left.new_zeros((), dtype=torch.float64)
     for part in parts:
         if isinstance(part, _Dense):
             terms = _wide(part.values).flatten(1)
-            numbers = (terms.view(len(terms), len(left), -1) @ right) @ left
+            forms = (terms.view(len(terms), len(left), -1) @ right) @ left
             norms = _norms(terms)
         elif isinstance(part, _Outer):
-            numbers = (_wide(part.left) @ left) * (_wide(part.right) @ right)
+            forms = (_wide(part.left) @ left) * (_wide(part.right) @ right)
             norms = _norms(part.left) * _norms(part.right)
         else:
-            numbers = left[part.ids] * (_wide(part.values) @ right)
+            forms = left[part.ids] * (_wide(part.values) @ right)
             norms = _norms(part.values)
-        value, squares = value + numbers.sum(), squares + norms.square().sum()
+        value, squares = value + forms.sum(), squares + norms.square().sum()
     return value, squares
 
 
 def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two random vectors, of a parameter's first and of its other dimensions.
+    """Return two random vectors, of a parameter's first dimension and of its other dimensions.
 
-    They depend on ``index`` and the shape alone.
+    They depend only on ``index`` and the shape.
     """
     device = where_whole(parameter)
     generator = torch.Generator(device).manual_seed(index)
@@ -356,13 +366,13 @@ def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounds_products(context: DefenseContext) -> bool:
-    """Return whether products of float32 may be rounded (TF32, which is cuDNN's default)."""
+    """Return whether products of float32 may be rounded to TF32, which is cuDNN's default."""
     try:
         rounded = torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # a backend's setting contradicts the common one
         rounded = True
-    on_card = context.device.type == "cuda"
-    return rounded or (on_card and any(isinstance(m, _ConvNd) for m in context.root.modules()))
+    on_gpu = context.device.type == "cuda"
+    return rounded or (on_gpu and any(isinstance(m, _ConvNd) for m in context.root.modules()))
 
 
 def _norms(values: Tensor) -> Tensor:
@@ -371,7 +381,7 @@ def _norms(values: Tensor) -> Tensor:
 
 
 def _squared_norms(parts: Parts, rows: slice) -> Tensor:
-    """Return the squared norms of some samples, so that copies and Gram matrices stay small."""
+    """Return upper bounds of the squared norms of some samples, from Gram matrices."""
     total: Tensor | None = None
     absolute: Tensor | None = None
     outer = next((part for part in parts if isinstance(part, _Outer)), None)
@@ -380,7 +390,7 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
         total, absolute = _add(None, None, (left @ left.mT).mul_(right @ right.mT))
     for part in parts:
         if isinstance(part, _Dense):
-            raise AssertionError("parts in full and factors together have no ghost norm")
+            raise AssertionError("a dense part and factors together have no ghost norm")
         if not isinstance(part, _EmbeddingRows):
             continue
         ids, values = part.ids[rows], _wide(part.values[rows])
@@ -392,8 +402,8 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
             total, absolute = _add(total, absolute, crossed.mul_(2))
     assert total is not None
     assert absolute is not None
-    widest = max(v.shape[2] for part in parts for v in vars(part).values() if v.dim() == 3)
-    share = ROUNDING * torch.finfo(total.dtype).eps * max(1.0, (widest / SUMMED) ** 0.5)
+    size = max(v.shape[2] for part in parts for v in vars(part).values() if v.dim() == 3)
+    share = ROUNDING * torch.finfo(total.dtype).eps * max(1.0, (size / INNER_SIZE) ** 0.5)
     total = total + share * (absolute - total)
     return torch.maximum(total, CANCELLATION * absolute)
 
@@ -408,46 +418,46 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def rule_of(name: str, module: nn.Module) -> Rule:
-    """Return the rule by which a layer's input and output gradient give per-sample gradients.
+    """Return the rule that computes a layer's per-sample gradients from input and output gradient.
 
     Args:
-        name: of the module in the root, "" for the root itself.
-        module: has trainable parameters itself.
+        name: The name of the module in the root; "" for the root itself.
+        module: A module with trainable parameters that are not only its children's.
 
     Raises:
-        DefenseError: its parameters have no per-sample gradients; says why.
+        DefenseError: The parameters have no per-sample gradients; the message says why.
     """
     if reason := _refusal(name, module):
         raise DefenseError(f"DPSGD: {reason}")
-    kind = _plain_type(module)
-    # Hugging Face's Linear with its weight transposed.
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+    cls = _plain_type(module)
+    # GPT-2's linear layer in transformers, whose weight is transposed.
+    if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
         return _conv1d
-    return _RULES.get(kind, _any)
+    return _RULES.get(cls, _vmap)
 
 
 def _refusal(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    inside = {p for child in module.children() for p in child.parameters()}
+    cls = type(module).__name__
+    of_children = {p for child in module.children() for p in child.parameters()}
     trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
-    loose = [k for k in trained if module._parameters[k] not in inside]
-    if not loose:
+    direct = [k for k in trained if module._parameters[k] not in of_children]
+    if not direct:
         return ""
-    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in loose)
-    for base, mend in _MENDS.items():
+    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in direct)
+    for base, advice in _REPLACEMENTS.items():
         if isinstance(module, base):
-            return f"'{name}' is a {kind}, which has no per-sample gradients. {mend.format(kind)}"
-    if kind.startswith("Dora"):
+            return f"'{name}' is a {cls}, which has no per-sample gradients. {advice.format(cls)}"
+    if cls.startswith("Dora"):
         return f"{names} is DoRA's magnitude, which no sample passes: LoraConfig(use_dora=False)"
-    if inside or not name or isinstance(module, CONTAINERS):
+    if of_children or not name or isinstance(module, CONTAINERS):
         return (
-            f"the parameters {names} belong to a {kind}, whose inputs and outputs do not give "
+            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
             "their per-sample gradients. Put them into a module of their own that computes with "
             "them in its `forward`, or freeze them."
         )
-    if type(module) in _RULES and not {"weight", "bias"}.issuperset(loose):
+    if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
         return (
-            f"'{name}' ({kind}) trains {names}, from which its weight is computed. Remove that "
+            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove that "
             "(torch.nn.utils.remove_weight_norm), or freeze it."
         )
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -499,8 +509,8 @@ def _layer_norm(
     return parts
 
 
-def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> dict[str, Part]:
-    """Run the layer again for one sample at a time, vectorized."""
+def _vmap(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> dict[str, Part]:
+    """Return per-sample gradients of any layer by another backward per sample, vectorized."""
     parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in parameters.values()):
         raise DefenseError(
@@ -508,15 +518,15 @@ def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> d
             "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
             "of its MixedPrecisionPolicy."
         )
-    # Not its state_dict: FSDP2 would take that for a moment in which to free what is whole.
-    everything = [*module.named_parameters(), *module.named_buffers()]
-    rest = {key: value.detach() for key, value in everything}
+    # Its state_dict() would make FSDP2 free the unsharded parameters.
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    state = {key: value.detach() for key, value in tensors}
     hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
     module._forward_hooks, module._forward_pre_hooks = type(hooks)(), type(pre_hooks)()
 
     def pull_sample(x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
         def run(trained: dict[str, Tensor]) -> Tensor:
-            output: Tensor = functional_call(module, {**rest, **trained}, (x,))
+            output: Tensor = functional_call(module, {**state, **trained}, (x,))
             return output
 
         output, pull = vjp(run, parameters)[:2]
@@ -543,11 +553,11 @@ def _any(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> d
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a layer had before FSDP2 replaced it."""
-    kind = type(module)
-    if issubclass(kind, FSDPModule) and kind.__bases__[0] is FSDPModule:
-        return kind.__bases__[1]
-    return kind
+    """Return the class of a layer, or the one it had before FSDP2 replaced it by a subclass."""
+    cls = type(module)
+    if issubclass(cls, FSDPModule) and cls.__bases__[0] is FSDPModule:
+        return cls.__bases__[1]
+    return cls
 
 
 _RULES: dict[type[nn.Module], Rule] = {
@@ -555,11 +565,11 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
+# The rules that return factors instead of dense gradients of matrices.
 GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)
-"""Rules of layers whose matrices stay factors."""
 
 
 def zeros_of(parameter: Tensor) -> Tensor:
-    """Return zeros of a parameter's whole shape, float32 or float64 as clipped sums are."""
+    """Return zeros of a parameter's unsharded shape, in the dtype of clipped sums."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     return torch.zeros(parameter.shape, dtype=dtype, device=where_whole(parameter))

@@ -1,8 +1,8 @@
-"""What the trained weights say of values in texts: those that are found, and planted ones.
+"""How well the trained weights have memorized values in texts, such as phone numbers.
 
-Of a planted value the rank among others of its set is known. A value that is found in a user's
-texts has none, since nobody knows from which set it is: those of texts that were trained on are
-compared with those of the same kind in texts that were not.
+A planted value was drawn from a known set of candidates, so that the model's rank of it among them
+is its score. A value that occurs in a user's text was drawn from no known set and has no rank.
+Instead, values of training texts are compared with values of the same kind in held-out texts.
 """
 
 from __future__ import annotations
@@ -28,39 +28,42 @@ from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
-LEAST_VALUES = 20  # on either side; fewer: an interval says next to nothing. Not tuned
-LEAST_ENTITIES = 10  # trained on so often, and left out; fewer: bounds say next to nothing
+# The number of values in users' texts that members and non-members each need. With fewer the
+# intervals say next to nothing. Not tuned.
+MIN_VALUES = 20
+MIN_ENTITIES = 10  # the same for planted values of a tier, and for held-out ones
+# The first part of the names of series, ``entity/<kind>/<prompt or label>``. The name of a series
+# of values that occur in several training rows ends in ``_x2``.
 ENTITY = "entity"
-"""Begins the names of series, ``entity/<kind>/<place>``; those of repeated values end in _x2."""
 
 
 def clustered_auc(
     scores: Tensor, members: Tensor, rows: Tensor, look: int = 1, alpha: float = 0.05
 ) -> dict[str, float]:
-    """Return the AUC of values of which a row may hold several, by the names of the logs.
+    """Return the AUC of values that are clustered in rows, by the names of the logs.
 
-    - ``auc``, with ``_low`` and ``_high``: ties count half; the interval takes rows as independent.
-      ``auc_provable`` is the lower end where so many rows are all ranked right.
-    - ``p_value``: of "values of members rank no higher", by permuted memberships of rows. It is
-      exact, and ``auc_low`` is above .5 only where it shows that too.
+    - ``auc``, with ``_low`` and ``_high``: Ties count half. The interval takes only rows to be
+      independent. ``auc_provable`` is the lower end that a perfect ranking of the rows would have.
+    - ``p_value``: The exact p-value of "values of members rank no higher", by permutation of the
+      memberships of rows. ``auc_low`` is above .5 only if this test rejects too.
 
     Args:
-        scores: (N,) higher is more likely trained on.
-        members: (N,) bool, alike in a row.
+        scores: (N,) the scores of the values; a higher one is evidence of membership.
+        members: (N,) bool, whether each value is a member; the same for all values of a row.
         rows: (N,) int64, the row of each value.
-        look: counted from 1; the interval holds at all looks together.
-        alpha: probability of error over all looks together.
+        look: The number of the look, from 1; the interval holds at all looks together.
+        alpha: The probability of an error over all looks together.
     """
     spent = spent_at(look, alpha)
     score, member, code = scores.double().numpy(), members.numpy(), np.unique(rows, False, True)[1]
     area = auc(score, member, code, spent, RESAMPLES, np.random.default_rng(0))
     means = np.bincount(code, rankdata(score)) / np.bincount(code)
-    inside = np.bincount(code, member) > 0
-    error = permutation_test(torch.from_numpy(means), torch.from_numpy(inside))
+    member_rows = np.bincount(code, member) > 0
+    error = permutation_test(torch.from_numpy(means), torch.from_numpy(member_rows))
     if error > spent / 2:
         area = replace(area, low=min(area.low, 0.5))
-    fewest = min(int(inside.sum()), int((~inside).sum()))
-    provable = (spent / 2) ** (1 / fewest)
+    min_rows = min(int(member_rows.sum()), int((~member_rows).sum()))
+    provable = (spent / 2) ** (1 / min_rows)
     return {
         **flat({"auc": area}),
         "auc_provable": min(provable, 0.5) if spent / 2 < 1 / (1 + PERMUTATIONS) else provable,
@@ -69,10 +72,18 @@ def clustered_auc(
     }
 
 
-class _Found(NamedTuple):
-    """A value at one place: in the prompt or the label of a row, from one token to before one."""
+class _Occurrence(NamedTuple):
+    """An occurrence of a value, at the tokens from ``start`` to before ``end`` of a row.
 
-    place: str
+    Attributes:
+        side: ``prompt`` or ``label``, the part of the row that the value is in.
+        value: The kind of the value and its key, the same for all spellings of the value.
+        row: The row.
+        start: The first token.
+        end: The token after the last one.
+    """
+
+    side: str
     value: tuple[str, str]
     row: int
     start: int
@@ -80,15 +91,15 @@ class _Found(NamedTuple):
 
 
 class FoundEntities:
-    """Values in texts of which some were trained on.
+    """Values in a user's texts, of which some are training texts.
 
-    A value that occurs in one row of the data was trained on or not by the draw of its row. One
-    that occurs in several rows, one of which was trained on, was trained on, wherever else it
-    stands; those of two such rows or more are compared apart.
+    A value that occurs in only one row is a member if its row was drawn into the training data. A
+    value in several rows is a member if at least one of them is a training row, wherever else it
+    occurs. Members in two training rows or more have a series of their own.
 
     Args:
-        finder: of the values.
-        are_predicted: the model predicts next tokens; of others every series is unknown.
+        finder: The finder of the values.
+        are_predicted: Whether the model predicts next tokens; else every series is unknown.
     """
 
     def __init__(self, finder: EntityFinder, are_predicted: bool = True) -> None:
@@ -96,31 +107,31 @@ class FoundEntities:
         self.are_predicted = are_predicted
         self._rows: Counter[tuple[str, str]] = Counter()
         self._trained: Counter[tuple[str, str]] = Counter()
-        self._found: Sequence[_Found] = ()
+        self._occurrences: Sequence[_Occurrence] = ()
 
     def counting(self, rows: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
-        """Yield rows, and whether each is trained on, after their values were counted."""
-        for text, trains in rows:
+        """Yield rows of a text and its membership, after counting the values of each."""
+        for text, member in rows:
             keys = {(value.kind, value.key) for value in self._finder.find(text.ids.tolist())}
             self._rows.update(keys)
-            self._trained.update(keys if trains else ())
-            yield text, trains
+            self._trained.update(keys if member else ())
+            yield text, member
 
     def locate(self, texts: Sequence[Text]) -> None:
         """Find the values of the texts that the model is queried with.
 
-        One that begins in a prompt and ends in a label is in neither, and the first token of a text
-        is never predicted.
+        A value that begins in a prompt and ends in a label has no series. The first token of a text
+        is never predicted, and is no part of a value.
         """
-        self._found = []
+        self._occurrences = []
         for row, text in enumerate(texts):
             labels = (text.labels != IGNORE_INDEX).tolist()
             for value in self._finder.find(text.ids.tolist()):
                 start = max(1, value.start)
-                sides = {*labels[start : value.end]}
-                if len(sides) == 1:
-                    place, key = "label" if sides.pop() else "prompt", (value.kind, value.key)
-                    self._found.append(_Found(place, key, row, start, value.end))
+                in_label = {*labels[start : value.end]}
+                if len(in_label) == 1:
+                    side, key = "label" if in_label.pop() else "prompt", (value.kind, value.key)
+                    self._occurrences.append(_Occurrence(side, key, row, start, value.end))
 
     def compare(
         self,
@@ -131,136 +142,139 @@ class FoundEntities:
         look: int = 1,
         alpha: float = 0.05,
     ) -> dict[str, dict[str, float] | str]:
-        """Return what the values of each kind and place show, or why that is unknown.
+        """Return the metrics of each series, or the reason why they are unknown.
 
-        A value's score is the gain of its tokens over the base, beyond that of values like it
-        (:func:`~lightning_fedleak.attacks.memorization.gain_beyond`): all learn their form. See
-        :func:`clustered_auc`; ``members`` and ``others`` count values.
+        The score of a value is the gain of its tokens over the base, minus the gain of similar
+        values (:func:`~lightning_fedleak.attacks.memorization.gain_beyond`), since training
+        improves the format of all values. The metrics are those of :func:`clustered_auc`, and the
+        numbers of values, ``members`` and ``others``.
 
         Args:
-            now: what the trained model says of all tokens of the texts.
-            base: what the base said of them.
+            now: The trained model's log probabilities of all tokens of the texts.
+            base: The base's log probabilities of the same tokens.
             rows: (n,) the texts that are compared.
-            members: (n,) bool, which of them were trained on.
-            look: counted from 1.
-            alpha: probability of error over all looks together.
+            members: (n,) bool, whether each of them is a training text.
+            look: The number of the look, from 1.
+            alpha: The probability of an error over all looks together.
         """
-        sides = dict(zip(rows.tolist(), members.tolist(), strict=True))
+        memberships = dict(zip(rows.tolist(), members.tolist(), strict=True))
         results: dict[str, dict[str, float] | str] = {}
         for name in entity_names(self._finder.kinds):
             if not self.are_predicted:
                 results[name] = "the model predicts no next token, so that it rates no value"
                 continue
-            values = self._chosen(name, sides)
-            places = torch.tensor([one.row for one in values], dtype=torch.long)
-            inside = torch.tensor([sides[one.row] for one in values], dtype=torch.bool)
-            n, n_others = int(inside.sum()), int((~inside).sum())
-            if min(n, n_others) < LEAST_VALUES:
+            values = self._select(name, memberships)
+            value_rows = torch.tensor([value.row for value in values], dtype=torch.long)
+            is_member = torch.tensor([memberships[v.row] for v in values], dtype=torch.bool)
+            n, n_held_out = int(is_member.sum()), int((~is_member).sum())
+            if min(n, n_held_out) < MIN_VALUES:
                 results[name] = (
-                    f"{n} values were trained on and {n_others} were not: {LEAST_VALUES} of each "
+                    f"{n} values were trained on and {n_held_out} were not: {MIN_VALUES} of each "
                     "are needed. Leave out more rows, or plant values (with_entities)"
                 )
                 continue
             columns = torch.zeros(len(values), now.labels.shape[1], dtype=torch.bool)
-            for row, one in enumerate(values):
-                columns[row, one.start - 1 : one.end - 1] = True
-            answers = [each.rows(places).within(columns) for each in (now, base)]
+            for i, value in enumerate(values):
+                columns[i, value.start - 1 : value.end - 1] = True  # logits predict the next token
+            answers = [model.rows(value_rows).within(columns) for model in (now, base)]
             results[name] = "the model or its base did not say how likely they are"
-            if all(bool(each.mean_log_probs().isfinite().all()) for each in answers):
-                released = ReleasedModel(answers[0], answers[1], places)
-                scores = gain_beyond(released, torch.ones_like(inside))
-                counts = {"members": float(n), "others": float(n_others)}
-                results[name] = clustered_auc(scores, inside, places, look, alpha) | counts
+            if all(bool(answer.mean_log_probs().isfinite().all()) for answer in answers):
+                released = ReleasedModel(answers[0], answers[1], value_rows)
+                scores = gain_beyond(released, torch.ones_like(is_member))
+                counts = {"members": float(n), "others": float(n_held_out)}
+                results[name] = clustered_auc(scores, is_member, value_rows, look, alpha) | counts
         return results
 
-    def _chosen(self, name: str, sides: Mapping[int, bool]) -> list[_Found]:
-        """Return the values of a series, each once, in some texts."""
-        _, kind, place = name.split("/")
-        place, repeats, _ = place.partition("_x2")
-        chosen: dict[tuple[str, str], _Found] = {}
-        for one in self._found:
-            side, times = sides.get(one.row), self._trained[one.value]
-            counts = times > 1 if side and repeats else self._rows[one.value] == 1
-            if (one.value[0], one.place) == (kind, place) and side is not None and counts:
-                chosen.setdefault(one.value, one)
-        return [*chosen.values()]
+    def _select(self, name: str, memberships: Mapping[int, bool]) -> list[_Occurrence]:
+        """Return the first occurrence of each value of a series in the compared texts."""
+        _, kind, side = name.split("/")
+        side, repeats, _ = side.partition("_x2")
+        firsts: dict[tuple[str, str], _Occurrence] = {}
+        for match in self._occurrences:
+            member, n_trained = memberships.get(match.row), self._trained[match.value]
+            counts = n_trained > 1 if member and repeats else self._rows[match.value] == 1
+            if (match.value[0], match.side) == (kind, side) and member is not None and counts:
+                firsts.setdefault(match.value, match)
+        return [*firsts.values()]
 
 
 def entity_names(kinds: Iterable[str]) -> list[str]:
-    """Return the names of the series of some kinds."""
-    groups = [f"{ENTITY}/{kind}/{place}" for kind in kinds for place in ("prompt", "label")]
+    """Return the names of the series of some kinds of values."""
+    groups = [f"{ENTITY}/{kind}/{side}" for kind in kinds for side in ("prompt", "label")]
     return [f"{group}{end}" for group in groups for end in ("", "_x2")]
 
 
 def entity_values(
     guess: EntityGuess,
     members: Tensor,
-    others: Tensor,
+    non_members: Tensor,
     repeats: Tensor,
     times: Sequence[int],
     *,
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[str, float] | str:
-    """Return what the ranks of one kind of value in one place show, or why that is unknown.
+    """Return the metrics of one kind of planted value, or the reason why they are unknown.
 
-    - ``first``, with ``_low`` and ``_high``: the share of the planted values that rank first among
-      their candidates, minus that of the values that were left out. Of several ``times`` it is that
-      of the one where it is highest. ``first_provable`` is its lower end where all rank first and
-      none of the others.
-    - ``greedy``: the same of values that greedy decoding writes.
-    - ``first_others`` and ``greedy_others``: the shares of the values that were left out.
-    - ``median_rank``: of the planted values; ``candidates``: of each value, at most.
-    - ``p_value``: of "planted values rank no higher", by permuted inclusion bits; it counts all
-      looks.
+    Planted values that occur in the same number of training rows are a tier.
 
-    An interval holds whatever the model does: both shares have exact ends (Clopper-Pearson), which
-    err with half of the look's part of ``alpha`` each, and where the lower end of the excess is
-    above 0 Fisher's exact test on the draw shows it too.
+    - ``first``, with ``_low`` and ``_high``: The share of members that rank first among their
+      candidates, minus the share of non-members that do; the largest over the tiers.
+      ``first_provable`` is its lower end if all members and no non-members rank first.
+    - ``greedy``: The same difference for values that greedy decoding writes.
+    - ``first_others`` and ``greedy_others``: The shares of non-members.
+    - ``median_rank``: The median rank of the members.
+    - ``candidates``: The largest number of candidates of a value.
+    - ``p_value``: The p-value of "members rank no higher", by permuted inclusion bits, corrected
+      for all looks.
+
+    An interval holds whatever the model does: both shares have exact intervals (Clopper-Pearson),
+    each at half of this look's share of ``alpha``. The lower end of a difference is above 0 only
+    if Fisher's exact test of the random inclusion rejects too.
 
     Args:
-        guess: about N values.
-        members: (N,) bool, values that were trained on.
-        others: (N,) bool, values that were left out.
-        repeats: (N,) rows of the training data that hold each value that is included.
-        times: numbers of rows that count; they share the probability of error.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
+        guess: The attack's ranks of N values.
+        members: (N,) bool, whether each value was trained on.
+        non_members: (N,) bool, whether each value was held out.
+        repeats: (N,) the number of training rows that a value occurs in if it is included.
+        times: The numbers of rows that define the tiers, which share the probability of an error.
+        look: The number of the look, from 1.
+        alpha: The probability of an error over all looks together.
     """
-    tiers = [tier for n in times if int((tier := members & (repeats == n)).sum()) >= LEAST_ENTITIES]
-    n_others = int(others.sum())
-    if not tiers or n_others < LEAST_ENTITIES:
+    tiers = [tier for n in times if int((tier := members & (repeats == n)).sum()) >= MIN_ENTITIES]
+    n_held_out = int(non_members.sum())
+    if not tiers or n_held_out < MIN_ENTITIES:
         counts = ", ".join(f"{int((members & (repeats == n)).sum())} x{n}" for n in times)
         return (
-            f"{n_others} values were left out, and so many were trained on: {counts}. "
-            f"{LEAST_ENTITIES} of each are needed: plant more (count=)"
+            f"{n_held_out} values were left out, and so many were trained on: {counts}. "
+            f"{MIN_ENTITIES} of each are needed: plant more (count=)"
         )
     spent = spent_at(look, alpha) / len(tiers)
     values: dict[str, float] = {}
     for name, hits in (("first", guess.ranks == 1), ("greedy", guess.greedy)):
-        rates = [_excess(hits, tier, others, spent) for tier in tiers]
+        rates = [_excess(hits, tier, non_members, spent) for tier in tiers]
         ends = zip(*((rate.value, rate.low, rate.high) for rate in rates), strict=True)
         values |= flat({name: Rate(*map(max, ends))})
-        values[f"{name}_others"] = float(hits[others].double().mean())
-        values[f"{name}_provable"] = min(_excess(t, t, others, spent).low for t in tiers)
-    counted = torch.stack(tiers).any(0)
-    pool = counted | others
-    error = permutation_test(-guess.ranks[pool].double(), counted[pool])
+        values[f"{name}_others"] = float(hits[non_members].double().mean())
+        values[f"{name}_provable"] = min(_excess(t, t, non_members, spent).low for t in tiers)
+    in_tiers = torch.stack(tiers).any(0)
+    pool = in_tiers | non_members
+    error = permutation_test(-guess.ranks[pool].double(), in_tiers[pool])
     return values | {
-        "median_rank": float(guess.ranks[counted].double().median()),
+        "median_rank": float(guess.ranks[in_tiers].double().median()),
         "candidates": float(guess.candidates[pool].max()),
         "p_value": min(1.0, error * alpha / spent_at(look, alpha)),
-        "members": float(counted.sum()),
-        "others": float(n_others),
+        "members": float(in_tiers.sum()),
+        "others": float(n_held_out),
         "alpha": spent_at(look, alpha),
     }
 
 
-def _excess(hits: Tensor, members: Tensor, others: Tensor, alpha: float) -> Rate:
-    """Return how much larger a share of members has a hit, with exact ends."""
-    counts = [[int(hits[side].sum()), int((~hits[side]).sum())] for side in (members, others)]
-    inside, outside = (proportion(yes, yes + no, 1 - alpha / 2) for yes, no in counts)
-    low = inside.low - outside.high
+def _excess(hits: Tensor, members: Tensor, non_members: Tensor, alpha: float) -> Rate:
+    """Return the share of hits of members minus that of non-members, with exact ends."""
+    counts = [[int(hits[s].sum()), int((~hits[s]).sum())] for s in (members, non_members)]
+    tpr, fpr = (proportion(n_hits, n_hits + n, 1 - alpha / 2) for n_hits, n in counts)
+    low = tpr.low - fpr.high
     if fisher_exact(counts, alternative="greater").pvalue > alpha / 2:
         low = min(low, 0.0)
-    return Rate(inside.value - outside.value, low, inside.high - outside.low)
+    return Rate(tpr.value - fpr.value, low, tpr.high - fpr.low)

@@ -19,10 +19,10 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     _EmbeddingRows,
     _Outer,
     full_precision,
-    in_form,
-    in_full,
     probe,
     squared_norms,
+    to_dense,
+    to_form,
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
@@ -143,7 +143,7 @@ def ours(
     with recorder.step(samples):
         value = loss(model, batch)
     value.backward()
-    parts = {p: in_form(local, p.shape, clipping) for p, local in recorder.parts.items()}
+    parts = {p: to_form(local, p.shape, clipping) for p, local in recorder.parts.items()}
     recorder.remove()
     squares = torch.stack(squared_norms(parts.values())).double()
     norms = samples * squares.sum(0).sqrt()
@@ -267,10 +267,10 @@ def test_every_form_says_the_same(
             parts.append(_EmbeddingRows(ids, normal(samples, length, 3)))
         else:
             parts.append(_Dense(normal(samples, *shape)))
-    full = in_full(parts, shape)
+    full = to_dense(parts, shape)
     weights, left, right = normal(samples), normal(7), normal(3)
     for clipping in ("auto", "per_sample", "ghost"):
-        form = in_form(parts, shape, clipping)
+        form = to_form(parts, shape, clipping)
         squares = full.flatten(1).square().sum(1)
         torch.testing.assert_close(squared_norms([form])[0], squares, rtol=1e-9, atol=1e-9)
         expected = torch.tensordot(weights, full, dims=1)
@@ -278,7 +278,7 @@ def test_every_form_says_the_same(
         value, terms = probe(form, left, right)
         torch.testing.assert_close(value, left @ full.sum(0) @ right)
         torch.testing.assert_close(terms, sum(map(squared_terms, form), start=left.new_zeros(())))
-    ghost = in_form(parts, shape, "ghost")
+    ghost = to_form(parts, shape, "ghost")
     assert all(isinstance(p, _Dense) for p in ghost) == ("dense" in kinds)
 
 
@@ -287,7 +287,7 @@ def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     inputs = torch.ones(1, 2, 3)
     inputs[:, 1] = -1 + 1e-7
     square = float(squared_norms([[_Outer(output, inputs)]])[0])
-    true = float(in_full([_Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
+    true = float(to_dense([_Outer(output.double(), inputs.double())], torch.Size([4, 3])).norm())
     assert square**0.5 >= true
 
 
@@ -321,7 +321,7 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
             )
             for part in parts
         ]
-        true = in_full(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
+        true = to_dense(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
         excess.append(float((true / squared_norms([parts])[0].sqrt() - 1).max()))
     assert max(excess) < 1e-6
 

@@ -1,9 +1,9 @@
-"""Prefixes of texts, and the bottom model's states of tokens that may follow them.
+"""Prefixes of texts, and the bottom model's hidden states of candidates for their next tokens.
 
-A causal model's keys and values of a prefix are cached, so that a token costs one token's work.
-Candidates for the next token stand side by side as if they were one text: each attends to the
-prefix and to itself, and all have the same position, so that the prefix is neither computed
-nor copied for each candidate.
+The keys and values of a prefix are cached, so that one more token costs one token's forward pass.
+All candidates for the next token run in one sequence: each attends only to the prefix and to
+itself, and all have the same position id. The prefix is then neither computed nor copied for each
+candidate.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model.anatomy import without_peft
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
-# Positions that attention kernels process together. States of a text that ends within such a block
-# differ by rounding, so that whole texts run up to the end of a block, or of the text.
-BLOCK = {"cpu": 16}
-BLOCK_OTHERWISE = 128  # of other devices
-# Standard deviations of the hidden states by which a trial with and without cache may differ; more
-# would accept a cache that changes states. Not tuned.
-_AGREE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_AGREE_OTHERWISE = 0.1  # of half precision and other dtypes
+# Positions that an attention kernel processes together, by device. The states of a text that ends
+# within such a block differ by rounding. Uncached texts therefore run up to the end of a block, or
+# to their own end.
+BLOCK_SIZES = {"cpu": 16}
+DEFAULT_BLOCK_SIZE = 128  # positions, on every other device
+# The largest difference between states with and without the cache, in standard deviations of the
+# states. A larger value would accept a cache that changes the states. Not tuned.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+_DEFAULT_TOLERANCE = 0.1  # standard deviations, for half precision and other dtypes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of the real tokens of a padded batch, packed to the left.
+    """The columns and position ids of the real tokens of a padded batch, packed to the left.
 
     Attributes:
-        counts: (B,) real tokens of each text.
-        columns: (B, N) column of each text's i-th real token, N the longest text; beyond a text's
-            count it repeats a padded column, or 0 where there is none.
-        positions: (B, N) the position id that the model gives each of them.
-        mask: (B, L), 0 where padded, or None, as it was sent.
-        position_ids: (B, L) or None, as they were sent.
+        counts: (B,) the numbers of real tokens of the texts.
+        columns: (B, N) the column of each text's i-th real token, where N is the largest count.
+            Entries after a text's last real token are columns of padding, and must not be used.
+        positions: (B, N) the position ids of the tokens in ``columns``.
+        mask: (B, L) the attention mask that the client sent, 0 at padding; None without one.
+        position_ids: (B, L) the position ids that the client sent; None without them.
     """
 
     counts: Tensor
@@ -68,23 +69,23 @@ class Layout:
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout on ``device``."""
-        return self._each(lambda part: part.to(device))
+        return self._map(lambda tensor: tensor.to(device))
 
     def __getitem__(self, rows: Tensor) -> Layout:
         """Return the layout of the texts ``rows``."""
-        return self._each(lambda part: part[rows])
+        return self._map(lambda tensor: tensor[rows])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Layout:
-        parts = {name: None if part is None else change(part) for name, part in vars(self).items()}
-        return replace(self, **parts)  # type: ignore[arg-type]
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Layout:
+        tensors = {k: None if v is None else function(v) for k, v in vars(self).items()}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     def pack(self, values: Tensor) -> Tensor:
-        """Return values (B, L, ...) by column as (B, N, ...) by real token."""
+        """Return the values (B, L, ...) of all columns as (B, N, ...), of the real tokens only."""
         rows = torch.arange(len(values), device=values.device)[:, None]
         return values[rows, self.columns]
 
     def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Return values (B, N) by real token as (B, L) by column, ``fill`` where padded."""
+        """Return the values (B, N) of the real tokens as (B, L), with ``fill`` at padding."""
         length = self.columns.shape[1] if self.mask is None else self.mask.shape[1]
         values_by_column = values.new_full((len(values), length), fill)
         real = torch.arange(values.shape[1], device=values.device) < self.counts[:, None]
@@ -94,7 +95,11 @@ class Layout:
 
 
 class _Slots(Cache):
-    """Keys and values by layer, in buffers with spare capacity at their end."""
+    """A key-value cache in buffers that hold ``capacity`` slots from the start.
+
+    Only the first ``used`` slots are part of the cache. A forward writes its keys and values into
+    the slots after them.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -105,33 +110,33 @@ class _Slots(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        new = (key_states, value_states)
+        states = (key_states, value_states)
         end = self.used + key_states.shape[2]
         buffers = self.buffers.get(layer_idx)
         if buffers is None or buffers[0].shape[2] < end:
-            buffers = self.buffers[layer_idx] = self._grown(buffers, new, end)
-        for buffer, states in zip(buffers, new, strict=True):
-            buffer[:, :, self.used : end] = states
+            buffers = self.buffers[layer_idx] = self._enlarge(buffers, states, end)
+        for buffer, values in zip(buffers, states, strict=True):
+            buffer[:, :, self.used : end] = values
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
-    def _grown(
-        self, old_buffers: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], end: int
+    def _enlarge(
+        self, old_buffers: tuple[Tensor, Tensor] | None, states: tuple[Tensor, Tensor], end: int
     ) -> tuple[Tensor, Tensor]:
         size = max(end, self.capacity)
-        buffers = [n.new_zeros(*n.shape[:2], size, n.shape[3]) for n in new]
+        buffers = [v.new_zeros(*v.shape[:2], size, v.shape[3]) for v in states]
         if old_buffers is not None:
             for buffer, old in zip(buffers, old_buffers, strict=True):
                 buffer[:, :, : self.used] = old[:, :, : self.used]
         return buffers[0], buffers[1]
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source`` to ``target`` in ``rows``, all (k,)."""
+        """Copy the slots ``source`` of the texts ``rows`` to the slots ``target``; all (k,)."""
         for layer in self.buffers.values():
             for buffer in layer:
                 buffer[rows, :, target] = buffer[rows, :, source]
 
     def select(self, rows: Tensor) -> _Slots:
-        """Return a copy for the texts ``rows``."""
+        """Return a copy that holds the texts ``rows``."""
         copy = _Slots()
         copy.used, copy.capacity = self.used, self.capacity
         copy.buffers = {i: (k[rows], v[rows]) for i, (k, v) in self.buffers.items()}
@@ -142,20 +147,21 @@ class _Slots(Cache):
 
 
 class Prefixes:
-    """Prefixes of several texts, and the hidden states of tokens that may follow.
+    """Prefixes of several texts, and the hidden states of candidates for their next tokens.
 
-    Tokens are counted without padding: token i of a text is its i-th real one. Prefixes may
-    differ in length.
+    :meth:`follow` computes states without changing the prefixes; :meth:`keep` then appends some of
+    its tokens. Tokens are counted without padding: token i of a text is its i-th real token.
+    Prefixes may differ in length.
 
     Args:
-        bottom: a causal model's bottom.
-        layout: of the texts.
-        cached: cache keys and values; by default where a trial agrees, see :func:`can_cache`.
+        bottom: The bottom of a causal model.
+        layout: The layout of the texts.
+        cached: Whether keys and values are cached; by default as :func:`can_cache` returns.
 
     Attributes:
-        lengths: (B,) tokens of each prefix.
+        lengths: (B,) the numbers of tokens of the prefixes.
         tokens: (B, N) token ids, valid up to ``lengths``.
-        computed: number of tokens that went through the bottom so far.
+        computed: The number of tokens that the bottom has computed so far.
     """
 
     def __init__(self, bottom: BottomModel, layout: Layout, *, cached: bool | None = None) -> None:
@@ -167,68 +173,67 @@ class Prefixes:
         self.computed = 0
         self._slots = _Slots()
         self._slots.capacity = self.layout.columns.shape[1]
-        self._new: Tensor | None = None
+        self._pending: Tensor | None = None
 
     def follow(
-        self, tokens: Tensor, others: Tensor | None = None, depths: Tensor | None = None
+        self, tokens: Tensor, candidates: Tensor | None = None, depths: Tensor | None = None
     ) -> Tensor:
-        """Return hidden states of ``tokens`` (B, n) as the next n tokens, and of ``others``.
+        """Return the hidden states of ``tokens`` as the next n tokens, and of ``candidates``.
 
-        Beyond a text's end they mean nothing. The prefixes stay as they are until :meth:`keep`.
+        States after the end of a text are undefined. The prefixes do not change until :meth:`keep`.
 
         Args:
-            tokens: (B, n) in sequence.
-            others: (B, k) more candidates, each alone.
-            depths: (k,) how many of ``tokens`` precede each of the others; by default none.
+            tokens: (B, n) the tokens of one sequence, which follow the prefix.
+            candidates: (B, k) alternative tokens, of which none attends to another.
+            depths: (k,) the number of ``tokens`` that precede each candidate; by default 0.
 
         Returns:
-            (B, n + k, d).
+            The states (B, n + k, d) of the tokens, then of the candidates.
         """
         n, device = tokens.shape[1], tokens.device
-        if others is None:
-            others = tokens[:, :0]
+        if candidates is None:
+            candidates = tokens[:, :0]
         if depths is None:
-            depths = torch.zeros(others.shape[1], dtype=torch.int64, device=device)
-        new = torch.cat([tokens, others], 1)
+            depths = torch.zeros(candidates.shape[1], dtype=torch.int64, device=device)
+        self._pending = torch.cat([tokens, candidates], 1)
         depth = torch.cat([torch.arange(n, device=device), depths])
-        self._new = new
-        places = (self.lengths[:, None] + depth).clamp(max=self.layout.columns.shape[1] - 1)
+        indices = (self.lengths[:, None] + depth).clamp(max=self.layout.columns.shape[1] - 1)
         if not self.cached:
-            parts = [self._whole(tokens, places[:, :n])] if n else []
-            if others.shape[1]:
-                parts.append(self._whole_each(tokens, others, depths))
-            return torch.cat(parts, 1)
-        index = torch.arange(len(depth), device=device)
-        sees = (index < n) & (index < depth[:, None]) | (index == index[:, None])
-        return self._run(new, places, sees)
+            states = [self._run_uncached(tokens, indices[:, :n])] if n else []
+            if candidates.shape[1]:
+                states.append(self._run_separately(tokens, candidates, depths))
+            return torch.cat(states, 1)
+        order = torch.arange(len(depth), device=device)
+        attends = (order < n) & (order < depth[:, None]) | (order == order[:, None])
+        return self._run(self._pending, indices, attends)
 
-    def keep(self, counts: Tensor, other: Tensor | None = None) -> None:
-        """Append the first ``counts`` (B,) tokens of the last :meth:`follow`, and ``other``.
+    def keep(self, counts: Tensor, candidate: Tensor | None = None) -> None:
+        """Append tokens of the last :meth:`follow` to the prefixes.
 
         Args:
-            counts: of each text; 0 for none.
-            other: (B,) index of one more token that follows, among the tokens and then the others
-                of that call; -1 for none.
+            counts: (B,) the number of its ``tokens`` that are appended to each prefix.
+            candidate: (B,) the index of one more token to append after them, counted over the
+                tokens and then the candidates of that call; -1 for none.
         """
-        assert self._new is not None
-        tokens, self._new = self._new, None
-        if other is None:
-            other = torch.full_like(counts, -1)
-        total = counts + (other >= 0)
+        assert self._pending is not None
+        tokens, self._pending = self._pending, None
+        if candidate is None:
+            candidate = torch.full_like(counts, -1)
+        total = counts + (candidate >= 0)
         ahead = torch.arange(max(1, int(total.max())), device=counts.device)
         rows, steps = (ahead < total[:, None]).nonzero(as_tuple=True)
-        offsets = torch.where(steps < counts[rows], steps, other[rows])
-        places = self.lengths[rows] + steps
-        self.tokens[rows, places] = tokens[rows, offsets]
+        offsets = torch.where(steps < counts[rows], steps, candidate[rows])
+        target = self.lengths[rows] + steps
+        self.tokens[rows, target] = tokens[rows, offsets]
         if self.cached:
             source = self._slots.used + offsets
-            displaced = source != places
+            displaced = source != target
             if bool(displaced.any()):
-                self._slots.move(rows[displaced], source[displaced], places[displaced])
+                self._slots.move(rows[displaced], source[displaced], target[displaced])
         self.lengths = self.lengths + total
 
     def attempt(self, candidates: Tensor) -> Tensor:
-        """Return the states (B, n, d) of ``candidates`` (B, n), each alone as the next token."""
+        """Return the states (B, n, d) of ``candidates`` (B, n) for the next token."""
         return self.follow(candidates[:, :0], candidates)
 
     def select(self, rows: Tensor) -> Prefixes:
@@ -238,72 +243,84 @@ class Prefixes:
         copy._slots = self._slots.select(rows)
         return copy
 
-    def _run(self, new: Tensor, places: Tensor, sees: Tensor) -> Tensor:
-        """Return the states of ``new`` tokens that attend to the prefix and to each other."""
+    def _run(self, tokens: Tensor, indices: Tensor, attends: Tensor) -> Tensor:
+        """Return the states of ``tokens``, which attend to the prefix and to some of each other.
+
+        Args:
+            tokens: (B, n) token ids.
+            indices: (B, n) the index in the text that each token has.
+            attends: (n, n) bool, whether the token of the row attends to that of the column.
+        """
         slots = self._slots
         slots.used = int(self.lengths.max())
-        rows, n = new.shape[:2]
-        past = torch.arange(slots.used, device=sees.device) < self.lengths[:, None]
-        attends = [past[:, None].expand(-1, n, -1), sees.expand(rows, -1, -1)]
-        visible = torch.cat(attends, 2)[:, None]
+        rows, n = tokens.shape
+        past = torch.arange(slots.used, device=attends.device) < self.lengths[:, None]
+        masks = [past[:, None].expand(-1, n, -1), attends.expand(rows, -1, -1)]
+        mask = torch.cat(masks, 2)[:, None]
         self.computed += rows * n
-        return self.bottom.continued(new, visible, self.layout.positions.gather(1, places), slots)
+        return self.bottom.continued(tokens, mask, self.layout.positions.gather(1, indices), slots)
 
-    def _whole(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return what :meth:`follow` does, by running the texts from their first token."""
+    def _run_uncached(self, tokens: Tensor, indices: Tensor) -> Tensor:
+        """Return the states of ``tokens``, running each text from its first token."""
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         text = self.tokens.clone()
-        inside = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        fits = inside < self.layout.columns.shape[1]
-        text[rows.expand_as(fits)[fits], inside[fits]] = tokens[fits]
-        return self._states(text, rows.squeeze(1), int(places.max()) + 1)[rows, places]
+        unclamped = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        fits = unclamped < self.layout.columns.shape[1]
+        text[rows.expand_as(fits)[fits], unclamped[fits]] = tokens[fits]
+        return self._states(text, rows.squeeze(1), int(indices.max()) + 1)[rows, indices]
 
-    def _whole_each(self, tokens: Tensor, others: Tensor, depths: Tensor) -> Tensor:
-        """Return the states of others of :meth:`follow`, each in a separate text."""
-        b, k = others.shape
-        rows = torch.arange(b, device=others.device).repeat_interleave(k)
+    def _run_separately(self, tokens: Tensor, candidates: Tensor, depths: Tensor) -> Tensor:
+        """Return the states of the candidates of :meth:`follow`, each from a separate text."""
+        b, k = candidates.shape
+        rows = torch.arange(b, device=candidates.device).repeat_interleave(k)
         depth = depths.repeat(b)
         text = self.tokens[rows]
         last = text.shape[1] - 1
-        each = torch.arange(b * k, device=others.device)
+        copies = torch.arange(b * k, device=candidates.device)
         for step in range(int(depth.max())):
-            deep = (depth > step) & (self.lengths[rows] + step <= last)
-            text[each[deep], self.lengths[rows[deep]] + step] = tokens[rows[deep], step]
-        places = (self.lengths[rows] + depth).clamp(max=last)
-        text[each, places] = others.flatten()
-        return self._states(text, rows, int(places.max()) + 1)[each, places].view(b, k, -1)
+            fits = (depth > step) & (self.lengths[rows] + step <= last)
+            text[copies[fits], self.lengths[rows[fits]] + step] = tokens[rows[fits], step]
+        indices = (self.lengths[rows] + depth).clamp(max=last)
+        text[copies, indices] = candidates.flatten()
+        return self._states(text, rows, int(indices.max()) + 1)[copies, indices].view(b, k, -1)
 
-    def _states(self, text: Tensor, rows: Tensor, length: int) -> Tensor:
-        """Return hidden states (k, ``length``, d) by real token of ``text`` (k, N)."""
+    def _states(self, tokens: Tensor, rows: Tensor, length: int) -> Tensor:
+        """Return the hidden states (k, ``length``, d) of the first tokens of some texts.
+
+        Args:
+            tokens: (k, N) the real tokens of each text.
+            rows: (k,) the texts whose layouts they have.
+            length: The number of tokens whose states are returned.
+        """
         layout = self.layout[rows]
-        sent = layout.spread(text, 0)
-        block = BLOCK.get(text.device.type, BLOCK_OTHERWISE)
+        input_ids = layout.spread(tokens, 0)
+        block = BLOCK_SIZES.get(tokens.device.type, DEFAULT_BLOCK_SIZE)
         end = -(-int(layout.columns[:, :length].max() + 1) // block) * block
-        end = min(end, sent.shape[1])
-        mask = None if layout.mask is None else layout.mask[:, :end]
-        ids = None if layout.position_ids is None else layout.position_ids[:, :end]
+        end = min(end, input_ids.shape[1])
+        mask, position_ids = layout.mask, layout.position_ids
         step = max(1, TOKENS_AT_ONCE // end)
-        parts = [
+        chunks = [
             self.bottom.hidden(
-                sent[a : a + step, :end],
-                None if mask is None else mask[a : a + step],
-                None if ids is None else ids[a : a + step],
+                input_ids[a : a + step, :end],
+                None if mask is None else mask[a : a + step, :end],
+                None if position_ids is None else position_ids[a : a + step, :end],
             )
-            for a in range(0, len(sent), step)
+            for a in range(0, len(input_ids), step)
         ]
-        self.computed += len(sent) * end
-        states = torch.cat(parts)
+        self.computed += len(input_ids) * end
+        states = torch.cat(chunks)
         texts = torch.arange(len(states), device=states.device)[:, None]
         return states[texts, layout.columns[:, :length].clamp(max=end - 1)]
 
 
 def can_cache(bottom: BottomModel, layout: Layout) -> bool:
-    """Return whether cached keys and values give the states that whole texts have.
+    """Return whether cached keys and values give the same states as uncached texts.
 
-    They do not where the model takes no cache, no positions or no mask of its own shape (flash
-    attention), where attention has a window shorter than the texts, where positions are scaled by
-    the text's length, where PEFT puts virtual tokens in front, or where positions without a mask
-    start again (the model then reads several texts in one row). A trial decides all other cases.
+    They do not in these cases: the model takes no cache, no position ids or no four-dimensional
+    mask (flash attention); its attention window is shorter than the texts; it scales positions by
+    the length of the text; PEFT prepends virtual tokens; or position ids without a mask restart
+    within a row, since the model then treats the row as several packed texts. All other cases are
+    decided by a trial on random tokens.
     """
     length = layout.columns.shape[1]
     packed = layout.position_ids is not None and layout.mask is None
@@ -329,14 +346,14 @@ def _window(bottom: BottomModel) -> int | None:
 
 
 def _agrees(bottom: BottomModel) -> bool:
-    """Compare one short text, padded on the left, with and without cache."""
+    """Return whether random texts, padded left and right, have the same states with a cache."""
     model = bottom.anatomy.model
     if not all(takes(model, a) for a in ("past_key_values", "position_ids", "attention_mask")):
         return False
     if virtual_tokens(bottom.anatomy) or (bottom.context or 8) < 8:
         return False
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(bottom.vocab_size, (2, 5), generator=generator).to(bottom.device)
+    tokens = torch.randint(bottom.vocab_size, (2, 5), generator=generator).to(bottom.device)
     mask = torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3], mask[1, 5:] = 0, 0
     layout = Layout.from_masks((2, 8), mask, None)
@@ -344,18 +361,18 @@ def _agrees(bottom: BottomModel) -> bool:
     states: list[list[Tensor]] = [[], []]
     for run, run_states in zip(runs, states, strict=True):
         try:
-            run_states.append(run.follow(text[:, :3])[:, :2])
+            run_states.append(run.follow(tokens[:, :3])[:, :2])
             run.keep(torch.tensor([2, 1], device=bottom.device))
-            run_states.append(run.attempt(text[:, 1:4]))
+            run_states.append(run.attempt(tokens[:, 1:4]))
             none = torch.zeros(2, dtype=torch.int64, device=bottom.device)
             run.keep(none, torch.tensor([1, 0], device=bottom.device))
             run_states.append(
-                run.follow(text[:, 3:4], text[:, :2], torch.arange(2, device=bottom.device))
+                run.follow(tokens[:, 3:4], tokens[:, :2], torch.arange(2, device=bottom.device))
             )
         except Exception:
             if run.cached:
                 return False
             raise
-    tolerance = _AGREE.get(bottom.dtype, _AGREE_OTHERWISE)
-    cached, whole = (torch.cat([s.flatten(0, 1) for s in parts]).float() for parts in states)
-    return bool((cached - whole).abs().max() <= tolerance * whole.std())
+    tolerance = _TOLERANCES.get(bottom.dtype, _DEFAULT_TOLERANCE)
+    cached, uncached = (torch.cat([s.flatten(0, 1) for s in calls]).float() for calls in states)
+    return bool((cached - uncached).abs().max() <= tolerance * uncached.std())

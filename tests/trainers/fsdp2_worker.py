@@ -36,7 +36,7 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import control
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model import whole_models
-from lightning_fedleak.model.taps import draw_words
+from lightning_fedleak.model.taps import Step, shuffle_words
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.attacks.row_space.models import with_lora
@@ -252,14 +252,16 @@ def real_model(folder: Path) -> dict[str, Any]:
 def control_fails_on_one(folder: Path) -> dict[str, Any]:
     """The first of two calls of a control cannot be made again, on one process alone."""
 
-    def draw(reads: Any, *args: Any, **kwargs: Any) -> Any:
-        call = reads[0].call
-        cached = replace(call, arguments=call.arguments | {"past_key_values": object()})
-        first = replace(reads[0], call=cached) if RANK == 0 else reads[0]
-        return draw_words([first, *reads[1:]], *args, **kwargs)
+    def with_cache(*args: Any, **kwargs: Any) -> Step:
+        step = shuffle_words(*args, **kwargs)
+        if RANK == 0:
+            call = step.calls[0]
+            call = replace(call, arguments=call.arguments | {"past_key_values": object()})
+            step.calls[0] = call
+        return step
 
     plain, _ = loop(folder / "plain", shard(model_of()), accumulated=2)
-    with patch.object(control, "draw_words", draw):
+    with patch.object(control, "shuffle_words", with_cache):
         read, watch = loop(folder, shard(model_of()), [words()], accumulated=2)
     assert watch is not None
     controlled = [line["metrics"]["f1_of_control"]["value"] for line in lines(folder)]

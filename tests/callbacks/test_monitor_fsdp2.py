@@ -76,7 +76,7 @@ def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> 
 
 def test_a_batch_that_one_process_cannot_read_is_read_off_the_graph(ranks) -> None:
     for found in of(ranks, "unreadable on one"):
-        assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 7}
+        assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 6}
 
 
 def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:

@@ -144,17 +144,18 @@ class StepEngine:
                 look.followed &= not fit.follow_changes()
             if fit.scheduler.still_waits(look):
                 return
-            fit.refresh(look)
-            fit.admit_held(look)
-            for channel in fit.channels_in(look):
-                try:
-                    channel.at_stages(look)
-                except Exception as error:
-                    failed = [series for series, owner in fit.series.items() if owner is channel]
-                    look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
-            is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-            if is_last or step.round is not None:
-                fit.controls.play(look, fit.lineup.exposed)
+            with fit.undisturbed():
+                fit.refresh(look)
+                fit.admit_held(look)
+                for channel in fit.channels_in(look):
+                    try:
+                        channel.at_stages(look)
+                    except Exception as error:
+                        failed = [s for s, owner in fit.series.items() if owner is channel]
+                        look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
+                is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
+                if is_last or step.round is not None:
+                    fit.controls.play(look, fit.lineup.exposed)
 
     # ---- score ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.compression import AVERAGED
+from lightning_fedleak.model.model_runs import undisturbed
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import StepTap, is_uneven
 
@@ -161,6 +163,14 @@ class Fit:
         self._tapped = tapped
         self.tap.read_gradients(parameters, self.run.gradient_of, keeps_local=self.keeps_local)
         return True
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Return a block in which the model may be run: its state is saved and restored once.
+
+        A sharded model is saved for each of its runs, since they need its parts gathered or not.
+        """
+        anatomy = self.run.anatomy
+        return nullcontext() if self.lineup.is_sharded else undisturbed(anatomy)
 
     def refresh(self, look: Look) -> None:
         """Let the attacks that a look is of follow the model, once in a look."""

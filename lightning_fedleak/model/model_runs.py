@@ -96,7 +96,8 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
         _open.set((*before, root))
         try:
             for module in modules:
-                module.training = False
+                if module.training:  # setting an attribute of a module is slow
+                    module.training = False
             for module in packing:
                 module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             if ids_argument(anatomy.model) != "input_ids":  # an attribute, which is restored
@@ -104,7 +105,8 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
             yield anatomy.model
         finally:
             for module, flag in zip(modules, flags, strict=True):
-                module.training = flag
+                if module.training is not flag:
+                    module.training = flag
             for module in packing:
                 module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
             _open.set(before)

@@ -28,7 +28,7 @@ from lightning_fedleak.model.model_runs import (
 
 T = TypeVar("T")
 
-LOGITS_AT_ONCE = 1 << 21  # of one run, 8 MB, of which a backward has two; more: no faster
+LOGITS_AT_ONCE = 1 << 22  # of one run, 16 MB, of which a backward has two; more: no faster
 WIDEST = 1024  # sides up to which whitening is a full matrix, wider ones diagonal; more: slower
 ALLOWANCE = 2.0  # standard errors that two tokens may fall short for free; not tuned
 MOST_LACKING = 0.5  # share of a coefficient that two tokens can take off; not tuned

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,11 @@ LEAST_LABELS = 4
 Fewer: such an attack counts as one that the batch is too large for; more: attacks that can hold but
 a few types are unknown.
 """
+MAX_MOVE = 0.1
+"""Difference of a control from the last one up to which no parts of other sizes are asked.
+
+Larger: fewer gradients are made; smaller: an attack that reads no part is asked about all sizes.
+"""
 MAX_UNEXPLAINED = 0.5
 """Share of a gradient, left by the step made again, above which its truth may be of another step.
 
@@ -80,6 +86,30 @@ class _Newest:
 
     control: float
     number: float
+
+
+class _Part(NamedTuple):
+    """The newest part of a control that an attack was asked about.
+
+    Attributes:
+        labels: the number of its labels.
+        is_read: whether the attack read enough of it.
+        control: what the attack read of the whole batch then; NaN where nothing.
+    """
+
+    labels: int
+    is_read: bool
+    control: float
+
+    def is_outdated(self, control: float) -> bool:
+        """Return whether a part of another size may be read, if one of this size is not.
+
+        Args:
+            control: what the attack reads of the whole batch now; NaN where nothing.
+        """
+        if self.is_read or math.isnan(control) != math.isnan(self.control):
+            return True
+        return abs(control - self.control) > MAX_MOVE
 
 
 def _explain(
@@ -131,7 +161,9 @@ class Controls:
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
+        self._parts: dict[str, _Part] = {}
         self._has_warned = False
+        self._is_noisy = True  # a device may not compute the same twice; one that did stays so
         # There is no gradient before what a defence does to a batch or to hidden states.
         self._replaced = any(d.acts_on_batches or d.activation_layers for d in run.defenses)
         self.needs: dict[str, float] = {}
@@ -283,9 +315,10 @@ class Controls:
         gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
         rounding = self._rounding(view, step, roles)
         share, remainder = _explain(gradients, again, rounding)
-        if self._anywhere(share > rounding):  # a device may not compute the same twice
+        if self._is_noisy and self._anywhere(share > rounding):
             floats = {role: gradient.float() for role, gradient in again.items()}
             noise = _explain(floats, self._gradient(step, roles, {}).tensors)[0]
+            self._is_noisy = self._anywhere(noise > 0)
             share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
         if any(bool(gradient.any()) for gradient in gradients.values()):
             so_far = 0.0 if math.isnan(step.unexplained) else step.unexplained
@@ -444,21 +477,58 @@ class Controls:
         shapes = [call.shapes for call in whole.calls if call.shapes is not None]
         counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
         n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
-        low = list(plans)
+        names = {plan.attack.name for plan in plans}
+        last = {n: part for n, part in self._parts.items() if n in names and part.labels < n_labels}
+        low, first = list(plans), 0
+        if last:  # one part for all: the smallest that one of them has read
+            read = [part.labels for part in last.values() if part.is_read]
+            first = min(read or [part.labels for part in last.values()])
+            unread = self._ask_part(look, plans, whole.part(first), first, remainder)
+            low = [plan for plan in unread if self._may_read_another(plan, last)]
         while low and n_labels > LEAST_LABELS:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
-            answers, unread = self._rates(whole.part(n_labels), low, remainder), []
-            for plan in low:
-                name, channel = plan.attack.name, self._channels[plan.attack.name]
-                need = max(self._need(channel), default_limit(channel.leak.chance))
-                rates = answers[name]
-                known = rates if isinstance(rates, Mapping) else {}
-                is_read = known.get(channel.headline, math.nan) > need
-                if is_read and name in look.controls:
-                    self._keep(look, plan, replace(look.controls[name], part=known))
-                if self._anywhere(not is_read):
-                    unread.append(plan)
-            low = unread
+            if n_labels != first:
+                low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
+
+    def _ask_part(
+        self,
+        look: Look,
+        plans: Sequence[Plan],
+        part: Step,
+        n_labels: int,
+        remainder: Mapping[str, Tensor],
+    ) -> list[Plan]:
+        """Ask attacks about a part of a control, and return the plans of those that cannot read it.
+
+        Args:
+            look: the look.
+            plans: the plans of the attacks.
+            part: the part.
+            n_labels: the number of its labels.
+            remainder: by role, what the step made again leaves of the gradient.
+        """
+        answers, unread = self._rates(part, plans, remainder), []
+        for plan in plans:
+            name, channel = plan.attack.name, self._channels[plan.attack.name]
+            need = max(self._need(channel), default_limit(channel.leak.chance))
+            rates = answers[name]
+            known = rates if isinstance(rates, Mapping) else {}
+            is_read = known.get(channel.headline, math.nan) > need
+            if is_read and name in look.controls:
+                self._keep(look, plan, replace(look.controls[name], part=known))
+            is_read = not self._anywhere(not is_read)
+            self._parts[name] = _Part(n_labels, is_read, self._control_of(plan))
+            if not is_read:
+                unread.append(plan)
+        return unread
+
+    def _may_read_another(self, plan: Plan, last: Mapping[str, _Part]) -> bool:
+        part = last.get(plan.attack.name)
+        return part is None or self._anywhere(part.is_outdated(self._control_of(plan)))
+
+    def _control_of(self, plan: Plan) -> float:
+        newest = self._newest.get(plan.attack.name)
+        return math.nan if newest is None else newest.control
 
     def _keep(self, look: Look, plan: Plan, control: Control) -> None:
         unexplained = look.training_step.unexplained
@@ -468,12 +538,20 @@ class Controls:
         self._newest[plan.attack.name] = _Newest(value, number)
 
     def state(self) -> dict[str, list[float]]:
-        """Return each attack's newest control, and the number that it had then or later."""
-        return {name: [one.control, one.number] for name, one in self._newest.items()}
+        """Return each attack's newest control, its number then or later, and its newest part."""
+        return {
+            name: [newest.control, newest.number, *self._parts.get(name, ())]
+            for name, newest in self._newest.items()
+        }
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go back to what :meth:`state` returned."""
-        self._newest = {name: _Newest(*values) for name, values in state.items()}
+        self._newest = {name: _Newest(*values[:2]) for name, values in state.items()}
+        self._parts = {
+            name: _Part(int(values[2]), bool(values[3]), values[4])
+            for name, values in state.items()
+            if values[2:]
+        }
 
     def _need(self, channel: Channel) -> float:
         """Return what a control must exceed for a low number to count."""

@@ -190,6 +190,45 @@ def test_a_batch_larger_than_an_attack_can_hold_is_low_by_aggregation(tmp_path: 
     assert gate.fired is None
 
 
+class Holding(BagOfWords):
+    """Names the words of a step that has few types, and no word of a larger one."""
+
+    default_name = "holding"
+    needs_control = True
+
+    def __init__(self, capacities: dict[int, int]) -> None:
+        super().__init__()
+        self.capacities = capacities
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        guess, most = super().run(view, query), self.capacities[view.gradients[-1].step]
+        return guess if len(guess.types) <= most else WordGuess(guess.types[:0], surface="input")
+
+
+def test_a_look_begins_with_the_part_that_was_read_last_and_goes_on_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    real = Controls._ask_part
+
+    def spy(self: Controls, look: Any, plans: Any, part: Any, n_labels: int, *more: Any) -> Any:
+        asked.append((look.step, n_labels))
+        return real(self, look, plans, part, n_labels, *more)
+
+    monkeypatch.setattr(Controls, "_ask_part", spy)
+    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    capacities = {0: 10, 1: 10, 2: 5, 3: 5, 4: 0, 5: 0, 6: 0}  # words, by step
+    attack = Holding(capacities)
+    model = still_gpt2(tied=False)
+    watch = watched(tmp_path, attack, model=model, rows=8, length=17, steps=7)  # 128 labels
+    first, unread, none = [(0, 32), (0, 8)], [(2, 8), (2, 32), (2, 4)], [(4, 4), (4, 32), (4, 8)]
+    assert asked == [*first, (1, 8), *unread, (3, 4), *none, (5, 4), (6, 4)]
+    parts = [
+        line["metrics"].get("f1_of_a_part", {}).get("value") for line in watch.lines("holding")
+    ]
+    assert parts == [1, 1, 1, 1, None, None, None]
+
+
 class Noisy(SubspaceWords):
     """Reads noise where nothing was shared yet, as behind a defence."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -489,6 +490,8 @@ class Controls:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             if n_labels != first:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
+        for name in self._parts.keys() & {plan.attack.name for plan in low}:  # which read no part
+            self._parts[name] = self._parts[name]._replace(labels=LEAST_LABELS)
 
     def _ask_part(
         self,
@@ -537,21 +540,13 @@ class Controls:
         value = control.rates.get(self._channels[plan.attack.name].headline, math.nan)
         self._newest[plan.attack.name] = _Newest(value, number)
 
-    def state(self) -> dict[str, list[float]]:
-        """Return each attack's newest control, its number then or later, and its newest part."""
-        return {
-            name: [newest.control, newest.number, *self._parts.get(name, ())]
-            for name, newest in self._newest.items()
-        }
+    def state(self) -> tuple[dict[str, _Newest], dict[str, _Part]]:
+        """Return each attack's newest control and newest part."""
+        return deepcopy((self._newest, self._parts))
 
-    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+    def restore(self, state: tuple[dict[str, _Newest], dict[str, _Part]]) -> None:
         """Go back to what :meth:`state` returned."""
-        self._newest = {name: _Newest(*values[:2]) for name, values in state.items()}
-        self._parts = {
-            name: _Part(int(values[2]), bool(values[3]), values[4])
-            for name, values in state.items()
-            if values[2:]
-        }
+        self._newest, self._parts = deepcopy(state)
 
     def _need(self, channel: Channel) -> float:
         """Return what a control must exceed for a low number to count."""

@@ -287,6 +287,7 @@ class Fit:
     def end_look(self, look: Look) -> None:
         """End a look: the taps rest until the next one, and channels free what it used."""
         self.look = None
+        self.lineup.leave_out_slow(self.run.spent)
         self.each(self.tap.end, *(partial(channel.disarm, look) for channel in self.channels))
 
     def drop_look(self) -> None:

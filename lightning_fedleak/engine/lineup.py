@@ -18,10 +18,8 @@ from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.base import Channel, exclude, never_read, plan_of
 from lightning_fedleak.engine.channels.plans import HEAD_CAPABILITIES, Plan, admit, check_forward
 from lightning_fedleak.engine.choice import (
-    ROWS,
     Row,
     in_short,
-    look_seconds,
     reads_of,
     table,
     unread_names,
@@ -36,6 +34,8 @@ from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
+_FEW_TEXTS = 8
+"""Largest number of texts of a batch that a look's seconds are estimated for."""
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
 
@@ -85,7 +85,7 @@ class Lineup:
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
-        self._estimated: set[str] = set()
+        self._too_slow: dict[str, str] = {}
         reshard(run.anatomy.root)  # an evaluation before this leaves layers of FSDP2 whole
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}
@@ -132,8 +132,8 @@ class Lineup:
 
     @property
     def exposed(self) -> list[Plan]:
-        """Return the plans of attacks whose gradients are shared."""
-        return [p for p in self.plans if p.exposed]
+        """Return the plans of attacks whose gradients are shared, and that are not too slow."""
+        return [p for p in self.plans if p.exposed and p.attack.name not in self._too_slow]
 
     @property
     def playing(self) -> frozenset[str]:
@@ -218,7 +218,7 @@ class Lineup:
                 plan.attack.meet(facts)
 
     def calibrate(self, restored: Mapping[str, Any], follow: Callable[[], object]) -> None:
-        """Calibrate every attack that has something to read, and try what can be tried.
+        """Calibrate every attack that has something to read.
 
         Args:
             restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
@@ -235,8 +235,6 @@ class Lineup:
                 with self._left_out(plan.attack):
                     saved = restored.get(plan.attack.name)
                     costs |= self._calibrated(plan.attack, saved)
-            if self._choosing and not self.is_sharded:  # the trial gathers the whole model
-                costs |= self._costs()
         for channel in self._channels:
             exclude(channel, self._refused.keys())
             for attack in channel.attacks:
@@ -248,28 +246,7 @@ class Lineup:
     @property
     def _texts(self) -> int:
         """Return how many texts a membership attack is queried with at a look of a small batch."""
-        return next((2 * min(c.settings.games.targets, ROWS) for c in self._channels), 0)
-
-    def _costs(self) -> dict[str, float]:
-        """Return the seconds of a look of attacks that gave no estimate; refuse those that fail."""
-        tried = self.prepared - self._estimated
-        plans = [plan for plan in self.exposed if plan.attack.name in tried]
-        try:
-            costs, failures = look_seconds(
-                self._run.anatomy,
-                plans,
-                self._texts,
-                local_steps=self._local_steps,
-                step=self._begins_at,
-            )
-            self._refused = failures | self._refused
-            return costs
-        except Exception as error:
-            rank_zero_warn(
-                f"{self._run.watcher}: what a look costs could not be tried ({reason(error)}), so "
-                "that no attack is left out for it"
-            )
-            return {}
+        return next((2 * min(c.settings.games.targets, _FEW_TEXTS) for c in self._channels), 0)
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
         """Leave out attacks that fail or take too long, as the first process finds."""
@@ -323,8 +300,6 @@ class Lineup:
                 self.prepared.add(attack.name)
             self._meet()
         seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
-        if seconds is not None:
-            self._estimated.add(attack.name)
         if seconds is None or seconds <= self._most_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
@@ -348,7 +323,7 @@ class Lineup:
             step: optimizer step that is looked at.
             asked: names of the attacks.
         """
-        failed: dict[str, str] = {}
+        failed = {name: why for name, why in self._too_slow.items() if name in asked}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]
         with self._gathered(plans) if self.is_sharded else nullcontext(), share_work():
             for plan in plans:
@@ -359,6 +334,24 @@ class Lineup:
                 except Exception as error:
                     failed[plan.attack.name] = reason(error)
         return failed
+
+    def leave_out_slow(self, spent: Mapping[str, float]) -> None:
+        """Let attacks that chose themselves, and took too long in a look, give no more results.
+
+        An attack may run a second time in a look, on its control: it may take twice as long.
+
+        Args:
+            spent: the seconds of the look by the name of each attack.
+        """
+        if not self._choosing:
+            return
+        slow = {
+            n: s for n, s in self._run.broadcast(dict(spent)).items() if s > 2 * self._most_seconds
+        }
+        for name, seconds in slow.items():
+            why = f"a look took {seconds:.2g} s, and look_seconds={self._most_seconds:g}"
+            self._too_slow[name] = f"not run any more: {why}"
+            rank_zero_warn(f"{self._run.watcher}: '{name}' is not run any more: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which attacks that follow a sharded model find what they read."""

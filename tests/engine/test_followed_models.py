@@ -189,7 +189,7 @@ def test_members_are_recognised_where_no_adapter_shows_words(tmp_path: Path) -> 
         assert min(aucs.values()) > 0.8
 
 
-def test_an_attack_whose_trial_fails_does_not_choose_itself(
+def test_an_attack_whose_looks_fail_leaves_the_others_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -198,8 +198,8 @@ def test_an_attack_whose_trial_fails_does_not_choose_itself(
     monkeypatch.setattr(SubspaceMembership, "run", fail)
     model = get_peft_model(seeded(), config())
     watch = watched(tmp_path, "auto", model, **settings(model, steps=5))
-    [refused] = watch.lines("subspace_membership")
-    assert refused["unknown"].startswith("not played: its looks fail on this model (RuntimeError")
+    reasons = {line["unknown"] for line in watch.lines("subspace_membership")}
+    assert {reason[:12] for reason in reasons} == {"RuntimeError"}
     assert values(watch.lines("subspace_words"), "f1", start=3) == {3: 1.0, 4: 1.0}
     assert values(watch.lines("gradient_membership"), "auc", start=3).keys() == {3, 4}
 

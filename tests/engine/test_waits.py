@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
-from lightning_fedleak.attacks.base import WordGuess
+from lightning_fedleak.attacks.base import Surfaces, WordGuess
 from lightning_fedleak.attacks.membership.gradients import TIMED_TEXTS
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.results import Results
@@ -230,6 +231,30 @@ def test_what_would_take_too_long_is_not_calibrated(
     assert not any("gradient_membership" in name for name in watch.latest)
     [line] = watch.lines("gradient_membership")
     assert line["unknown"] == "not played: a look takes about 31 s, and look_seconds=30"
+
+
+def test_an_attack_whose_look_takes_too_long_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    real_run = SubspaceWords.run
+
+    def run_slowly(self: SubspaceWords, view: Any, query: Any = None) -> Any:
+        guess = real_run(self, view, query)
+        runs.append(view.gradients[-1].step)
+        time.sleep(0.5)
+        return guess
+
+    monkeypatch.setattr(SubspaceWords, "run", run_slowly)
+    monkeypatch.setattr(SubspaceMembership, "needs", lambda *_: Surfaces())  # it runs the former
+    watch = run(tmp_path, "auto", every_n_steps=1, steps=5, look_seconds=0.2).watch
+    lines = {line["step"]: line["unknown"] for line in watch.lines("subspace_words")}
+    assert set(runs) == {min(lines)}
+    assert lines.pop(min(lines)) is None
+    assert len(lines) >= 2
+    for reason in lines.values():
+        assert reason.startswith("not run any more: a look took")
+        assert reason.endswith("s, and look_seconds=0.2")
 
 
 def test_the_state_of_an_earlier_version_is_refused() -> None:

@@ -147,15 +147,24 @@ class PassiveMembership(Attack):
             for parameter, value in current_values.items():
                 parameter.data = value
 
-    def _texts(self, anatomy: Anatomy, n: int, *, skip: int = 0) -> TokenBatch:
-        """Return n public texts as ids with labels, after the first ``skip``; always the same."""
+    def _texts(
+        self, anatomy: Anatomy, n: int, *, skip: int = 0, tokens: int | None = None
+    ) -> TokenBatch:
+        """Return n public texts as ids with labels, after the first ``skip``; always the same.
+
+        Args:
+            anatomy: the model that may write them.
+            n: the number of texts.
+            skip: the number of texts before them.
+            tokens: the length to which texts are cut; None: ``tokens`` of the attack.
+        """
         if self._public is None:
             self._public = PublicText.resolve(
                 self.public_text, anatomy, self.seed, n=self.public_rows + self.controls
             )
         generator = torch.Generator().manual_seed(self.seed)
         rows = self._public.draw(skip + n, generator)[skip:].tolist()
-        return self._public.rows(rows, self.tokens, generator)
+        return self._public.rows(rows, min(tokens or self.tokens, self.tokens), generator)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the text that the model wrote, which takes longest; the rest follows from it."""

@@ -225,8 +225,10 @@ class GradientMembership(PassiveMembership):
         """
         assert query is not None
         check_fresh(self._facts, view.gradients[-1])
-        public = self._texts(self._anatomy, self.controls, skip=self.public_rows)
-        texts = (_query_batch(query, self.tokens), public)
+        candidates = _query_batch(query, self.tokens)
+        length = max(2, candidates.input_ids.shape[1])  # longer public texts only take longer
+        public = self._texts(self._anatomy, self.controls, skip=self.public_rows, tokens=length)
+        texts = (candidates, public)
         with self._at_start():
             if self._common is None:
                 size, scores, control_scores = self._token_scores(view, *texts)

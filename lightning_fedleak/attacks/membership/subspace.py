@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import before_last
 from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot
+from lightning_fedleak.progress import measure_seconds
 from lightning_fedleak.threats import ThreatModelError
 
 # None of these was tuned.
@@ -35,6 +37,7 @@ FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance 
 ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
 SMALLEST_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
 DEEP_SHARES = (0.4, 0.95)  # of the depth between which deeper blocks are read
+_TIMED_TEXTS = 2  # public texts on which the states of a look are timed
 BLOCKS = 12  # read at most: the first two, and others from the middle on
 FIRST_BLOCK_WEIGHT = 0.5  # of the first block's gain, subtracted from that of deeper ones
 
@@ -107,6 +110,13 @@ class SubspaceMembership(PassiveMembership):
             places = torch.linspace(max(0.0, ends[0]), ends[1], deep_blocks).round()
             deep = [deep[int(i)] for i in dict.fromkeys(places.tolist())]
         return (*first, *deep)
+
+    def estimate(self, anatomy: Anatomy, texts: int) -> float:
+        """Return the seconds of a look: the words by arithmetic, the states from a few texts."""
+        inputs, ids = self._select_inputs(anatomy), self._texts(anatomy, _TIMED_TEXTS).input_ids
+        run = partial(row_space.input_states, anatomy, inputs, ids)
+        states = measure_seconds(run, anatomy.device) / _TIMED_TEXTS * texts
+        return self._words.estimate(anatomy, texts) + states
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on public text, and on every token up to the first projections."""

@@ -19,6 +19,7 @@ from lightning_fedleak.attacks.row_space.explanation import Capacity as Capacity
 from lightning_fedleak.attacks.row_space.explanation import ReadableInput as ReadableInput
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity as measure_capacity
 from lightning_fedleak.attacks.row_space.explanation import predict_capacity as predict_capacity
+from lightning_fedleak.attacks.row_space.explanation import pursuit_seconds as pursuit_seconds
 from lightning_fedleak.attacks.row_space.linear_maps import KnownInput as KnownInput
 from lightning_fedleak.attacks.row_space.linear_maps import LinearMap as LinearMap
 from lightning_fedleak.attacks.row_space.linear_maps import PerMaps as PerMaps

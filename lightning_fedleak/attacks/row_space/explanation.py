@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.row_space import linear_maps
+from lightning_fedleak.attacks.row_space import linear_maps, pursuit
 from lightning_fedleak.attacks.row_space.atoms import Atoms, explain_kept, most_kept
 from lightning_fedleak.attacks.row_space.dictionary import Dictionary, factor_rows
 from lightning_fedleak.attacks.row_space.pursuit import PursuitResult, explain
@@ -32,6 +32,7 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     products_in_tf32,
 )
+from lightning_fedleak.progress import operations_per_second
 
 _NOISE_SHARE = 0.7
 """Share of dropout's noise that counts in the pursuit where types are many.
@@ -48,6 +49,13 @@ _SMALLEST_SIZE = 1e-3  # of a coordinate over the largest one's, for its weight;
 _RECOVERED = 0.99  # F1 from which a planted set counts as found: one type in a hundred may miss
 _DIRECTIONS = 8  # random directions in which atoms are compared; not tuned
 _GRID = 200.0  # cells per unit length: atoms in one cell of all directions are equal; not tuned
+EFFICIENCY = 0.35
+"""Share of a large product's rate that a pursuit reaches, in :func:`pursuit_seconds`.
+
+With the two numbers below it was fitted to looks of 74 to 345 types, r 8 and 64, vocabularies of
+1,000 to 128,000, widths of 256 to 2,048, on one core of x86-64: .27 to .42 (November 2026).
+"""
+_FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,33 @@ def predict_capacity(width: int, tokens: int, rank: int) -> float:
         rank: number of shared rows, at most ``width``.
     """
     return width / (1 + math.log(max(2, tokens)) / (2.5 * max(1, rank)))
+
+
+def pursuit_seconds(
+    device: torch.device, width: int, tokens: int, rows: int, types: float
+) -> float:
+    """Return the estimated seconds of reading so many types from shared rows.
+
+    The operations of the scorings of the vocabulary, of the choices between them and of the exact
+    products in float64, at :data:`EFFICIENCY` of the device's rate.
+
+    Args:
+        device: the device of the arithmetic.
+        width: dimensions of the input.
+        tokens: size of the vocabulary.
+        rows: number of shared rows.
+        types: number of types that are read; at most :data:`GIVE_UP` of the width.
+    """
+    if rows >= width:  # every token is compared with the span of the rows, once
+        operations = 2.0 * tokens * width**2
+    else:
+        types = min(types, pursuit.GIVE_UP * width)
+        columns = (min(rows, types) + _FREE_ROWS) * _COLUMNS_PER_ROW
+        compared = tokens / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
+        operations = 2 * types * width * columns * compared
+        operations += 4 * types * pursuit.RESCORED * width * (width + types)
+        operations += 40 * width * types**2
+    return operations / (EFFICIENCY * operations_per_second(device))
 
 
 def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:

@@ -41,6 +41,7 @@ from lightning_fedleak.model.snapshots import (
 from lightning_fedleak.validate import check_number
 
 _PRIOR_TYPES = 256.0  # types that a batch is expected to have, for the prior odds; not tuned
+_BATCH_TYPES = 300.0  # types of a batch of 8 x 64 tokens of natural text
 _ROUNDED = 4.0  # mean square in units of the error, up to which a gradient is rounding; not tuned
 _HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known; not tuned
 _ROWS_AT_ONCE = 1024  # rows compared at once, which bounds the memory
@@ -175,6 +176,15 @@ class SubspaceWords(Attack):
         key = ("known inputs", id(anatomy.root), tuple(m.name for m in maps))
         found = do_once(key, lambda: row_space.find_known_inputs(anatomy, maps), subject=anatomy)
         return tuple(sorted(found, key=reading_order))
+
+    def estimate(self, anatomy: Anatomy, texts: int) -> float:
+        """Return the seconds of a look at a batch of 8 x 64 tokens, by arithmetic."""
+        known_input = self.inputs(anatomy)[0]
+        maps = known_input.trainable_maps(anatomy) or known_input.maps
+        rows = sum(m.rows for m in maps if m.factor != "B") or known_input.width
+        tokens = row_space.vocabulary_size(anatomy)
+        sizes = known_input.width, tokens, rows, min(_BATCH_TYPES, tokens / 2)
+        return row_space.pursuit_seconds(anatomy.device, *sizes)
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run the model on every token, up to the maps that are read.

@@ -144,7 +144,7 @@ class StepEngine:
                 look.followed &= not fit.follow_changes()
             if fit.scheduler.still_waits(look):
                 return
-            with fit.undisturbed():
+            with fit.restored_once():
                 fit.refresh(look)
                 fit.admit_held(look)
                 for channel in fit.channels_in(look):

@@ -36,7 +36,7 @@ from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.model_runs import undisturbed
+from lightning_fedleak.model.model_runs import restored_once
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import StepTap, is_uneven
 
@@ -164,13 +164,12 @@ class Fit:
         self.tap.read_gradients(parameters, self.run.gradient_of, keeps_local=self.keeps_local)
         return True
 
-    def undisturbed(self) -> AbstractContextManager[object]:
-        """Return a block in which the model may be run: its state is saved and restored once.
+    def restored_once(self) -> AbstractContextManager[object]:
+        """Return a block after which the model's state is restored, once for all runs of it within.
 
-        A sharded model is saved for each of its runs, since they need its parts gathered or not.
+        A sharded model is restored after each run, since some of them gather its parts.
         """
-        anatomy = self.run.anatomy
-        return nullcontext() if self.lineup.is_sharded else undisturbed(anatomy)
+        return nullcontext() if self.lineup.is_sharded else restored_once(self.run.anatomy)
 
     def refresh(self, look: Look) -> None:
         """Let the attacks that a look is of follow the model, once in a look."""

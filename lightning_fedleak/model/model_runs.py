@@ -56,6 +56,24 @@ def is_observed() -> bool:
 
 
 @contextmanager
+def restored_once(anatomy: Anatomy) -> Iterator[None]:
+    """Save the contents of the modules once for every :func:`undisturbed` within.
+
+    Modes stay as they are between these. :func:`is_observed` is True meanwhile.
+
+    Raises:
+        RuntimeError: a parameter was written to and could not be restored.
+    """
+    before = _open.get()
+    with model_state.preserve_model(anatomy.root, anatomy.model):
+        _open.set((*before, anatomy.root))
+        try:
+            yield
+        finally:
+            _open.set(before)
+
+
+@contextmanager
 def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield ``anatomy.model`` in eval mode, and restore everything after, also on an exception.
 

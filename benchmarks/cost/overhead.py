@@ -1,20 +1,23 @@
-"""What a look costs: steps with and without it, in turn, in one run.
+"""What `LeakageMonitor()` costs as it is by default: set-up, looks with their controls, whole fits.
 
-    python -m benchmarks.cost.overhead                       # GPT-2 6 x 384, V = 50,257, 8 x 64
-    python -m benchmarks.cost.overhead --model DIR           # any causal LM, SmolLM2-135M say
+    python -m benchmarks.cost.overhead                       # Llama 6 x 384, V = 50,257, 8 x 64
+    python -m benchmarks.cost.overhead --model DIR --lora 8 --text imdb
+    python -m benchmarks.cost.overhead --size 2 32 --vocabulary 512 --fits 200 2000
 
 Four kinds of steps take turns: ``off`` (the monitor's hooks return at once), ``idle`` (the
 monitor is there, the step is not looked at), ``look`` (every attack runs) and ``control`` (every
 attack runs, and reads the control of the look besides). Medians, and ratios to ``off``, with a
 bootstrap 95% interval, of elapsed and of processor time; the latter is the one to read where others
 use the machine too. The processor time in the monitor's own hooks is printed as well: its share of
-a step is known far more closely than a difference of two steps.
+a step is known far more closely than a difference of two steps. Whole fits (``--fits``) are made
+without and with the monitor and its default cadence.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import logging
 import platform
 import statistics
 import time
@@ -26,9 +29,9 @@ from unittest.mock import patch
 import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.shared import FineTuning, fit
+from benchmarks.shared import FineTuning, fit, read_texts, tokens_of, with_lora
 from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.engine import Look, scheduler
@@ -37,6 +40,7 @@ from lightning_fedleak.engine.channels.control import Controls
 SMOKE = (
     "--model {model} --steps 1 --shape 2x8 --attacks flatchat,aligned,membership "
     "--layer 1 --device cpu --out {out}",
+    "--size 1 32 --vocabulary 128 --steps 1 --shape 2x8 --lora 2 --fits 3 --device cpu --out {out}",
 )
 
 ARMS = ("off", "idle", "look", "control")
@@ -118,23 +122,29 @@ class Clock(L.Callback):
         self.started = (self.monitor.arm(trainer), *now)
 
 
-def build(arguments: argparse.Namespace) -> tuple[torch.nn.Module, int]:
+def build(arguments: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(0)
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     else:
         layers, width = arguments.size
-        size = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 128}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=arguments.vocabulary, **size))
-    return model, model.config.vocab_size
+        heads = max(1, width // 64)
+        size = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+        size |= {"intermediate_size": 4 * width, "vocab_size": arguments.vocabulary}
+        model = LlamaForCausalLM(LlamaConfig(**size))
+    return with_lora(model, arguments.lora, ["q_proj", "v_proj"]) if arguments.lora else model
 
 
 def model_name(arguments: argparse.Namespace) -> str:
-    return "GPT-2 {} x {}, V = {:,}".format(*arguments.size, arguments.vocabulary)
+    random = "Llama {} x {}, V = {:,}".format(*arguments.size, arguments.vocabulary)
+    lora = f", LoRA r {arguments.lora}" if arguments.lora else ""
+    return f"{arguments.model or random}{lora}"
 
 
-def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
-    generator = torch.Generator().manual_seed(1)
+def attacks(arguments: argparse.Namespace) -> Any:
+    if arguments.attacks == "auto":
+        return "auto"
+    generator, vocab = torch.Generator().manual_seed(1), build(arguments).config.vocab_size
     public = PublicText(torch.randint(0, vocab, (64, 64), generator=generator))
     chosen = {
         "flatchat": lambda: FlatChat(public, shapes=((2, 16), (4, 32))),
@@ -144,12 +154,22 @@ def attacks(arguments: argparse.Namespace, vocab: int) -> list[Any]:
     return [chosen[name]() for name in arguments.attacks.split(",")]
 
 
-def run(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) -> None:
-    model, vocab = build(arguments)
+def token_rows(arguments: argparse.Namespace, n: int, length: int, vocab: int) -> torch.Tensor:
+    """Return (n, length) tokens of texts that are long enough, or random ones without --text."""
+    if not arguments.text:
+        generator = torch.Generator().manual_seed(2)
+        return torch.randint(0, vocab, (n, length), generator=generator)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    texts = tokens_of(read_texts(arguments.text), tokenizer, tokenizer.bos_token_id, 2, 10 * n)
+    return torch.stack([ids[:length] for ids in texts.sentences if len(ids) >= length][:n])
+
+
+def run(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) -> L.Trainer:
+    model = build(arguments)
     b, length = (int(x) for x in arguments.shape.split("x"))
-    ids = torch.randint(0, vocab, (b * 8, length), generator=torch.Generator().manual_seed(2))
+    ids = token_rows(arguments, b * 8, length, model.config.vocab_size)
     rows = [{"input_ids": x, "labels": x} for x in ids]
-    fit(
+    return fit(
         FineTuning(model), DataLoader(rows, batch_size=b), accelerator=arguments.device,
         max_steps=steps, callbacks=callbacks, precision=arguments.precision,
         default_root_dir=arguments.out,
@@ -171,8 +191,7 @@ def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
 
 def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
     """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
-    _, vocab = build(arguments)
-    monitor = InTurn(ARMS, attacks(arguments, vocab))
+    monitor = InTurn(ARMS, attacks(arguments))
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     with patch.object(Controls, "_is_due", lambda *_: monitor.now == "control"):
         run(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
@@ -181,9 +200,6 @@ def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, f
 
 def time_steps(arguments: argparse.Namespace) -> None:
     results = timed(arguments)
-    print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
-    print(f"{datetime.date.today()}, {arguments.model or model_name(arguments)}, batch")
-    print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
     print("| time | step | n | median (s) | ratio to off | 95% interval |")
     print("|---|---|---|---|---|---|")
     # On a GPU the processor's time counts threads that spin while they wait.
@@ -211,16 +227,49 @@ def time_steps(arguments: argparse.Namespace) -> None:
     print(f"one look in 50 steps {1 + own / 50 / plain:.4f}")
 
 
+class SetUp(L.Callback):
+    """Notes the processor time of the first batch; stands first among the callbacks."""
+
+    seconds: float | None = None
+
+    def on_train_batch_start(self, trainer, *args):
+        self.seconds = self.seconds or time.process_time()
+
+
+def time_fit(arguments: argparse.Namespace, monitors: list[L.Callback], steps: int):
+    """Processor seconds until the first batch, and of a whole fit."""
+    begun, set_up = time.process_time(), SetUp()
+    run(arguments, [set_up, *monitors], steps)
+    return set_up.seconds - begun, time.process_time() - begun
+
+
+def time_fits(arguments: argparse.Namespace) -> None:
+    """Print set-up, looks and processor time of fits without and with the monitor."""
+    print("| steps | plain fit (s) | with the monitor (s) | ratio | set-up (s) | looks |")
+    print("|---|---|---|---|---|---|")
+    for steps in arguments.fits:
+        plain_set_up, plain = time_fit(arguments, [], steps)
+        monitor = LeakageMonitor(attacks(arguments))
+        set_up, watched = time_fit(arguments, [monitor], steps)
+        cells = f"{watched / plain:.2f} | {set_up - plain_set_up:.1f} | {monitor.looks}"
+        print(f"| {steps:,} | {plain:.1f} | {watched:.1f} | {cells} |", flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or hub id of a causal LM")
     parser.add_argument(
-        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of the GPT-2"
+        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of a random Llama"
     )
-    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT-2")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each kind")
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the random Llama")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each kind; 0: none")
     parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--attacks", default="flatchat,aligned", help="also: membership")
+    parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA on q and v")
+    parser.add_argument(
+        "--text", help="texts for --model, named or a file; random tokens without it"
+    )
+    parser.add_argument("--fits", type=int, nargs="*", default=[], help="steps of whole fits")
+    parser.add_argument("--attacks", default="auto", help="or of: flatchat,aligned,membership")
     parser.add_argument("--layer", type=int, default=6, help="of membership")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -232,7 +281,15 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    time_steps(arguments)
+    for name in ("lightning.pytorch", "lightning_fedleak"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
+    print(f"{datetime.date.today()}, {model_name(arguments)}, batch")
+    print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
+    if arguments.steps:
+        time_steps(arguments)
+    if arguments.fits:
+        time_fits(arguments)
 
 
 if __name__ == "__main__":

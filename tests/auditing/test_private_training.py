@@ -26,6 +26,7 @@ from tests.helpers.processes import spawn_imported
 
 pytest.importorskip("opacus")
 STEPS, LOOK = 32, 8
+CLAIMED = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
 
 
 def results(verdict: PrivacyVerdict) -> dict[str, str]:
@@ -64,8 +65,7 @@ def trained(watch: bool, step_of: Callable[..., Any]) -> Any:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     loader = DataLoader(referee.texts(), batch_sampler=referee.Poisson(referee.RATE))
     step = step_of(model, optimizer)
-    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
-    check = PrivateTrainingCheck(step, model, optimizer, claim, every_n_steps=4)
+    check = PrivateTrainingCheck(step, model, optimizer, CLAIMED, every_n_steps=4)
     for batch in check.watch(loader) if watch else loader:
         step(batch)
     return [*model.parameters()], check.verdict()
@@ -100,8 +100,7 @@ def test_a_look_leaves_gradients_that_a_step_writes_in_place() -> None:
         optimizer.step()
 
     loader = DataLoader(referee.texts(), batch_sampler=referee.Poisson(referee.RATE))
-    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
-    check = PrivateTrainingCheck(step, model, optimizer, claim, every_n_steps=4)
+    check = PrivateTrainingCheck(step, model, optimizer, CLAIMED, every_n_steps=4)
     earlier: list[torch.Tensor] = []
     for batch in check.watch(loader):
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -154,8 +153,7 @@ def test_a_step_in_which_nothing_can_be_planted_is_refused_or_unknown(problem: s
         for _ in range({"no step": 0, "two steps": 2}.get(problem, 1)):
             optimizer.step()
 
-    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
-    check = PrivateTrainingCheck(step, model, optimizer, claim, every_n_steps=1)
+    check = PrivateTrainingCheck(step, model, optimizer, CLAIMED, every_n_steps=1)
     loader, weights = DataLoader(referee.texts(), batch_size=32), model.state_dict()
     weights = {name: value.clone() for name, value in weights.items()}
     if problem == "no logits":
@@ -208,8 +206,7 @@ def in_parts(watch: bool) -> Any:
         referee.loss_of(private, batch[0]).backward()
         optimizer.step()
 
-    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
-    check = PrivateTrainingCheck(step, private, optimizer, claim, every_n_steps=7)
+    check = PrivateTrainingCheck(step, private, optimizer, CLAIMED, every_n_steps=7)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
     ) as parts:
@@ -272,8 +269,7 @@ def test_inclusions_are_counted_by_value_and_only_where_they_were_run(draws: str
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(referee.texts(), batch_sampler=TensorDraws(referee.RATE))
     step = noisy(model, optimizer)
-    claim = PrivacyClaim(1.0, max_grad_norm=0.5, sample_rate=1 / 16, divisor=32, delta=1e-5)
-    check = PrivateTrainingCheck(step, model, optimizer, claim)
+    check = PrivateTrainingCheck(step, model, optimizer, CLAIMED)
     for (ids,) in check.watch(loader):
         step([ids if draws == "tensors" else ids[1:]])
     expected = "not refuted" if draws == "tensors" else "unknown"

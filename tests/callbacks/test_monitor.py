@@ -39,7 +39,6 @@ from tests.helpers.models import tiny_gpt2
 from tests.helpers.notices import announced
 
 F1 = "leakage/probe/f1"
-STAGES = ("local", "shared", "aggregate")
 
 
 def module(kind: type[CausalLMModule] = CausalLMModule, **settings: Any) -> CausalLMModule:

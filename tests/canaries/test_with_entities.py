@@ -52,10 +52,6 @@ def chats(n: int = 300, length: int = 80) -> list[dict[str, Any]]:
     return rows
 
 
-def text_of(item: dict[str, Any]) -> str:
-    return str(TOKENIZER.decode(item["input_ids"][item["attention_mask"] != 0]))
-
-
 @given(st.text(alphabet="#?x-", min_size=1, max_size=6))
 def test_a_pattern_has_each_of_its_values_once(pattern: str) -> None:
     kind = _EntityKind("a {}", pattern)

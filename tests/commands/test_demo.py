@@ -18,7 +18,7 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceErr
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.cli.printing import INTERRUPTED
 from tests.helpers.commands import run_command
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+from tests.helpers.folders import TEXTS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,11 +27,6 @@ def _calibrated_on_few_tokens() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "AlignedFlatChat", small)
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
 
 
 def private(folder: Path) -> str:

@@ -1,28 +1,23 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+from transformers import BertForMaskedLM, BertModel
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.models import find_model
-from tests.helpers.commands import run_command
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
-from tests.helpers.models import own_rng
+from tests.helpers.commands import printed_by
+from tests.helpers.folders import TEXTS, save_tiny_bert
 
 
 def many(n: int) -> list[str]:
     """Return different texts, whose first eight tokens already differ."""
     return [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(n)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def save_bert(folder: Path, *, head: bool) -> str:
-    tokenizer = tiny_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    with own_rng(0):
-        (BertForMaskedLM if head else BertModel)(config).save_pretrained(folder)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def printed(**settings: Any) -> str:
-    status, output = run_command("game", **settings)
-    assert status == 0
-    return output
+printed = partial(printed_by, "game")
 
 
 def rates_of(output: str, attack: str) -> dict[str, str]:
@@ -100,7 +79,7 @@ def test_a_server_without_layers_reads_a_lora(model: str, text: str) -> None:
 
 @pytest.mark.parametrize("head", [True, False])
 def test_encoders_with_and_without_a_head(head: bool, text: str, tmp_path: Path, capsys) -> None:
-    folder = save_bert(tmp_path, head=head)
+    folder = save_tiny_bert(tmp_path, BertForMaskedLM if head else BertModel)
     assert find_model(folder).kind == ("masked" if head else "classifier")
     output = printed(model=folder, text=text, attack=["fc"], batch=5, tokens=12, games=2)
     assert "fc@1" in output

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertForMaskedLM
 
 from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.printing import short
-from tests.helpers.commands import run_command
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
-from tests.helpers.models import own_rng
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
+from tests.helpers.commands import printed_by
+from tests.helpers.folders import TEXTS, save_tiny_bert
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("encoder")
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    with own_rng(0):
-        BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny_bert(tmp_path_factory.mktemp("encoder"), BertForMaskedLM, mask="<|mask|>")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +30,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def printed(status: int = 0, **settings: Any) -> str:
-    ended, output = run_command("invert", width=100, **settings)
-    assert ended == status
-    return output
+printed = partial(printed_by, "invert", width=100)
 
 
 def cells_in(folder: Path) -> list[dict[str, Any]]:

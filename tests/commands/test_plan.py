@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
-from tests.helpers.commands import run_command
-from tests.helpers.folders import save_tiny_causal_lm
+from tests.helpers.commands import printed_by
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
-
-
-def printed(**settings: object) -> str:
-    status, output = run_command("plan", **settings)
-    assert status == 0
-    return output
+printed = partial(printed_by, "plan")
 
 
 @pytest.fixture(autouse=True)

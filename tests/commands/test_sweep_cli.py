@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,9 @@ import pytest
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
 from lightning_fedleak.cli.studies.sweep import Cell, Setting
-from tests.helpers.commands import options_of, run_command
-from tests.helpers.folders import TEXTS, save_tiny_causal_lm
+from tests.helpers.commands import options_of, printed_by
+from tests.helpers.folders import TEXTS
 from tests.report.lines import begin, end, result, written
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_causal_lm(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +22,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def swept(status: int = 0, **settings: object) -> str:
-    ended, printed = run_command("sweep", width=200, **settings)
-    assert ended == status
-    return printed
+swept = partial(printed_by, "sweep", width=200)
 
 
 def test_a_grid_is_run_reported_and_continued(model: str, text: str, tmp_path: Path) -> None:
@@ -98,7 +91,9 @@ def test_an_interrupt_keeps_what_is_done(
     monkeypatch.setattr("lightning_fedleak.cli.studies.sweep.run_cell", run_cell)
     specs = [f"gradient_noise:clip=1,sigma={sigma}" for sigma in (1, 2, 3)]
     settings = {"model": model, "text": text, "length": 12, "out": tmp_path}
-    interrupted = swept(130, **settings, defense=["gradient_noise:clip=1,sigma=1/2/3", specs[0]])
+    interrupted = swept(
+        status=130, **settings, defense=["gradient_noise:clip=1,sigma=1/2/3", specs[0]]
+    )
     assert "3 cells, 0 of them done before" in interrupted
     assert trained == specs[:2]
     swept(**settings, defense=specs)

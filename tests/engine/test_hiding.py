@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers.integrations import activate_neftune
 
 from lightning_fedleak import PublicText
 from lightning_fedleak.attacks import (
@@ -50,20 +49,6 @@ def adapted(dropout: float = 0.0) -> Any:
     config = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
     torch.manual_seed(1)
     return get_peft_model(model, config)
-
-
-def by_setting(model: Any) -> Any:
-    activate_neftune(model, 5.0)
-    return model
-
-
-def by_a_hook(model: Any, size: float = 0.3) -> Any:
-    def noisy(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
-        rms = output.square().mean().sqrt()
-        return output + size * rms * torch.randn_like(output) if layer.training else output
-
-    model.get_input_embeddings().register_forward_hook(noisy)
-    return model
 
 
 def attacks() -> list[Any]:

@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.ways_to_fine_tune import CELLS, Texts, run
+from tests.helpers.folders import save_tiny_llama
 
 FAST = ("LoRA", "LoRA, left padding", "LoRA, padding-free with a cache", "LoRA, NEFTune 5")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, **size, **heads)).save_pretrained(path)
-    return path
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"), vocab_size=512)
 
 
 @pytest.mark.parametrize(

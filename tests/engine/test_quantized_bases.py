@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     TorchAoConfig,
 )
 
@@ -35,6 +33,7 @@ from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.callbacks import Games, WatchSettings
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import undisturbed
+from tests.helpers.folders import save_tiny_llama
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.settings import QUIET
 
@@ -47,13 +46,8 @@ HALF = {"dtype": torch.bfloat16}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a tiny Llama lies, whose layers have biases, as those of Qwen2 do."""
-    path = tmp_path_factory.mktemp("llama")
-    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, attention_bias=True, **size, **heads)
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    folder = tmp_path_factory.mktemp("llama")
+    return save_tiny_llama(folder, vocab_size=VOCAB, attention_bias=True)
 
 
 def load(folder: Path, settings: Any, **options: Any) -> nn.Module:

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
@@ -34,33 +35,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     hub._ask_in_thread.cache_clear()
 
 
-class NoNetwork:
-    def __init__(self, error: Exception) -> None:
-        self.asked, self.error = 0, error
-
-    def __call__(self, request: urllib.request.Request, timeout: float) -> Any:
-        self.asked += 1
-        raise self.error
-
-
-def no_network(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> NoNetwork:
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Mock:
     reason = socket.gaierror(-2, "Name or service not known")
-    network = NoNetwork(error or urllib.error.URLError(reason))
+    network = Mock(side_effect=urllib.error.URLError(reason))
     monkeypatch.setattr(urllib.request, "urlopen", network)
     return network
 
 
-@pytest.mark.parametrize(
-    ("load", "give"),
-    [
-        (load_tokenizer, "folder that holds the model"),
-        (load_model, "folder that holds the model"),
-        (find_model, "folder that holds the model"),
-    ],
-    ids=["tokenizer", "model", "game"],
-)
+@pytest.mark.parametrize("load", [load_tokenizer, load_model, find_model])
 def test_a_bare_name_without_a_network_is_told_once(
-    load: Callable[[str], Any], give: str, monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = no_network(monkeypatch)
     for _ in range(2):
@@ -69,8 +53,9 @@ def test_a_bare_name_without_a_network_is_told_once(
         message = str(error.value)
         assert message.startswith("'gpt2' is not on this machine")
         assert "could not be reached (Name or service not known)" in message
-        assert f"give a {give}, set HF_HOME to a cache that has it, or connect" in message
-    assert network.asked == 1
+        words = "give a folder that holds the model, set HF_HOME to a cache that has it, or connect"
+        assert words in message
+    assert network.call_count == 1
 
 
 def test_a_dataset_is_not_looked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +85,7 @@ def test_a_wish_to_stay_offline_is_told_and_nothing_is_asked(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set"):
         load_tokenizer("gpt2")
-    assert network.asked == 0
+    assert not network.called
 
 
 def test_a_model_of_the_cache_needs_no_network(

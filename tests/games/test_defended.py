@@ -11,15 +11,10 @@ from torch import Tensor
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
+from lightning_fedleak.evaluation.games import GameConfig, play
 from lightning_fedleak.model.anatomy import find_anatomy
+from tests.games.test_play import pool_of
 from tests.helpers.models import tiny_gpt2
-
-
-def pool_of(n: int = 30) -> SentencePool:
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(4, 90, (3 + i % 5,), generator=generator) for i in range(n)]
-    return SentencePool(rows, tokens=7)
 
 
 def test_the_client_computes_on_what_the_defence_gives() -> None:

@@ -13,7 +13,6 @@ from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.evaluation.auditing import audit_games, audit_scores
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.model.anatomy import find_anatomy
-from tests.games.toy import ToyMembership
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 POOLS = importlib.import_module("lightning_fedleak.evaluation.games.pool")
@@ -42,8 +41,6 @@ def pool_of(n: int = 30, words: int = 90, length: int = 7) -> SentencePool:
 
 def attacks_of(layer: int) -> list:
     return [
-        ToyMembership(layer, tokens=7, name="toy"),
-        ToyMembership(layer, "full", tokens=7, name="toy-full"),
         FCMembership(layer, name="fc"),
         FCMembership(layer, "full", tokens=7, name="fc-full"),
     ]
@@ -146,10 +143,10 @@ def test_a_seed_repeats_the_games_and_nothing_global_moves() -> None:
     before = torch.random.get_rng_state()
     config = GameConfig(games=8, batch=4)
     calls: list[int] = []
-    first = play(anatomy, [ToyMembership(1)], pool, config, progress=calls.append)[0]
-    again = play(anatomy, [ToyMembership(1)], pool, config)[0]
-    other = play(anatomy, [ToyMembership(1)], pool, replace(config, seed=1))[0]
-    beside = play(anatomy, [ToyMembership(2), FCMembership(1)], pool, config)[1]
+    first = play(anatomy, [FCMembership(1)], pool, config, progress=calls.append)[0]
+    again = play(anatomy, [FCMembership(1)], pool, config)[0]
+    other = play(anatomy, [FCMembership(1)], pool, replace(config, seed=1))[0]
+    beside = play(anatomy, [FCMembership(2, name="other"), FCMembership(1)], pool, config)[1]
     assert calls == [1] * 8
     assert torch.equal(first.bits, again.bits)
     assert torch.equal(first.positions, again.positions)
@@ -168,7 +165,7 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
     anatomy = find_anatomy(tiny_bert_mlm(d=64))
     seen: list[float] = []
 
-    class Distance(ToyMembership):
+    class Distance(FCMembership):
         def gradient(self, targets, hidden, mask, upstream):
             near = (hidden[:, None] - targets[None, :, None]).abs().sum(-1)
             near = near.masked_fill(mask[:, None] == 0, torch.inf)
@@ -178,7 +175,7 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
     for forwards in ("fresh", "pooled"):
         seen.clear()
         config = GameConfig(games=30, batch=6, forwards=forwards)
-        [result] = play(anatomy, [Distance(2, tau=(1e-3, 3.0))], pool_of(), config)
+        [result] = play(anatomy, [Distance(2)], pool_of(), config)
         member = torch.tensor(seen)[result.bits]
         assert float(member.max()) < 1e-3
         assert float(member.max()) > 0
@@ -208,7 +205,7 @@ def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(
     monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
     seen: list = []
 
-    class Spy(ToyMembership):
+    class Spy(FCMembership):
         def gradient(self, targets, hidden, mask, upstream):
             seen.append((hidden.shape[1], mask))
             return super().gradient(targets, hidden, mask, upstream)
@@ -255,14 +252,14 @@ def test_settings_that_mean_nothing_are_refused(changes: dict, message: str) -> 
 def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
     anatomy, pool = anatomy_of("gpt2"), pool_of()
     config = GameConfig(games=2, batch=4)
-    with pytest.raises(ValueError, match=r"attack 'toy': layer must be .*got 3"):
-        play(anatomy, [ToyMembership(3)], pool, config)
+    with pytest.raises(ValueError, match=r"attack 'fc_membership': layer must be .*got 3"):
+        play(anatomy, [FCMembership(3)], pool, config)
     with pytest.raises(ValueError, match=r"tokens must be .*got 65.*context"):
-        play(anatomy, [ToyMembership(1)], SentencePool([[1, 2], [3, 4]], tokens=65), config)
+        play(anatomy, [FCMembership(1)], SentencePool([[1, 2], [3, 4]], tokens=65), config)
     with pytest.raises(ValueError, match="needs planted="):
-        play(anatomy, [ToyMembership(1)], pool, replace(config, protocol="authors"))
+        play(anatomy, [FCMembership(1)], pool, replace(config, protocol="authors"))
     with pytest.raises(ValueError, match="gives 30 distinct"):
-        play(anatomy, [ToyMembership(1)], pool, replace(config, batch=30))
+        play(anatomy, [FCMembership(1)], pool, replace(config, batch=30))
 
     class Bare(torch.nn.Module):
         def __init__(self) -> None:
@@ -274,7 +271,7 @@ def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
             return self.head(self.embed(input_ids))
 
     with pytest.raises(ValueError, match="no transformer blocks"):
-        play(find_anatomy(Bare(), kind="causal"), [ToyMembership(1)], pool, config)
+        play(find_anatomy(Bare(), kind="causal"), [FCMembership(1)], pool, config)
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "add_remove"])

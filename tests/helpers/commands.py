@@ -36,3 +36,10 @@ def run_command(
     console = Console(file=output, width=width, force_terminal=terminal)
     status = module.run(options_of(command, **settings), console)
     return status, output.getvalue()
+
+
+def printed_by(command: str, *, status: int = 0, **settings: Any) -> str:
+    """Return what a command printed, which must end with a status."""
+    ended, output = run_command(command, **settings)
+    assert ended == status
+    return output

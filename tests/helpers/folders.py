@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from tests.helpers.models import own_rng
 
 TEXTS = [
     "The courier left my new card at number nine, and number nine is a bakery.",
@@ -48,23 +60,39 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny_causal_lm(folder: Path) -> Path:
     """Writes a GPT-2 of two blocks of 16 and its tokenizer; returns ``folder``."""
     tokenizer = tiny_tokenizer()
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=64,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 2}
+    config = GPT2Config(**sizes, n_head=2, bos_token_id=0, eos_token_id=0)
+    with own_rng(0):
         model = GPT2LMHeadModel(config)
         # As after some training: hidden states behind a new LayerNorm all sum to zero.
         torch.nn.init.normal_(model.transformer.ln_f.weight, mean=1.0, std=0.3)
         torch.nn.init.normal_(model.transformer.ln_f.bias, std=0.3)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_tiny_bert(folder: Path, kind: type[PreTrainedModel], mask: str | None = None) -> str:
+    """Write an encoder of two blocks of 16 with a tokenizer, and return the folder's name."""
+    tokenizer = tiny_tokenizer()
+    if mask is not None:
+        tokenizer.add_special_tokens({"mask_token": mask})
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with own_rng(0):
+        kind(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_llama(folder: Path, **settings: Any) -> Path:
+    """Write a Llama of two blocks of 64, without a tokenizer, and return its folder."""
+    size = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with own_rng(0):
+        LlamaForCausalLM(LlamaConfig(**size | heads | settings)).save_pretrained(folder)
     return folder
 
 

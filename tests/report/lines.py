@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.report import Findings
+from lightning_fedleak.report import Findings, findings, read
 
 
 def result(
@@ -149,6 +149,13 @@ def written(
         if lines:
             (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def found_in(
+    folder: Path, results: Sequence[Mapping[str, Any]], record: Sequence[Mapping[str, Any]] = ()
+) -> Findings:
+    """Return what a report finds in these lines."""
+    return findings(read([written(folder, results, record)]))
 
 
 def sentences_of(found: Findings) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import dp_tpr, gaussian_auc, gaussian_tpr
-from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report import page
 from lightning_fedleak.report.records import as_json
 from tests.report.lines import (
     about,
@@ -14,11 +14,11 @@ from tests.report.lines import (
     decision,
     dpsgd,
     end,
+    found_in,
     look,
     result,
     sentences_of,
     spent,
-    written,
 )
 
 
@@ -26,10 +26,6 @@ def rounded_up(bound):
     """Three digits, by decimals."""
     exact = Decimal(bound)
     return float(exact.quantize(Decimal((0, (1,), exact.adjusted() - 2)), ROUND_CEILING))
-
-
-def found_in(folder, results, record=()):
-    return findings(read([written(folder, results, record)]))
 
 
 def test_unknown_attacks_come_first_and_are_no_zero(tmp_path):
@@ -175,14 +171,13 @@ def test_whatever_stands_in_a_line_no_run_is_lost(tmp_path):
     for name, of in (("leakage", lines[:1]), ("run", record)):
         for number, line in enumerate(of):
             for path in parts(line):
-                for odd in (ODD[tried % len(ODD)],):
-                    given = {"leakage": list(lines), "run": list(record)}
-                    given[name][number] = with_odd(line, path, odd)
-                    found = found_in(tmp_path, given["leakage"], given["run"])
-                    json.dumps(as_json(found), allow_nan=False)
-                    assert "b" in {fit.run for fit in found.runs}, (path, odd)
-                    assert not any(told.startswith("run ") for told in found.problems), path
-                    tried += 1
+                odd, given = ODD[tried % len(ODD)], {"leakage": list(lines), "run": list(record)}
+                given[name][number] = with_odd(line, path, odd)
+                found = found_in(tmp_path, given["leakage"], given["run"])
+                json.dumps(as_json(found), allow_nan=False)
+                assert "b" in {fit.run for fit in found.runs}, (path, odd)
+                assert not any(told.startswith("run ") for told in found.problems), path
+                tried += 1
                 if isinstance(path[-1], str):  # and where it is not there at all
                     given[name][number] = with_odd(line, path, None, missing=True)
                     found = found_in(tmp_path, given["leakage"], given["run"])
@@ -253,17 +248,15 @@ def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
 # ---- federations --------------------------------------------------------------------------------
 
 
-def federation(folder, *more, side="client", clients=3, rounds=2, values=(0.2, 0.4, 0.9)):
+def federation(folder, *more):
     """Three clients and their sum; client 2 is withheld in round 1."""
     of_clients = [
-        result(r, f1=values[c], recall=values[c], precision=0.5) | {"client": c, "round": r}
-        for r in range(rounds)
-        for c in range(clients)
+        result(r, f1=value, recall=value, precision=0.5) | {"client": c, "round": r}
+        for r in range(2)
+        for c, value in enumerate((0.2, 0.4, 0.9))
     ]
-    sums = [result(r, stage="aggregate", f1=0.1) | {"client": "sum"} for r in range(rounds)]
-    looks = [
-        look(r, client=c, utility={"loss": 3.0 - r}) for r in range(rounds) for c in range(clients)
-    ]
+    sums = [result(r, stage="aggregate", f1=0.1) | {"client": "sum"} for r in range(2)]
+    looks = [look(r, client=c, utility={"loss": 3.0 - r}) for r in range(2) for c in range(3)]
     begins = begin(training={"strategy": "federation"}, fit="x")
     return found_in(folder, [*of_clients, *sums], [begins, *looks, *more])
 
@@ -426,6 +419,7 @@ def test_an_epsilon_of_a_run_that_was_cut_off_is_no_bound(tmp_path, last, whole)
     [cost] = found.runs[0].privacy
     assert cost.whole is whole
     assert ("no bound for the whole run" in sentences_of(found)) is not whole
+    assert ("What this epsilon limits" in sentences_of(found)) is whole
     assert ("no bound for the whole run" in cost.statement) is not whole
     assert ("until the last look alone" in page(found)) is not whole
 

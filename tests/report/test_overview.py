@@ -13,6 +13,7 @@ from tests.report.lines import (
     decision,
     dpsgd,
     end,
+    found_in,
     look,
     result,
     sentences_of,
@@ -23,10 +24,6 @@ from tests.report.lines import (
 LITTLE = {"f1": (0.02, 0.0, 0.05), "recall": 0.01, "precision": 0.1}
 READ = {"f1": (0.8, 0.7, 0.9), "recall": 0.784, "precision": 0.96}
 PAIR = [about("flatchat", "words"), about("fc", "membership")]
-
-
-def found_in(folder, results, record=()):
-    return findings(read([written(folder, results, record)]))
 
 
 def reading_of(found, family, run=0):
@@ -477,13 +474,6 @@ def test_what_epsilon_limits_is_said_in_one_sentence(tmp_path, epsilon, said):
     for text in (sentences_of(found), found.runs[0].privacy[0].statement):
         assert asked in text
         assert said in text
-
-
-def test_an_epsilon_that_is_no_bound_limits_nothing(tmp_path):
-    record = [begin(defenses=[dpsgd()]), look(2, privacy=[spent(1.0, 3)])]
-    sentences = sentences_of(found_in(tmp_path, [result(0, **LITTLE)], record))
-    assert "no bound for the whole run" in sentences
-    assert "What this epsilon limits" not in sentences
 
 
 def test_the_page_says_what_its_words_and_numbers_mean(tmp_path):

@@ -8,7 +8,18 @@ import pytest
 
 from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.report.records import as_json
-from tests.report.lines import about, begin, decision, dpsgd, end, look, result, spent, written
+from tests.report.lines import (
+    about,
+    begin,
+    decision,
+    dpsgd,
+    end,
+    found_in,
+    look,
+    result,
+    spent,
+    written,
+)
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{7*7}}"
 
@@ -97,7 +108,7 @@ def points(html, kind):
 def test_a_line_has_a_point_for_each_look_or_for_the_highest_of_a_bin(tmp_path, looks):
     values = [(37 * step % 100) / 100 for step in range(looks)]
     lines = [result(s, f1=(v, max(0.0, v - 0.05), v)) for s, v in enumerate(values)]
-    html = page(findings(read([written(tmp_path, lines, [begin(), end(looks)])])))
+    html = page(found_in(tmp_path, lines, [begin(), end(looks)]))
     table = html.partition("As a table")[2].partition("</table>")[0]
     shown = re.findall(r"<td[^>]*>(>?\.\d\d|1\.00)", table)
     assert (f"the highest of {math.ceil(looks / 120)} looks" in html) == (looks > 120)
@@ -107,7 +118,7 @@ def test_a_line_has_a_point_for_each_look_or_for_the_highest_of_a_bin(tmp_path, 
 
 def test_unknown_looks_are_gaps(tmp_path):
     lines = [result(s, f1=(0.5, 0.4, 0.6)) if s != 2 else result(s) for s in range(5)]
-    html = page(findings(read([written(tmp_path, lines, [begin()])])))
+    html = page(found_in(tmp_path, lines, [begin()]))
     assert re.search(r'class="line read" d="M[^M"]*L[^M"]*M[^M"]*L[^M"]*"', html)
     assert len(points(html, "read")) == 4
     assert ">unknown</td>" in html
@@ -121,7 +132,7 @@ def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
     ]
     lines += [result(1, stage="aggregate", f1=(0.2, 0.1, 0.3)) | {"client": "sum"}]
     record = [begin(training={"strategy": "federation"}), decision("withheld", 2, 2)]
-    html = page(findings(read([written(tmp_path, lines, record)])))
+    html = page(found_in(tmp_path, lines, record))
     table = html.partition('class="heat"')[2].partition("</table>")[0]
     rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
     assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "their sum"]
@@ -148,13 +159,13 @@ def test_five_hundred_looks_are_a_small_page(tmp_path):
              privacy=[spent(1 + s / 9, s)] if s % 249 == 1 else [])
         for s in range(500)
     ]  # fmt: skip
-    assert len(page(findings(read([written(tmp_path, lines, record)]))).encode()) < SIZE
+    assert len(page(found_in(tmp_path, lines, record)).encode()) < SIZE
 
 
 def test_a_hundred_clients_and_fifty_rounds_are_a_small_page(tmp_path):
     lines = [result(r, f1=(0.9, 0.8, 1.0)) | {"client": c} for r in range(50) for c in range(100)]
     record = [begin(training={"strategy": "federation"})]
-    html = page(findings(read([written(tmp_path, lines, record)])))
+    html = page(found_in(tmp_path, lines, record))
     assert len(html.encode()) < SIZE
     assert "highest of 81 more" in html
     assert "A square is the highest of 3 rounds." in html
@@ -178,7 +189,7 @@ def test_several_runs_are_a_small_page(tmp_path, runs):
 @pytest.mark.parametrize("odd", ["\u202eevil", "\x1b[31mred", "half\ud800", "a\x00b"])
 def test_what_nobody_sees_in_a_name_is_written_out(tmp_path, odd):
     """Direction marks turn sentences round, escapes act on terminals, surrogates are no UTF-8."""
-    found = findings(read([written(tmp_path, [result(0, odd, f1=0.5)])]))
+    found = found_in(tmp_path, [result(0, odd, f1=0.5)])
     for made in (page(found), json.dumps(as_json(found), ensure_ascii=False)):
         made.encode("utf-8")
         assert not set(made) & set("\u202e\x1b\ud800\x00")

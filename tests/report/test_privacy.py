@@ -11,8 +11,7 @@ from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.records.fields import Releases
-from tests.report.lines import begin, dpsgd, end, look, result, spent
-from tests.report.test_findings import found_in
+from tests.report.lines import begin, dpsgd, end, found_in, look, result, spent
 
 pytest.importorskip("opacus")
 DELTA = 1e-5

@@ -7,17 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report import page
 from lightning_fedleak.report.records import MetricValue, as_json
 from lightning_fedleak.report.wording import interval
-from tests.report.lines import about, begin, result, sentences_of, written
+from tests.report.lines import about, begin, found_in, result, sentences_of
 
 RUN = json.loads(Path(__file__).with_name("memorization_run.json").read_text())
 UNTRIED = {"reconstruction", "attribute inference", "model inversion"}
-
-
-def found_in(folder, lines, record=()):
-    return findings(read([written(folder, lines, record)]))
 
 
 def rows_of(fit):

@@ -48,6 +48,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from scipy.sparse.csgraph import connected_components
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_fedleak"
 
@@ -159,32 +162,15 @@ class Source:
     @cached_property
     def docstrings(self) -> list[tuple[Documented, ast.Constant]]:
         """What has a docstring, with it."""
-        pairs = []
-        for node in self.nodes:
-            if isinstance(node, Documented) and node.body:
-                first = node.body[0]
-                if (
-                    isinstance(first, ast.Expr)
-                    and isinstance(first.value, ast.Constant)
-                    and isinstance(first.value.value, str)
-                ):
-                    pairs.append((node, first.value))
-        return pairs
+        documented = [n for n in self.nodes if isinstance(n, Documented) and n.body]
+        return [(node, node.body[0].value) for node in documented if _is_text(node.body[0])]
 
     @cached_property
     def code_lines(self) -> int:
         """Lines of code without docstrings, comments and blanks."""
-        empty = {
-            tokenize.COMMENT,
-            tokenize.NL,
-            tokenize.NEWLINE,
-            tokenize.INDENT,
-            tokenize.DEDENT,
-            tokenize.ENDMARKER,
-        }
         lines: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type not in empty:
+            if token.type != tokenize.COMMENT and token.string.strip():
                 lines.update(range(token.start[0], token.end[0] + 1))
         for _, text in self.docstrings:
             lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
@@ -313,11 +299,8 @@ class CodeMetrics:
     def _parameters(self) -> dict[str, Measure]:
         counts = []
         for source, function in self._functions():
-            arguments = function.args
-            names = [
-                argument.arg
-                for argument in arguments.posonlyargs + arguments.args + arguments.kwonlyargs
-            ]
+            known = function.args
+            names = [one.arg for one in known.posonlyargs + known.args + known.kwonlyargs]
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
         return {
@@ -335,11 +318,8 @@ class CodeMetrics:
     def _definitions(self) -> dict[str, Measure]:
         places: dict[str, list[Place]] = defaultdict(list)
         for source in self.sources.values():
-            names = {}
-            for node in source.tree.body:
-                if isinstance(node, ast.ClassDef | Function):
-                    names[node.name] = node.lineno
-            for name, line in names.items():
+            defined = [n for n in source.tree.body if isinstance(n, ast.ClassDef | Function)]
+            for name, line in {node.name: node.lineno for node in defined}.items():
                 places[name].append(source.place(line, name))
         paths = {source.path for source in self.selection}
         several = {
@@ -498,32 +478,14 @@ def _exceeding(counts: list[tuple[int, Place]], limit: int) -> Measure:
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected parts of a graph that have more than one node (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for neighbour in sorted(graph[name] & graph.keys()):
-            if neighbour not in index:
-                visit(neighbour)
-                low[name] = min(low[name], low[neighbour])
-            elif neighbour in stack:
-                low[name] = min(low[name], index[neighbour])
-        if low[name] == index[name]:
-            position = stack.index(name)
-            circle = sorted(stack[position:])
-            del stack[position:]
-            if len(circle) > 1:
-                circles.append(circle)
-
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return circles
+    """Return the strongly connected parts of a graph that have more than one node."""
+    names = sorted(graph)
+    edges = np.array([[target in graph[name] for target in names] for name in names])
+    _, labels = connected_components(edges, connection="strong")
+    parts: dict[int, list[str]] = defaultdict(list)
+    for name, label in zip(names, labels.tolist(), strict=True):
+        parts[label].append(name)
+    return [part for part in parts.values() if len(part) > 1]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -47,7 +47,6 @@ from tests.trainers.hosts import (
 from tests.trainers.test_transformers import trainer_of as plain_trainer
 
 CLIPS = {"lora": 0.25}
-LR = {"learning_rate": 0.05}
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

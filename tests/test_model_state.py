@@ -24,7 +24,7 @@ from lightning_fedleak.model import model_state
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.model.model_state import LARGE, preserve_model
-from tests.games.toy import autograd_gradient
+from tests.games.crafted import autograd_gradient
 from tests.helpers.models import own_rng, tiny_gpt2
 
 VOCAB, DIM = 24, 8

@@ -340,6 +340,7 @@ class TruncatedEmbedding(RecordingAttack):
 
 
 PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
+WITHOUT_BLOCKS = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
 
 
 @pytest.mark.parametrize(
@@ -353,6 +354,7 @@ PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
             "layer must be an integer from 0 to 2, got 3.*2 blocks",
         ),
         (TruncatedEmbedding, {}, ValueError, "'recording' cannot be played on this model"),
+        (RecordingAttack, {"model": WITHOUT_BLOCKS}, ValueError, "no transformer blocks"),
         (
             lambda: GradientMembership(PUBLIC),
             {"games": Games(held_out=PUBLIC)},
@@ -364,12 +366,6 @@ PUBLIC = PublicText([[1, 2, 3], [4, 5, 6]])
 def test_games_that_cannot_be_played_are_refused(tmp_path, attack, settings, error, words):
     with pytest.raises(error, match=words):
         watched(tmp_path, attack(), **settings)
-
-
-def test_a_model_without_blocks_is_refused(tmp_path):
-    model = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
-    with pytest.raises(ValueError, match="no transformer blocks"):
-        watched(tmp_path, RecordingAttack(), model)
 
 
 # ---- the user's own canaries --------------------------------------------------------------------

@@ -304,6 +304,7 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
 @pytest.mark.parametrize(
     ("attack", "options", "error", "words"),
     [
+        (lambda: exact(1), {"model": tiny_bert_mlm()}, ValueError, "not causal"),
         (Recording, {"texts": 0}, ValueError, "texts must be an integer of at least 1"),
         (Recording, {"stages": "aggregate"}, ValueError, "Add 'shared' to stages"),
         (
@@ -318,11 +319,6 @@ def test_a_batch_without_a_row_is_passed_over(tmp_path, attack):
 def test_attacks_on_texts_that_cannot_be_run_are_refused(tmp_path, attack, options, error, words):
     with pytest.raises(error, match=words):
         watched(tmp_path, attack(), **options)
-
-
-def test_an_encoder_cannot_be_read_left_to_right(tmp_path):
-    with pytest.raises(ValueError, match="not causal"):
-        watched(tmp_path, exact(1), tiny_bert_mlm())
 
 
 # ---- the channel --------------------------------------------------------------------------------

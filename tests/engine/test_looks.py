@@ -406,10 +406,6 @@ def test_batches_that_train_nothing_are_no_part_of_the_truth(tmp_path: Path) -> 
 # ---- when a look is due -------------------------------------------------------------------------
 
 
-def test_every_n_steps_is_due_at_multiples_of_n() -> None:
-    assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]
-
-
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
 def test_max_overhead_keeps_looks_within_their_share_of_the_time(share: float) -> None:
     cadence = Cadence(share=share)
@@ -528,7 +524,9 @@ def test_what_each_attack_took_of_the_looks_is_written_and_said(
     assert re.search(r"looked at 2 of 8 steps in [\d.]+ s \(probe \d+%, quick \d+%\)", caplog.text)
 
 
-def test_an_unknown_number_of_steps_gives_looks_at_powers_of_two_for_30_seconds() -> None:
+def test_looks_are_at_multiples_of_n_or_at_powers_of_two_for_30_seconds() -> None:
+    """The latter where the number of steps is unknown."""
+    assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]
     cadence = Cadence(share=0.005, is_curve=True)
     cadence.begin(0, None)
     assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 863]

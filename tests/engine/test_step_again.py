@@ -164,18 +164,17 @@ def test_noise_on_embeddings_hides_no_words_unseen(tmp_path: Path, size: float, 
     assert looks[0][2] > 0.3 * size
 
 
-def test_neftune_is_made_again(tmp_path: Path) -> None:
-    model = adapted()
-    activate_neftune(model, 5.0)
-    looks = look_at_each(tmp_path, model)
-    assert looks[0][2] <= 1e-5
-
-
 def attention_dropout() -> Any:
     model = adapted()
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
+    return model
+
+
+def noisy_embeddings() -> Any:
+    model = adapted()
+    activate_neftune(model, 5.0)
     return model
 
 
@@ -188,6 +187,8 @@ UNTOUCHED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "dropout": (attention_dropout, {}),
     "accumulation": (adapted, {"accumulate": 2}),
     "clipping by norm": (adapted, {"before_step": clip_by_norm}),
+    "NEFTune": (noisy_embeddings, {}),
+    "dropout of LoRA": (partial(adapted, dropout=0.1), {}),
 }
 
 
@@ -195,13 +196,9 @@ UNTOUCHED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) -> None:
     make, settings = UNTOUCHED[case]
     looks = look_at_each(tmp_path, make(), **settings)
-    assert looks[0][:2] == (1.0, 1.0)
     assert looks[0][2] <= 1e-5
-
-
-def test_dropout_is_made_again(tmp_path: Path) -> None:
-    looks = look_at_each(tmp_path, adapted(dropout=0.1))
-    assert looks[0][2] <= 1e-5
+    if case not in ("NEFTune", "dropout of LoRA"):  # which hide words from any attack
+        assert looks[0][:2] == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("make", [partial(tiny_bert_mlm, d=40), tiny_t5])

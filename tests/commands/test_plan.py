@@ -30,8 +30,7 @@ def test_counts_rows_and_planted_tokens(model: str) -> None:
 def test_a_capacity_of_no_planted_set_is_unknown(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = row_space.Capacity(0, 4, 20.0)
-    monkeypatch.setattr(row_space, "measure_capacity", lambda *_, **__: nothing)
+    monkeypatch.setattr(row_space, "measure_capacity", lambda *_, **__: (0, 4, 20.0))
     output = printed(model=model, lora_r=2, targets="c_attn", batch=(2, 8))
     assert "planted at random, how many is unknown, 4 were not." in " ".join(output.split())
 

@@ -15,7 +15,6 @@ from lightning_fedleak.attacks.row_space.dictionary import NotAdditive as NotAdd
 from lightning_fedleak.attacks.row_space.dictionary import build_dictionary as build_dictionary
 from lightning_fedleak.attacks.row_space.dictionary import factor_rows as factor_rows
 from lightning_fedleak.attacks.row_space.dictionary import orthonormal as orthonormal
-from lightning_fedleak.attacks.row_space.explanation import Capacity as Capacity
 from lightning_fedleak.attacks.row_space.explanation import ReadableInput as ReadableInput
 from lightning_fedleak.attacks.row_space.explanation import measure_capacity as measure_capacity
 from lightning_fedleak.attacks.row_space.explanation import predict_capacity as predict_capacity

@@ -104,15 +104,16 @@ class Dictionary:
         """
         if self.positions is None:
             return 0
-        known_input = orthonormal(torch.cat([self.constants, *beside]))
+        basis = orthonormal(torch.cat([self.constants, *beside]))
         g = torch.cat([r.double() / r.double().norm() for r in rows])
-        g = g - (g @ known_input.T) @ known_input
-        most = min(len(self.positions), (self.rows.shape[1] - len(known_input)) // 2)
-        places = self.positions[:most] - (self.positions[:most] @ known_input.T) @ known_input
-        gain = (g @ torch.linalg.qr(places.T).Q).square().sum(0)
-        rest = g.square().sum() - gain.cumsum(0) + gain
-        dims = g.shape[1] - len(known_input) - torch.arange(most, device=g.device)
-        ratio = (gain * dims / rest.clamp_min(1e-300)).clamp_min(1e-12)
+        g = g - (g @ basis.T) @ basis
+        max_count = min(len(self.positions), (self.rows.shape[1] - len(basis)) // 2)
+        positions = self.positions[:max_count]
+        positions = positions - (positions @ basis.T) @ basis
+        gain = (g @ torch.linalg.qr(positions.T).Q).square().sum(0)
+        remaining = g.square().sum() - gain.cumsum(0) + gain
+        dims = g.shape[1] - len(basis) - torch.arange(max_count, device=g.device)
+        ratio = (gain * dims / remaining.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
     def atoms(
@@ -125,11 +126,12 @@ class Dictionary:
                 positions are the further atoms.
             beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
         """
+        directions = [self.constants, *beside]
         if self.positions is None:
-            return self.rows, orthonormal(torch.cat([self.constants, *beside])), None
-        known_input = torch.cat([self.constants, *beside, self.positions[:positions]])
+            return self.rows, orthonormal(torch.cat(directions)), None
+        directions.append(self.positions[:positions])
         further = self.positions[positions : 2 * positions + 16]
-        return self.rows, orthonormal(known_input), further.to(self.rows.dtype)
+        return self.rows, orthonormal(torch.cat(directions)), further.to(self.rows.dtype)
 
 
 def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:

@@ -58,22 +58,6 @@ With the two numbers below it was fitted to looks of 74 to 345 types, r 8 and 64
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """How many types an update distinguishes.
-
-    Attributes:
-        types: the largest number of planted types of which all but one in a hundred were found; 0
-            if there was time for none.
-        failed: the smallest number at which they were not; None if no set failed.
-        predicted: result of :func:`predict_capacity`.
-    """
-
-    types: int
-    failed: int | None
-    predicted: float
-
-
 def predict_capacity(width: int, tokens: int, rank: int) -> float:
     """Return how many types ``rank`` rows distinguish: ``width / (1 + ln(tokens) / (2.5 rank))``.
 
@@ -115,24 +99,31 @@ def pursuit_seconds(
     return operations / (EFFICIENCY * operations_per_second(device))
 
 
-def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) -> Capacity:
-    """Return the capacity that a search by bisection over planted sets of types finds.
+def measure_capacity(
+    atoms: Atoms, rank: int, *, seconds: float, seed: int = 0
+) -> tuple[int, int | None, float]:
+    """Search by bisection over planted sets for the number of types that rows distinguish.
 
     Tokens with (nearly) equal atoms, such as those that were never trained, are not planted: no
     update distinguishes them.
 
     Args:
-        atoms: of all tokens.
-        rank: number of shared rows.
-        seconds: time after which no other set is planted; the first one always is.
-        seed: of the sets.
+        atoms: The atoms of all tokens.
+        rank: The number of shared rows.
+        seconds: The time after which no further set is planted; the first one always is.
+        seed: The seed of the planted sets.
+
+    Returns:
+        The largest number of planted types of which all but one in a hundred were found (0 if there
+        was time for none), the smallest number at which they were not (None if no set failed), and
+        the number by :func:`predict_capacity`.
     """
     generator = torch.Generator().manual_seed(seed)
     usable = _unlike_tokens(atoms, generator)
     dims = atoms.width - len(atoms.beside)
-    guess = predict_capacity(dims, len(usable), rank)
+    predicted = predict_capacity(dims, len(usable), rank)
     low, high = 0, min(dims, len(usable))
-    types = max(1, min(int(guess), high - 1))
+    types = max(1, min(int(predicted), high - 1))
     deadline = time.monotonic() + seconds
     failed = None
     while low < types < high:
@@ -145,7 +136,7 @@ def measure_capacity(atoms: Atoms, rank: int, *, seconds: float, seed: int = 0) 
         wider = min(types + max(1, dims // 8), high - 1) if failed is None else (low + high) // 2
         narrower = max(1, types - max(1, dims // 8)) if low == 0 else (low + high) // 2
         types = wider if low == types else narrower
-    return Capacity(low, failed, guess)
+    return low, failed, predicted
 
 
 def _unlike_tokens(atoms: Atoms, generator: torch.Generator) -> torch.Tensor:
@@ -260,7 +251,7 @@ class ReadableInput:
         planted_set = predict_capacity(width, tokens, rows) / 8 * (4 * width * tokens / 1e10)
         if atoms.device.type == "cpu" and planted_set > seconds:
             return None
-        return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed).types)
+        return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed)[0])
 
     def read(
         self,
@@ -281,7 +272,9 @@ class ReadableInput:
             UnusableObservation: the gradients cannot be read, see
                 :meth:`~lightning_fedleak.attacks.words.subspace.SubspaceWords.run`.
         """
-        by_map = self._gradients(view)
+        by_map = linear_maps.nonzero_gradients(view, self.maps)
+        if not by_map:
+            linear_maps.refuse_zeros(self.maps, "the first projections")
         gradients = list(by_map.values())
         beside = {m.name: self._factors[m.name] for m in by_map if m.regularised}
         dtypes = [g.dtype for g in (*gradients, self.dictionary.rows)]
@@ -338,7 +331,7 @@ class ReadableInput:
         """Return the types of evenly accurate gradients, and what hides others."""
         gradients = list(by_map.values())
         dropouts = [(*self.known_input.dropouts, *m.dropouts) for m in by_map]
-        variances = [linear_maps.dropout_variance(each) for each in dropouts]
+        variances = [linear_maps.dropout_variance(modules) for modules in dropouts]
         declared = [noise.get(m.name, 0.0) for m in by_map]
         if any(variances) and not any(declared):
             result = self._explain_weighed(gradients, variances, rounding, beside)
@@ -355,13 +348,6 @@ class ReadableInput:
             result = result if second.silent is None else second
         cause = "what dropout adds" if any(variances) else "the rounding of what was shared"
         return result, cause
-
-    def _gradients(self, view: Observation) -> dict[linear_maps.LinearMap, Tensor]:
-        """Return (n, d) gradients of the maps, without those that are all zero."""
-        gradients = linear_maps.nonzero_gradients(view, self.maps)
-        if gradients:
-            return gradients
-        linear_maps.refuse_zeros(self.maps, "the first projections")
 
     def _explain_weighed(
         self,

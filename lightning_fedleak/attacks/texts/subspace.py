@@ -16,7 +16,6 @@ and states, and the rest is whitened: it is what a prefix adds to its next token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,11 +120,20 @@ class SubspaceTexts(TextAttack):
         blocks = self._trained(anatomy)
         deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
         if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            second = self._readable.get(anatomy).inputs[-1]
+            second = self._readable.get(anatomy)[1][-1]
             deeper = [m.name for m in second.maps if m.factor != "B"]
         return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
 
-    def _find_blocks(self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]) -> _Blocks:
+    def _find_blocks(
+        self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
+    ) -> tuple[row_space.KnownInput | None, list[row_space.SharedInput]]:
+        """Return the inputs that can be read.
+
+        Returns:
+            The input of an encoder's first block (None for a causal model), and the input of each
+            block's projections: from the first block on for an encoder, from the second on for a
+            causal model.
+        """
         maps = [m for m in maps if m.factor != "B"]
         blocks: dict[str, row_space.SharedInput] = {}
         for shared_input in row_space.find_shared_inputs(anatomy, maps):
@@ -139,14 +147,14 @@ class SubspaceTexts(TextAttack):
                 "model has no second block with linear maps that are called once: remove the attack"
             )
         if sees_no_later(anatomy):
-            return _Blocks(None, tuple(inputs[1:]))
+            return None, inputs[1:]
         first = next((k for k in self._words.inputs(anatomy) if k.positional), None)
         if first is None or first.reader is not inputs[0].reader:
             raise ThreatModelError(
                 f"attack '{self.name}' reads an encoder's texts where positions are added to the "
                 "first block's embeddings, which they are not in this model: remove it"
             )
-        return _Blocks(first, tuple(inputs))
+        return first, inputs
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
         """Return the inputs of the blocks that are trained and read; none where too few are."""
@@ -155,8 +163,8 @@ class SubspaceTexts(TextAttack):
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        most = 1 if rows >= trained[0].width else BLOCKS
-        return trained[: most + bool(first)]
+        max_blocks = 1 if rows >= trained[0].width else BLOCKS
+        return trained[: max_blocks + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Copy the model up to the blocks that are read, and run it on random tokens.
@@ -216,7 +224,7 @@ class SubspaceTexts(TextAttack):
         words = self._words.run(view)
         autocast = self._facts.autocast
         bottom.row_places, whitenings = (), self._whitenings
-        first = self._readable.get(bottom.anatomy).first
+        first = self._readable.get(bottom.anatomy)[0]
         if view.gradients[-1].compression == "topk":
             if first is not None:
                 raise Inapplicable("an encoder's texts are read off whole rows, not parts of them")
@@ -253,19 +261,6 @@ class SubspaceTexts(TextAttack):
         maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)
-
-
-class _Blocks(NamedTuple):
-    """The inputs of a model that can be read.
-
-    Attributes:
-        first: what an encoder's first block reads; None for a causal model.
-        inputs: what the projections of each block read, from the first block on for an encoder,
-            from the second on for a causal model.
-    """
-
-    first: row_space.KnownInput | None
-    inputs: tuple[row_space.SharedInput, ...]
 
 
 def _padded(texts: Sequence[subspace_rows.RecoveredText]) -> tuple[Tensor, Tensor]:

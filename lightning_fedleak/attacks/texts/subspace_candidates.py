@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -103,17 +103,16 @@ def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialTex
     for i, prefix in enumerate(texts):
         length = len(prefix.tokens)
         if text.tokens[:length] == prefix.tokens and text.inherited == length:
-            whole = PartialText(
-                text.tokens,
-                (*prefix.fits, *text.fits[length:]),
-                prefix.score + text.score,
-                text.remainders,
-                prefix.rivals + text.rivals,
-                prefix.alternatives + text.alternatives,
-                prefix.states + text.states,
-                prefix.copies,
+            joined = replace(
+                text,
+                fits=(*prefix.fits, *text.fits[length:]),
+                score=prefix.score + text.score,
+                rivals=prefix.rivals + text.rivals,
+                alternatives=prefix.alternatives + text.alternatives,
+                states=prefix.states + text.states,
+                copies=prefix.copies,
             )
-            return [*texts[:i], whole, *texts[i + 1 :]]
+            return [*texts[:i], joined, *texts[i + 1 :]]
     return [*texts, text]
 
 

@@ -170,11 +170,11 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
         return f"{text}What SubspaceWords can read is unknown: {reason}"
     factors = row_space.factor_rows(anatomy, trained)
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
-    capacity = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
-    outcome = f"{capacity.types} were all found" if capacity.types else "how many is unknown"
-    missed = "" if capacity.failed is None else f", {capacity.failed} were not"
+    types, failed, predicted = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
+    outcome = f"{types} were all found" if types else "how many is unknown"
+    missed = "" if failed is None else f", {failed} were not"
     return (
-        f"{text}Distinct tokens that these rows reveal: about {capacity.predicted:.0f} by rule; "
+        f"{text}Distinct tokens that these rows reveal: about {predicted:.0f} by rule; "
         f"planted at random, {outcome}{missed}."
     )
 

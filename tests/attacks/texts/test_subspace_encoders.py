@@ -182,7 +182,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
         attack, view = prepared(model, ids)
     anatomy, bottom = find_anatomy(model), attack._copy
     assert bottom is not None
-    first = attack._readable.get(anatomy).first
+    first = attack._readable.get(anatomy)[0]
     assert first is not None
     rows_of = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids.unique()

@@ -538,9 +538,7 @@ def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -
 def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        explanation, "measure_capacity", lambda *_, **__: explanation.Capacity(0, 4, 20.0)
-    )
+    monkeypatch.setattr(explanation, "measure_capacity", lambda *_, **__: (0, 4, 20.0))
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model, SubspaceWords())
     backward(model, texts(2, 6))

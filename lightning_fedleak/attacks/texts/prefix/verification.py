@@ -176,9 +176,7 @@ class OpenPosition:
     @property
     def best(self) -> int:
         """The index of the nearest token, or of the one chosen among several."""
-        if self.chosen is not None:
-            return self.chosen
-        return min(range(len(self.distances)), key=self.distances.__getitem__)
+        return self.order[0] if self.chosen is None else self.chosen
 
 
 def ranked_first(task: Task) -> Tensor:

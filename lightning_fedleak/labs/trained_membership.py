@@ -12,7 +12,6 @@ and Adam.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +26,18 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
 
-TWIN_DISTANCE = 1e-2  # L1, over the target's norm, of a sample that is skipped; not tuned
-CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
-CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
-FEWEST_SAMPLES = 8  # public samples to train against; not tuned
-LEARNING_RATE = 1e-3  # of Adam; not tuned
-MARGIN = 3.0  # of outputs, at which training stops; not tuned
-BATCH = 256  # public samples in a step; more: slower steps, not tuned
+_TWIN_DISTANCE = 1e-2  # skips samples within this L1 distance over the target's norm; not tuned
+_CHECK_EVERY = 5  # steps of training between tests of the margin; not tuned
+_CACHE_BYTES = 1 << 28  # of trained networks that are stored; more: fewer trainings, more memory
+_MIN_SAMPLES = 8  # public samples to train against; not tuned
+_LEARNING_RATE = 1e-3  # of Adam; not tuned
+_MARGIN = 3.0  # distance of all outputs from 0 at which training stops; not tuned
+_BATCH = 256  # public samples in a step; more: slower steps, not tuned
 
-HARDER = (0.9, 0.8, 0.6, 0.4, 0.2)
+_HARDER_RUNGS = (0.9, 0.8, 0.6, 0.4, 0.2)
 """Rungs above the decision, as shares of the distance to the target's output; not tuned."""
 
-EASIER = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
+_EASIER_RUNGS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 """Rungs below the decision, as multiples of the same distance; not tuned."""
 
 
@@ -81,29 +80,30 @@ def train_neuron(
     *,
     hidden_units: int,
     steps: int,
-    learning_rate: float = LEARNING_RATE,
-    margin: float = MARGIN,
-    batch: int = BATCH,
+    learning_rate: float = _LEARNING_RATE,
+    margin: float = _MARGIN,
+    batch: int = _BATCH,
 ) -> _Neuron:
-    """Return a network trained to output above ``margin`` on the target, below minus it on others.
+    """Return a network trained to output above ``margin`` on the target, below minus it elsewhere.
 
     Args:
         target: (D,), float32 or float64.
         public: (N, D). Samples within 1% of the target (in L1) are skipped, such as the same prefix
             in a causal model.
-        generator: on the CPU; the only source of random numbers.
-        hidden_units: width of the hidden layer.
-        steps: of Adam at most.
-        learning_rate: Adam's.
-        margin: training stops where the target's output is above it, and all public outputs are
-            below minus it.
-        batch: public samples in a step; all of them where there are no more.
+        generator: A CPU generator, the only source of random numbers.
+        hidden_units: The width of the hidden layer.
+        steps: The maximum number of steps of Adam.
+        learning_rate: The learning rate of Adam.
+        margin: The output at which training stops: the target's is above it, and all public
+            outputs are below minus it.
+        batch: The number of public samples in a step, at most all of them.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        target, public = target.clone(), public.clone()  # which a backward can save
-        twins = (public - target).abs().sum(1) < TWIN_DISTANCE * target.abs().sum()
+        target, public = target.clone(), public.clone()  # autograd refuses inference tensors
+        is_twin = (public - target).abs().sum(1) < _TWIN_DISTANCE * target.abs().sum()
         mean, spread = mean_and_spread(public)
-        samples, scaled_target = (public[~twins] - mean) / spread, (target[None] - mean) / spread
+        distinct = public[~is_twin]
+        samples, scaled_target = (distinct - mean) / spread, (target[None] - mean) / spread
         parameters = _initial(samples.shape[1], hidden_units, generator, target)
         optimizer = torch.optim.Adam(parameters, learning_rate)
         n_steps = 0
@@ -113,7 +113,7 @@ def train_neuron(
                 indices = torch.randint(len(samples), (batch,), generator=generator)
                 rows = samples[indices.to(samples.device)]
             outputs = network_outputs(parameters, torch.cat([scaled_target, rows]))
-            if n_steps % CHECK_EVERY == 0 and _separated(outputs, margin):
+            if n_steps % _CHECK_EVERY == 0 and _separated(outputs, margin):
                 all_outputs = network_outputs(parameters, torch.cat([scaled_target, samples]))
                 if _separated(all_outputs, margin):
                     break
@@ -124,9 +124,8 @@ def train_neuron(
             n_steps += 1
         weight, bias, second, offset = (p.detach() for p in parameters)
         folded = [weight / spread, bias - weight @ (mean / spread), second, offset]
-        others = public[~twins]
         on_target = network_outputs(folded, target[None])[0]
-        on_public = network_outputs(folded, others).max() if len(others) else on_target - 1
+        on_public = network_outputs(folded, distinct).max() if len(distinct) else on_target - 1
         return _Neuron(folded[0], folded[1], second, offset[0], on_target, on_public, n_steps)
 
 
@@ -228,12 +227,12 @@ class TrainedMembership(MembershipAttack):
         super().__init__(layer, granularity, tokens, name)
         self.hidden_units = check_integer("hidden_units", hidden_units)
         self.steps = check_integer("steps", steps)
-        self.public_rows = check_integer("public_rows", public_rows, at_least=FEWEST_SAMPLES)
+        self.public_rows = check_integer("public_rows", public_rows, at_least=_MIN_SAMPLES)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
         self.seed = seed
         self._public: Tensor | None = None
-        self._neurons: OrderedDict[bytes, _Neuron] = OrderedDict()
+        self._neurons: dict[bytes, _Neuron] = {}  # by target, the last used at the end
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init of the paper: compute the hidden states of the public text.
@@ -270,28 +269,28 @@ class TrainedMembership(MembershipAttack):
         rows = rows[rows.isfinite().all(1)]
         unit = "sentences" if self.granularity == "full" else "tokens"
         what, hint = f"attack '{self.name}': {unit} of public text", "give more, better a thousand"
-        check_integer(what, len(rows), at_least=FEWEST_SAMPLES, hint=hint)
+        check_integer(what, len(rows), at_least=_MIN_SAMPLES, hint=hint)
         order = torch.randperm(len(rows), generator=generator)[: self.public_rows]
         self._public = rows[order.to(rows.device)]
         self._neurons.clear()
 
     @property
-    def _rung_parts(self) -> tuple[float, ...]:
+    def _rung_positions(self) -> tuple[float, ...]:
         """Return the rungs, as shares of the distance from the decision to the target's output.
 
-        Against a defence that acts on gradients it is one.
+        Against a defence that acts on gradients only the decision's rung remains.
         """
-        return (0.0,) if self._defended else (*HARDER, 0.0, *(-x for x in EASIER))
+        return (0.0,) if self._defended else (*_HARDER_RUNGS, 0.0, *(-x for x in _EASIER_RUNGS))
 
     @property
     def rungs(self) -> int:
         """Return K, the number of rungs."""
-        return len(self._rung_parts)
+        return len(self._rung_positions)
 
     @property
     def guess_rung(self) -> int:
         """Return the rung at which the decision b' is read."""
-        return self._rung_parts.index(0.0)
+        return self._rung_positions.index(0.0)
 
     def neuron(self, target: Tensor) -> _Neuron:
         """Return the network of one target (D,); the first call trains it, the same each time.
@@ -304,26 +303,26 @@ class TrainedMembership(MembershipAttack):
         target = target.detach().to(dtype)
         base.check_targets(target)
         key = hashlib.sha256(target.cpu().double().numpy().tobytes() + str(dtype).encode()).digest()
-        if key not in self._neurons:
+        neuron = self._neurons.pop(key, None)
+        if neuron is None:
             public, generator = self._public.to(target), torch.Generator().manual_seed(self.seed)
             with torch.autocast(target.device.type, enabled=False):
-                self._neurons[key] = train_neuron(
+                neuron = train_neuron(
                     target, public, generator, hidden_units=self.hidden_units, steps=self.steps
                 )
-            while len(self._neurons) > 1 and self._cached_bytes() > CACHE_BYTES:
-                self._neurons.popitem(last=False)
-        self._neurons.move_to_end(key)
-        return self._neurons[key]
-
-    def _cached_bytes(self) -> int:
-        return sum(n.nbytes for n in self._neurons.values())
+        self._neurons[key] = neuron
+        while len(self._neurons) > 1 and (
+            sum(n.nbytes for n in self._neurons.values()) > _CACHE_BYTES
+        ):
+            del self._neurons[next(iter(self._neurons))]
+        return neuron
 
     def _biases(self, neuron: _Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
-        parts = torch.tensor(self._rung_parts).to(distance)
-        return neuron.offset - decision - parts * distance
+        positions = torch.tensor(self._rung_positions).to(distance)
+        return neuron.offset - decision - positions * distance
 
     def craft(self, target: Tensor) -> CraftedFC:
         """Run A_attack of the paper: return the trained layers for one target, (D,)."""
@@ -345,7 +344,7 @@ class TrainedMembership(MembershipAttack):
             neuron = self.neuron(target)
             with torch.autocast(hidden.device.type, enabled=False):
                 output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
-            parts = torch.where(output > 0, upstream_by_row, 0.0)
-            parts = parts.masked_fill(output.isnan(), torch.nan)
-            gradient[:, k].index_add_(0, samples, parts)
+            row_gradients = torch.where(output > 0, upstream_by_row, 0.0)
+            row_gradients = row_gradients.masked_fill(output.isnan(), torch.nan)
+            gradient[:, k].index_add_(0, samples, row_gradients)
         return gradient

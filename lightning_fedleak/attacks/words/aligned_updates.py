@@ -43,17 +43,9 @@ _TEXTS = (1, 2, 4, 8, 16, 32)  # texts in a public batch of a local step
 _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of a row's entries, as features; not tuned
 
 
-@dataclass(frozen=True)
-class _PublicUpdate:
-    """An update of the head from public text.
-
-    Attributes:
-        rows: (V, d) mean change per step, in units of an entry's largest possible change.
-        used: (V,) bool, the types that the losses were computed on.
-    """
-
-    rows: Tensor
-    used: Tensor
+_PublicUpdate = tuple[Tensor, Tensor]
+"""An update of the head from public text: the (V, d) mean change per step, in units of an entry's
+largest possible change, and (V,) bool, the types that the losses were computed on."""
 
 
 def one_step_updates(
@@ -147,7 +139,7 @@ def _public_update(
     used = torch.zeros(len(before), dtype=torch.bool, device=before.device)
     used[labels.to(before.device)] = True
     rows = normalize_update((before - after) / steps.rate, before, steps.rate, steps)
-    return _PublicUpdate(rows, used)
+    return rows, used
 
 
 def normalize_update(update: Tensor, before: Tensor, rate: float, steps: LocalSteps) -> Tensor:
@@ -201,10 +193,10 @@ def rehearse_updates(
         sources = [(expected[0], training)] * _UPDATES
     rehearsals = []
     for source_expected, source in track(sources, "rehearsing updates of the optimizer"):
-        public = next(source)
-        rows, importance = _draw_rows(public.used, source_expected, generator)
-        features = update_features(public.rows, weight, directions, source_expected)
-        rehearsals.append((features[rows], public.used[rows], importance))
+        update, used = next(source)
+        rows, importance = _draw_rows(used, source_expected, generator)
+        features = update_features(update, weight, directions, source_expected)
+        rehearsals.append((features[rows], used[rows], importance))
     features, used, importance = (torch.cat(column) for column in zip(*rehearsals, strict=True))
     readout = Readout.fit(features, used, importance, generator, passes=_PASSES)
     mean = expected[0] if len(expected) == 1 else ExpectedRows.average(*expected)

@@ -10,7 +10,7 @@ the start and for the bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +21,19 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import UnusableObservation
 
 _Array = NDArray[np.float64]
-_Parameters = tuple[float, float, float, float, float]
-_Step = Callable[[_Parameters], "tuple[_Parameters, float] | None"]
+_Step = Callable[[_Array], tuple[_Array, float] | None]
+"""A step from parameters to the next ones and the objective before it; None if a component is
+empty. The parameters are the log odds w1 / w0, both means, and both log variances."""
 
 _LOG_2PI = math.log(2 * math.pi)
 _RESOLUTION = 128  # bins in one deviation of the narrow component and in each doubling beyond
 _TOLERANCE = 1e-7  # change in a step, of numbers of _distance, below which EM ends; not tuned
-_MOST_STEPS = 3000  # EM steps at most; real row sums take some ten
+_MAX_STEPS = 3000  # EM steps of a fit; real row sums take some ten
 _START_VALUES = 8192  # values that a start is computed from; more cost time, not tuned
 _VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total: float64's rounding
 _REBINNINGS = 12  # times that finer bins are made at most; not tuned
-_FINEST = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
-_LONGEST_JUMP = 1.0  # longest extrapolation, see _distance; longer ones miss EM's optimum
+_MIN_SHRINKAGE = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
+_MAX_JUMP = 1.0  # longest extrapolation, see _distance; longer ones miss EM's optimum
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def fit_two_gaussians(
         raise UnusableObservation("all values are equal: two Gaussians do not separate them")
     scaled = x - x.mean()
     floor = float(scaled @ scaled) / len(x) * _VARIANCE_FLOOR
-    mixture, steps_left = tail_start(x, start, floor), _MOST_STEPS
+    mixture, steps_left = tail_start(x, start, floor), _MAX_STEPS
     for _ in range(_REBINNINGS):
         # Centre and unit of the narrow component keep x and x**2 of the bulk near one.
         centre = float(mixture.means[0])
@@ -128,7 +129,7 @@ def fit_two_gaussians(
         theta, steps, converged = _accelerate(step, _pack(mixture, centre, unit), steps_left)
         steps_left -= steps
         mixture = _unpack(theta, centre, unit)
-        if not converged or float(mixture.variances[0]) >= (_FINEST * unit) ** 2:
+        if not converged or float(mixture.variances[0]) >= (_MIN_SHRINKAGE * unit) ** 2:
             break
     return mixture
 
@@ -156,17 +157,17 @@ def _bin(x: _Array) -> tuple[_Array, _Array]:
     return np.stack([np.ones_like(count), first, second]), count
 
 
-def _log_odds(theta: _Parameters) -> _Array:
+def _log_odds(theta: _Array) -> _Array:
     """Return coefficients of 1, x and x**2 in the posterior log odds of the two components."""
-    log_odds, m0, m1, log_v0, log_v1 = theta
+    log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
     v0, v1 = math.exp(log_v0), math.exp(log_v1)
     constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
     return np.array([constant, m1 / v1 - m0 / v0, 0.5 / v0 - 0.5 / v1])
 
 
-def _mean_log_wide(theta: _Parameters, mean: float, mean_square: float) -> float:
+def _mean_log_wide(theta: _Array, mean: float, mean_square: float) -> float:
     """Return the mean of log(w1 N1(x)), which is log(w0 N0 + w1 N1) + log of the posterior of 1."""
-    log_odds, _, m1, _, log_v1 = theta
+    log_odds, _, m1, _, log_v1 = theta.tolist()
     log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
     distance = mean_square - 2 * m1 * mean + m1 * m1
     return log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1))
@@ -181,7 +182,7 @@ def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _St
     weighted = features * count
     total, total_1, total_2 = weighted.sum(axis=1).tolist()
 
-    def step(theta: _Parameters) -> tuple[_Parameters, float] | None:
+    def step(theta: _Array) -> tuple[_Array, float] | None:
         odds = _log_odds(theta) @ features
         smaller = np.exp(-np.abs(odds))
         both = 1 + smaller
@@ -197,15 +198,16 @@ def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _St
         m0, m1 = first_0 / n0, first_1 / n1
         v0 = max(second_0 / n0 - m0 * m0, floor) + added
         v1 = max(second_1 / n1 - m1 * m1, floor) + added
-        return (math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)), objective
+        theta = np.array([math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)])
+        return theta, objective
 
     return step
 
 
-def _accelerate(step: _Step, theta: _Parameters, most_steps: int) -> tuple[_Parameters, int, bool]:
+def _accelerate(step: _Step, theta: _Array, max_steps: int) -> tuple[_Array, int, bool]:
     """Return parameters, steps and convergence of SQUAREM with a monotone safeguard."""
     steps = 0
-    while steps < most_steps:
+    while steps < max_steps:
         first = step(theta)
         if first is None:
             return theta, steps, False
@@ -217,60 +219,43 @@ def _accelerate(step: _Step, theta: _Parameters, most_steps: int) -> tuple[_Para
         twice, objective = second
         if _distance(once, twice) <= _TOLERANCE:
             return twice, steps, True
-        change = [b - a for a, b in zip(theta, once, strict=True)]
-        bend = [c - 2 * b + a for a, b, c in zip(theta, once, twice, strict=True)]
-        length = math.sqrt(sum(d * d for d in change) / max(sum(d * d for d in bend), 1e-300))
+        change, bend = once - theta, twice - 2 * once + theta
+        length = math.sqrt(sum((change**2).tolist()) / max(sum((bend**2).tolist()), 1e-300))
+        start, theta = theta, twice
         if length > 1:
-            jump = [
-                p + 2 * length * c + length * length * b
-                for p, c, b in zip(theta, change, bend, strict=True)
-            ]
-            theta = twice
+            jump = start + 2 * length * change + length * length * bend
             result = step(_shorten(twice, jump))
             steps += 1
             if result is not None and result[1] >= objective:
                 theta = result[0]
-        else:
-            theta = twice
     return theta, steps, False
 
 
-def _shorten(theta: _Parameters, jump: Sequence[float]) -> _Parameters:
+def _shorten(theta: _Array, jump: _Array) -> _Array:
     """Return ``jump``, or the point on the line to it at the largest allowed distance.
 
     A longer jump may end near another optimum than that of EM.
     """
-    share = min(1.0, _LONGEST_JUMP / max(_distance(theta, jump), 1e-300))
-    a, b, c, d, e = (t + share * (j - t) for t, j in zip(theta, jump, strict=True))
-    return a, b, c, d, e
+    return theta + min(1.0, _MAX_JUMP / max(_distance(theta, jump), 1e-300)) * (jump - theta)
 
 
-def _distance(before: _Parameters, after: Sequence[float]) -> float:
+def _distance(before: _Array, after: _Array) -> float:
     """Return the largest change of log odds, means in standard deviations, and log variances."""
-    return max(
-        abs(after[0] - before[0]),
-        abs(after[1] - before[1]) * math.exp(-0.5 * before[3]),
-        abs(after[2] - before[2]) * math.exp(-0.5 * before[4]),
-        abs(after[3] - before[3]),
-        abs(after[4] - before[4]),
-    )
+    means, log_variances = slice(1, 3), slice(3, 5)
+    change = np.abs(after - before)
+    change[means] *= np.exp(-0.5 * before[log_variances])
+    return float(change.max())
 
 
-def _pack(mixture: Mixture, centre: float, unit: float) -> _Parameters:
+def _pack(mixture: Mixture, centre: float, unit: float) -> _Array:
     w0, w1 = mixture.weights.tolist()
-    m0, m1 = mixture.means.tolist()
-    v0, v1 = mixture.variances.tolist()
-    return (
-        math.log(w1 / w0),
-        (m0 - centre) / unit,
-        (m1 - centre) / unit,
-        math.log(v0 / unit**2),
-        math.log(v1 / unit**2),
-    )
+    m0, m1 = ((mixture.means - centre) / unit).tolist()
+    v0, v1 = (mixture.variances / unit**2).tolist()
+    return np.array([math.log(w1 / w0), m0, m1, math.log(v0), math.log(v1)])
 
 
-def _unpack(theta: _Parameters, centre: float, unit: float) -> Mixture:
-    log_odds, m0, m1, log_v0, log_v1 = theta
+def _unpack(theta: _Array, centre: float, unit: float) -> Mixture:
+    log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
     weights = _tensor([-log_odds, log_odds]).sigmoid()
     means = _tensor([m0, m1]) * unit + centre
     variances = _tensor([log_v0, log_v1]).exp() * unit**2

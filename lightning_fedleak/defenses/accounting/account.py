@@ -220,8 +220,8 @@ class Accountant(_Ledger):
             return accounting.epsilon_of(history, delta, self.kind, self.sampling)
         *earlier, (noise_multiplier, sample_rate, count) = history
         coarse = max(1, int(slack * sum(row[2] for row in earlier)))
-        most = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
-        ahead: accounting.History = (*earlier, (noise_multiplier, sample_rate, most))
+        bounding_count = max(_milestone(count, slack), coarse * math.ceil(count / coarse))
+        ahead: accounting.History = (*earlier, (noise_multiplier, sample_rate, bounding_count))
         if (delta, ahead) not in self._epsilons:
             if len(self._epsilons) >= CACHED:
                 self._epsilons.clear()

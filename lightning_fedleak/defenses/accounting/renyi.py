@@ -124,20 +124,20 @@ def rdp_without_replacement(
     ends = NODES * np.ceil((orders + TAIL * noise_multiplier) / width) if width else orders * np.inf
     usable = np.flatnonzero(ends <= MOST_NODES)
     if len(usable):
-        places, weights = np.polynomial.legendre.leggauss(NODES)
+        nodes, weights = np.polynomial.legendre.leggauss(NODES)
         panels = int(ends[usable[-1]]) // NODES
-        x = 0.5 + width * np.add.outer(np.arange(panels), (places + 1) / 2).ravel()
+        x = 0.5 + width * np.add.outer(np.arange(panels), (nodes + 1) / 2).ravel()
         scale = width / 2 / noise_multiplier / math.sqrt(2 * math.pi)
         base = np.log(np.tile(weights, panels) * scale) - (x / noise_multiplier) ** 2 / 2
         tilt = (x - 0.5) / noise_multiplier**2
         loss = np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + tilt)
         for i in usable:
-            order, part = orders[i], slice(int(ends[i]))
+            order, domain = orders[i], slice(int(ends[i]))
             # The moment less 1, all of whose terms are positive:
             # phi (exp(order g) + exp((1 - order) g) - exp(g) - 1).
-            terms = base[part] + order * loss[part]
+            terms = base[domain] + order * loss[domain]
             for power in (order - 1, order):
-                terms = terms + np.log(-np.expm1(-power * loss[part]))
+                terms = terms + np.log(-np.expm1(-power * loss[domain]))
             rdp[i] = min(rdp[i], np.logaddexp(0, logsumexp(terms)) / (order - 1))
     rdp.flags.writeable = False
     return rdp

@@ -11,7 +11,7 @@ from lightning_fedleak.report.composition import FPR, LARGEST_SHOWN_EPSILON, com
 from lightning_fedleak.report.logs import FitLog
 from lightning_fedleak.report.privacy import Account
 from lightning_fedleak.report.records import MetricValue, Releases, named
-from lightning_fedleak.report.wording import NOT_RECORDED, rounded_up
+from lightning_fedleak.report.wording import FOR_UNIT, NOT_RECORDED, digits, rounded_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,16 @@ class JointAccount:
     sum_of_deltas: float
     unit: str
     whole: bool
+
+    @property
+    def statement(self) -> str:
+        """What the fits have spent together, in a sentence."""
+        so_far = "" if self.whole else ", as far as was recorded"
+        return (
+            f"{self.fits} fits by {self.defense}, if on the same examples, cost epsilon "
+            f"{digits(self.epsilon)} at delta {digits(self.delta)} together"
+            f"{FOR_UNIT.get(self.unit, '')}{so_far}."
+        )
 
 
 def allowances(

@@ -18,7 +18,7 @@ from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
 from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
-from lightning_fedleak.report.wording import FOR_UNIT, digits, interval, visible
+from lightning_fedleak.report.wording import interval, visible
 
 SCHEMA = 3
 """Version of ``report.json``."""
@@ -111,7 +111,7 @@ def _verdict(
         sentences = [f"{name}: {' '.join(one.sentences)}" for name, one in parts]
         sentences = [plain(compared.sentence), *sentences]
     sentences += [account.statement for fit in fits for account in fit.privacy]
-    sentences += [together(one) for one in joint]
+    sentences += [account.statement for account in joint]
     readings = [reading for one in overviews for reading in one.readings if reading.rate]
     worst: dict[str, float] = {}
     for one in readings:
@@ -136,16 +136,6 @@ def _level(fits: Sequence[FitSummary], readings: Sequence[Reading]) -> str:
     ):
         return "high"
     return "some" if any(one.verdict != "unknown" for one in readings) else "unknown"
-
-
-def together(account: JointAccount) -> str:
-    """Return what several fits have spent together, in a sentence."""
-    so_far = "" if account.whole else ", as far as was recorded"
-    return (
-        f"{account.fits} fits by {account.defense}, if on the same examples, cost epsilon "
-        f"{digits(account.epsilon)} at delta {digits(account.delta)} together"
-        f"{FOR_UNIT.get(account.unit, '')}{so_far}."
-    )
 
 
 _DEFENSE = (

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts.figures import MAX_RUNS, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.content import Findings, memorized_rows, together
+from lightning_fedleak.report.content import Findings, memorized_rows
 from lightning_fedleak.report.edpb import NOT_TRIED, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
@@ -44,7 +44,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers, together)
+    functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -84,24 +84,26 @@ class Record:
         """
         _expect(isinstance(value, Mapping), path)
         root = f"{path}/" if path else ""
-        kind: type = cls
-        readers = _readers(kind)
+        record_type: type = cls
+        fields_by_key, readers = _fields_by_key(record_type), _readers(record_type)
         arguments: dict[str, object] = {}
-        rest = None
-        for one in fields(cls):
-            key = one.metadata.get("key", one.name)
-            if "others" in one.metadata:
-                rest = one.name
-            elif not one.init:
+        for key, attribute in fields_by_key.items():
+            if not attribute.init:
                 continue
+            if "others" in attribute.metadata:
+                unnamed = {k: v for k, v in value.items() if k not in fields_by_key}
+                arguments[attribute.name] = unnamed
             elif key in value:
-                arguments[one.name] = readers[one.name](value[key], root + key)
-            elif one.default is MISSING and one.default_factory is MISSING:
+                arguments[attribute.name] = readers[attribute.name](value[key], root + key)
+            elif attribute.default is MISSING and attribute.default_factory is MISSING:
                 raise OddField(f"{root}{key} is missing")
-        if rest is not None:
-            keys = {one.metadata.get("key", one.name) for one in fields(cls)}
-            arguments[rest] = {key: part for key, part in value.items() if key not in keys}
         return cls(**arguments)
+
+
+@cache
+def _fields_by_key(record_type: type) -> Mapping[str, Field[Any]]:
+    """Return the fields of a dataclass by their keys in JSON; long logs ask for them often."""
+    return {f.metadata.get("key", f.name): f for f in fields(record_type)}
 
 
 def as_json(value: object) -> Any:
@@ -112,11 +114,10 @@ def as_json(value: object) -> Any:
     """
     if is_dataclass(value):
         content: dict[str, object] = {}
-        for one in fields(value):
-            part = one.metadata.get("write", as_json)(getattr(value, one.name))
-            content |= (
-                part if "others" in one.metadata else {one.metadata.get("key", one.name): part}
-            )
+        record_type: type = type(value)
+        for key, attribute in _fields_by_key(record_type).items():
+            json_value = attribute.metadata.get("write", as_json)(getattr(value, attribute.name))
+            content |= json_value if "others" in attribute.metadata else {key: json_value}
         return content
     if isinstance(value, Mapping):
         return {str(key): as_json(part) for key, part in value.items()}

@@ -116,8 +116,9 @@ def read_layer(options: Namespace, anatomy: Anatomy) -> int:
     blocks = len(anatomy.blocks)
     if options.layer is None:
         return max(1, blocks // 2)
+    layer: int = options.layer
     hint = f"the model has {blocks} blocks"
-    return finetuning.check_option("--layer", options.layer, at_least=0, at_most=blocks, hint=hint)
+    return finetuning.check_option("--layer", layer, at_least=0, at_most=blocks, hint=hint)
 
 
 def make_attacks(options: Namespace, anatomy: Anatomy) -> list[attacks.Attack]:

@@ -107,7 +107,7 @@ def measure(
     tokenizer, anatomy = loaded(models[model])
     many = max(texts, utility_texts)
     rows = rows_of_length(
-        read_texts(text), tokenizer, length, many, least=many, seed=seed,
+        read_texts(text), tokenizer, length, many, min_rows=many, seed=seed,
         start_token_id=start_of(tokenizer, anatomy),
     )  # fmt: skip
     split = max(1, round(third * len(anatomy.blocks) / 3))

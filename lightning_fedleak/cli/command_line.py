@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -37,7 +38,7 @@ def with_configs(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of ``fit``, with ``--config FILE`` for each ``--recipe NAME``.
 
     Args:
-        arguments: of the command line.
+        arguments: The words of the command line.
 
     Raises:
         SourceError: there is no such recipe; the message lists the recipes and their folder.
@@ -50,13 +51,13 @@ def with_configs(arguments: Sequence[str]) -> list[str]:
             configs.append(word)
             continue
         name = name if equals else next(words, "")
-        path = recipe_files().get(name.removesuffix(".yaml"))
+        recipes = recipe_files()
+        path = recipes.get(name.removesuffix(".yaml"))
         if path is None:
-            names = list(recipe_files())
-            folder = Path(str(recipe_files()[names[0]])).parent
+            folder = Path(str(next(iter(recipes.values())))).parent
             raise SourceError(
-                f"no such recipe: '{name}'{did_you_mean(name, names)}. There are "
-                f"{', '.join(names)}. Files for your own LightningCLI: {folder}"
+                f"no such recipe: '{name}'{did_you_mean(name, list(recipes))}. There are "
+                f"{', '.join(recipes)}. Files for your own LightningCLI: {folder}"
             )
         configs += ["--config", str(path)]
     return configs
@@ -66,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fedleak``; the console script.
 
     Args:
-        argv: arguments without the program's name; None reads the command line.
+        argv: The arguments without the program's name; None reads the command line.
 
     Returns:
-        Exit status: 0 when done, 1 after an error that the user can mend (on stderr), 130
+        The exit status: 0 when done, 1 after an error that the user can mend (on stderr), 130
         after an interrupt.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -89,10 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_meant_for_users(error: ValueError) -> bool:
     """Return whether this package itself raised the error: its messages say what to change."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    raised_in = "" if place is None else place.tb_frame.f_globals.get("__name__", "")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in: str = frame.f_globals.get("__name__", "")
     return raised_in.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -103,15 +102,15 @@ def _run(options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if options.command not in ("report", "compare", "verify", "sign"):
+    if options.command in ("report", "compare", "verify", "sign"):
+        module, function = "logs", options.command
+    else:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    name, run = options.command, "run"
-    if name in ("verify", "sign"):  # of one module
-        name, run = "evidence", f"run_{name}"
-    command = importlib.import_module(f"lightning_fedleak.cli.commands.{name}")
-    status: int = getattr(command, run)(options)
+        module, function = options.command, "run"
+    command = importlib.import_module(f"lightning_fedleak.cli.commands.{module}")
+    status: int = getattr(command, function)(options)
     return status
 
 
@@ -122,11 +121,11 @@ def _fit(arguments: Sequence[str], *, from_command_line: bool) -> int:
     try:
         from lightning_fedleak.cli.commands.fit import fit
 
-        if from_command_line:  # which LightningCLI reads itself
+        if from_command_line:  # LightningCLI reads sys.argv itself
             sys.argv[1:] = arguments
         fit(None if from_command_line else arguments)
     except ModuleNotFoundError as error:
-        if "jsonargparse" not in str(error):  # Lightning's, of a part of it that is missing
+        if "jsonargparse" not in str(error):  # Lightning names it if LightningCLI is not installed
             raise
         raise SourceError(f"'fit' needs LightningCLI: {install('cli')}") from error
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def make_folder(folder: Path, out: Path) -> None:
 
 
 def explain_run(folder: Path) -> str:
-    """Return the report's sentences about a run: what was recovered, and of which looks.
+    """Return the report's sentences about a run: the recovered text, and at which looks.
 
     Raises:
         ReportError: the folder holds no run.
@@ -65,7 +66,7 @@ def explain_run(folder: Path) -> str:
 
 
 def print_comparison(console: Console, content: Findings) -> None:
-    """Print several runs side by side; of one run what was recovered."""
+    """Print several runs side by side, or the text that attacks recovered from a single run."""
     for name, overview in zip(names_of(content.runs), content.overviews, strict=True):
         for warning in overview.warnings:
             console.print(f"{name}: {warning}", markup=False, soft_wrap=True)
@@ -98,29 +99,22 @@ def print_comparison(console: Console, content: Findings) -> None:
 
 
 class LinesTable:
-    """Prints rows as lines, one when it comes.
+    """A table that prints each row at once, as a line.
 
     Args:
-        console: where to print.
-        headers: of the columns; a header may have several lines.
-        widths: of the columns.
-        title: above the table.
+        console: The console to print to.
+        headers: The headers of the columns; a header may have several lines.
+        widths: The widths of the columns, in characters.
     """
 
-    def __init__(
-        self, console: Console, headers: Sequence[str], widths: Sequence[int], title: str = ""
-    ) -> None:
+    def __init__(self, console: Console, headers: Sequence[str], widths: Sequence[int]) -> None:
         self._console, self._headers, self._widths = console, headers, widths
-        self._title = title
 
     def print_headers(self) -> None:
-        """Print the title and the headers."""
-        if self._title:
-            self._console.print(self._title, soft_wrap=True, highlight=False)
-        lines = [header.split("\n") for header in self._headers]
-        height = max(map(len, lines))
-        for number in range(height):
-            self.add([([""] * (height - len(line)) + line)[number] for line in lines])
+        """Print the headers, aligned at their last lines."""
+        lines = [reversed(header.split("\n")) for header in self._headers]
+        for cells in reversed([*itertools.zip_longest(*lines, fillvalue="")]):
+            self.add(cells)
 
     def add(self, cells: Sequence[str]) -> None:
         """Print a row."""
@@ -129,12 +123,12 @@ class LinesTable:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table with whole cells, beyond the console's width where they do not fit.
+    """Print a table with unbroken cells, beyond the console's width if they do not fit.
 
-    Cells wrap in columns with ``overflow="fold"`` alone.
+    Cells wrap only in columns with ``overflow="fold"``.
     """
     options = console.options.update(max_width=_ANY_WIDTH)
-    for column in (one for one in table.columns if one.overflow != "fold"):
+    for column in (column for column in table.columns if column.overflow != "fold"):
         cells = [column.header, *column.cells]
         column.no_wrap = True
         column.min_width = max(Measurement.get(console, options, cell).maximum for cell in cells)

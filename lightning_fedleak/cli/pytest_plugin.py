@@ -1,4 +1,4 @@
-"""A plugin of pytest: what a model or a training step gives away, as a test.
+"""A plugin of pytest: tests of how much a model or a training step leaks.
 
 Installed with the package; imports nothing heavy before a fixture is used.
 """
@@ -28,19 +28,21 @@ SUMMARY = pytest.StashKey[list[str]]()
 
 
 class _ReleaseCheck:
-    """Hold what trained weights give away of their training texts.
+    """Test how much trained weights leak of their training texts.
 
     Args:
-        content: the result of ``fedleak memorization``; empty where it could score nothing.
-        printed: what it printed.
-        notes: lines for the summary of the session.
+        content: The result of ``fedleak memorization``; empty if it could score nothing.
+        printed: The output of the command.
+        notes: The lines for the summary of the session.
     """
 
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
-        attacks = {name: one for pool in pools for name, one in pool.get("attacks", {}).items()}
-        by_kind = content.get("entities", {})
-        attacks |= {name: {} if isinstance(one, str) else one for name, one in by_kind.items()}
+        attacks: dict[str, Any] = {}
+        for pool in pools:
+            attacks |= pool.get("attacks", {})
+        for name, values in content.get("entities", {}).items():
+            attacks[name] = {} if isinstance(values, str) else values  # a reason why it is unknown
         self._values = {
             attack: {name: math.nan if value is None else value for name, value in values.items()}
             for attack, values in attacks.items()
@@ -50,7 +52,7 @@ class _ReleaseCheck:
         self._notes = notes
 
     def assert_at_most(self, at_most: float, metric: str = "auc") -> None:
-        """Fail unless a metric is shown to be at most a limit; also where it is unknown.
+        """Fail unless a metric is shown to be at most a limit; an unknown metric fails too.
 
         Args:
             at_most: the limit.
@@ -104,13 +106,13 @@ class _StepCheck:
         from lightning_fedleak.trainers import Threshold, Watch
 
         events: list[object] = []
-        model, rare = self.model, WatchSettings(tensorboard=False)
+        model, quiet = self.model, WatchSettings(tensorboard=False)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.0)
         gate = Threshold(metric, at_most=at_most, action=events.append)
         with tempfile.TemporaryDirectory() as logs:
             watch = Watch(
-                model, optimizer, self.attacks, [gate], folder=logs, every_n_steps=1, settings=rare
+                model, optimizer, self.attacks, [gate], folder=logs, every_n_steps=1, settings=quiet
             )
             optimizer.zero_grad()
             with watch, watch.step(self.batch):

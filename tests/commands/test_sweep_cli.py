@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.studies.sweep import Cell, Setting
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec, parse_defenses
+from lightning_fedleak.cli.studies.sweep import run_name
 from tests.helpers.commands import options_of, printed_by
 from tests.helpers.folders import TEXTS
 from tests.report.lines import begin, end, result, written
@@ -79,8 +80,8 @@ def test_an_interrupt_keeps_what_is_done(
 ) -> None:
     trained: list[str] = []
 
-    def run_cell(cell: Cell, folder: Path) -> list[str]:
-        trained.append(str(cell.defense))
+    def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> list[str]:
+        trained.append(str(defense))
         if len(trained) == 2:
             written(folder, [result(0, f1=0.1)], [begin()])
             raise KeyboardInterrupt
@@ -88,7 +89,7 @@ def test_an_interrupt_keeps_what_is_done(
         written(folder, [result(0, f1=0.1, run=run)], [begin(run), end(4, run)])
         return []
 
-    monkeypatch.setattr("lightning_fedleak.cli.studies.sweep.run_cell", run_cell)
+    monkeypatch.setattr("lightning_fedleak.cli.studies.sweep.train_and_attack", train_and_attack)
     specs = [f"gradient_noise:clip=1,sigma={sigma}" for sigma in (1, 2, 3)]
     settings = {"model": model, "text": text, "length": 12, "out": tmp_path}
     interrupted = swept(
@@ -101,11 +102,16 @@ def test_an_interrupt_keeps_what_is_done(
     assert "1 cells, 0 of them" in swept(**settings, defense=specs[:1], lr=0.5)
 
 
-def test_the_command_line_and_the_class_agree() -> None:
+def test_run_name_hashes_every_setting_but_the_folder_of_results() -> None:
+    [spec] = parse_defenses("none")
     options = options_of("sweep")
-    assert tuple(options.attack) == Setting.attacks
-    shared = {f.name for f in fields(Setting)} - {"attacks"}
-    assert all(getattr(options, name) == getattr(Setting, name) for name in shared)
+    # Names of earlier versions, by which an interrupted sweep goes on.
+    assert run_name(options, spec) == "none-ad1153b72dda"
+    settings = {"attack": ["fc", "flatchat", "fc"], "model": "/x/y", "peft": "lora", "layer": 3}
+    assert run_name(options_of("sweep", lr=0.5, **settings), spec) == "none-01762fada660"
+    elsewhere = options_of("sweep", out=Path("elsewhere"), defense=["none"])
+    assert run_name(elsewhere, spec) == run_name(options, spec)
+    assert run_name(options_of("sweep", seed=1), spec) != run_name(options, spec)
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ def _fit(
         every_n_steps=options.every_n_steps,
         settings=WatchSettings(reveal=reveals, tokenizer=data.tokenizer),
     )
-    title = f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched"
-    table = _LooksTable(console, monitor, title)
+    console.print(f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched")
+    table = _LooksTable(console, monitor)
     gate = RiskGate(
         f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
     )
@@ -210,21 +210,20 @@ class _LooksTable(L.Callback):
     """Prints the results of each look during training.
 
     Args:
-        console: where to print.
-        monitor: the monitor that looks.
-        title: title above the table.
+        console: The console to print to.
+        monitor: The monitor of the run.
 
     Attributes:
         message: (L,) token ids of the first text in the batch of the newest look.
     """
 
-    def __init__(self, console: Console, monitor: LeakageMonitor, title: str) -> None:
+    def __init__(self, console: Console, monitor: LeakageMonitor) -> None:
         self._monitor = monitor
         self._batch = self.message = torch.empty(0, dtype=torch.long)
         self._attacks = [attack.name for attack in monitor.attacks]
         headers = [f"{a}\n{m}" if m == "recall" else m for a in self._attacks for m in _METRICS]
         widths = [7, 7, *[11] * len(headers)]
-        self._table = printing.LinesTable(console, ["step", "loss", *headers], widths, title)
+        self._table = printing.LinesTable(console, ["step", "loss", *headers], widths)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._monitor.subscribe(self._on_look)

@@ -23,7 +23,7 @@ from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refuse_err
 from lightning_fedleak.cli.studies.federation import Federation, Round, Values, train_in_process
 from lightning_fedleak.engine import gates
 from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
-from lightning_fedleak.federation import SUM
+from lightning_fedleak.federation import SUM, trained_state
 from lightning_fedleak.report import ReportError, write
 
 _MAX_COLUMNS = 8  # clients with a column each; a table of more shows lowest, median and highest
@@ -57,7 +57,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     printing.make_folder(folder, options.out)
     console.print(f"{introduction}\n")
     rounds: list[Round] = []
-    table = _RoundsTable(console, options.clients, private=federation.is_private)
+    table = _RoundsTable(console, options.clients, private=federation.epsilon is not None)
     with _quiet():
         table.print_headers()
 
@@ -153,7 +153,8 @@ def _introduction(federation: Federation) -> str:
             f"Differential privacy of a client: noise multiplier {dp.noise_multiplier:.3g}, clip "
             f"{dp.clip:g}. Guarantee: {dp.guarantee}"
         )
-        noise = dp.relative_noise(federation.trained_numbers)
+        trained_tensors = trained_state(federation.make_model()).values()
+        noise = dp.relative_noise(sum(tensor.numel() for tensor in trained_tensors))
         if noise > 1:
             lines.append(
                 f"Noise will drown the updates: its norm is {noise:.3g} times the largest norm "

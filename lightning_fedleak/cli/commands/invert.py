@@ -24,10 +24,10 @@ from lightning_fedleak.cli.studies.models import check_context, find_model
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.report.records import as_json
 
-UTILITY_TEXTS = 16  # texts that measure the task, at least; not tuned
+UTILITY_TEXTS = 16  # smallest number of texts that measure the task; not tuned, more take longer
 
 Measure = Callable[..., Iterator[Cell]]
-"""Yields cells, and calls ``announce`` with the name of what comes next."""
+"""Yields cells, and calls ``announce`` with the name of the next measurement."""
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -54,8 +54,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
     cells: list[Cell] = []
     interrupted = False
     columns = (
-        *(TextColumn("{task.description}"), BarColumn()),
-        *(MofNCompleteColumn(), TimeElapsedColumn()),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=total)
@@ -80,7 +82,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
 
 
 def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, int, Measure]:
-    """Return who sends what to whom, the number of cells, and what measures them."""
+    """Return the introduction, the number of cells, and the function that measures them."""
     layers = _layers(options, anatomy)
     causal = anatomy.kind == "causal"
     attacks = list(dict.fromkeys(options.attack or ("prefix" if causal else "sweeps",)))
@@ -104,8 +106,9 @@ def _plan(options: Namespace, anatomy: Anatomy, tokenizer: Any) -> tuple[str, in
         f"A client holds {printing.model_name(options.model)} (fp32) up to block "
         f"{' or '.join(map(str, layers))} of {len(anatomy.blocks)}, and sends the hidden "
         f"states of {options.texts} texts of {printing.text_name(options.text)}, each of "
-        f"{_listed(rows)} tokens, with Gaussian noise of {_listed(n.sigma for n in noises)}{unit}. "
-        "The server has the same weights, and reads the texts."
+        f"{_join_numbers(rows)} tokens, with Gaussian noise of "
+        f"{_join_numbers(noise.sigma for noise in noises)}{unit}. The server has the same "
+        "weights, and reads the texts."
     )
     measure = partial(invert.run_cells, anatomy, rows, makers, layers, noises, texts=options.texts)
     total = len(layers) * len(makers) * len(rows) * len(noises)
@@ -132,14 +135,14 @@ def _rows(
     rows: dict[int, Tensor] = {}
     for length in sorted(set(options.lengths)):
         check_context(anatomy, length, "--lengths")
-        least = 2 if anatomy.kind == "causal" else 1
-        finetuning.check_option("--lengths", length, at_least=least, hint="tokens")
+        min_tokens = 2 if anatomy.kind == "causal" else 1
+        finetuning.check_option("--lengths", length, at_least=min_tokens, hint="tokens")
         rows[length] = invert.rows_of_length(
             texts,
             tokenizer,
             length,
             max_rows,
-            least=min_rows,
+            min_rows=min_rows,
             seed=options.seed,
             start_token_id=options.bos,
         )
@@ -158,13 +161,13 @@ def _write(file: Path, options: Namespace, cells: Sequence[Cell]) -> None:
         "budget_seconds": _budget(options),
         "cells": cells,
     }
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
-    part.replace(file)
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
+    unfinished.replace(file)  # an interrupt leaves the last complete file
 
 
-def _listed(values: Any) -> str:
-    return ", ".join(f"{v:g}" for v in sorted(set(values)))
+def _join_numbers(values: Any) -> str:
+    return ", ".join(f"{value:g}" for value in sorted(set(values)))
 
 
 # ---- what is printed ----------------------------------------------------------------------------
@@ -192,7 +195,7 @@ def cells_table(cells: Sequence[Cell]) -> Table:
 
 
 def _numbers(cell: Cell) -> list[str]:
-    useful, rouge = cell.utility, cell.rates.get("rouge_l")
+    utility, rouge = cell.utility, cell.rates.get("rouge_l")
     accuracy, exact, per_token = "failed", "", ""
     if cell.rates:
         rate = cell.rates["token_accuracy"]
@@ -200,10 +203,11 @@ def _numbers(cell: Cell) -> list[str]:
         exact = f"{round(cell.rates['exact_sentences'].value * cell.texts)}/{cell.texts}"
         per_token = f"{1e3 * cell.seconds / (cell.texts * cell.length):.3g}"
     return [
-        *(accuracy, exact),
+        accuracy,
+        exact,
         "" if rouge is None or math.isnan(rouge.value) else short(rouge.value),
-        "unknown" if useful is None else short(useful.accuracy),
-        "" if useful is None else f"{useful.perplexity:.3g}",
+        "unknown" if utility is None else short(utility.accuracy),
+        "" if utility is None else f"{utility.perplexity:.3g}",
         per_token,
     ]
 

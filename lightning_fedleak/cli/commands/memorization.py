@@ -34,7 +34,7 @@ from lightning_fedleak.model.taps import Text, label_places
 from lightning_fedleak.report.records import as_json
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
-"""What the base and the trained model say of the texts of a pool."""
+"""The token log probabilities of a pool's texts by the base, and by the trained model."""
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
 _USED_UP = (
@@ -93,20 +93,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
         beyond = _beyond(console, pools, answers, options, recipe, seconds)
     alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
     results = _compare(console, pools, answers, beyond, alpha, options)
-    pool, result = pools[0], results[0]
+    pool = pools[0]
     laws = _laws(pools, results, options)
     if _USED_UP in laws.values():
         console.print(_USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
     trained = torch.tensor([trains for _, trains in rows])
     by_kind = _values_found(entities, answers[-1], trained, laws)
-    of_kinds = {name: one for name, one in by_kind.items() if not isinstance(one, str)}
-    if of_kinds:
-        print_table(console, _table(of_kinds))
+    entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
+    tables = [_table(result.values) for result in results]
+    if entity_values:
+        tables.append(_table(entity_values))
+        print_table(console, tables[-1])
     unknown = _unknown_kinds(by_kind)
     for sentence in unknown:
         console.print(sentence)
-    tables = [*(_table(one.values) for one in results), *([_table(of_kinds)] if of_kinds else [])]
     counts: Mapping[str, float] = {}
     uncounted = 0
     if options.records is not None and is_known:
@@ -118,19 +119,21 @@ def run(options: Namespace, console: Console | None = None) -> int:
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = _content(result, pool) | {"drawn": options.drawn, "known": is_known}
-        parts = {"records": counts, "not_compared": absent, "entities": by_kind}
-        content |= {name: part for name, part in parts.items() if part}
-        for other, each in zip(pools[1:], results[1:], strict=True):
-            name = {"short": "short_answers"}.get(other.part, other.part)
-            content[name] = _content(each, other) | {"known": laws[other.part] is None}
+        content = _content(results[0], pool) | {"drawn": options.drawn, "known": is_known}
+        optional = {"records": counts, "not_compared": absent, "entities": by_kind}
+        content |= {name: entries for name, entries in optional.items() if entries}
+        for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
+            part = pool_of_part.part
+            name = {"short": "short_answers"}.get(part, part)
+            content[name] = _content(result_of_part, pool_of_part) | {"known": laws[part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
-    values |= {name: one for each in results for name, one in each.values.items()}
+    for result in results:
+        values |= result.values
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
-    values |= of_kinds
+    values |= entity_values
     evidence = values if is_known else {}
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
@@ -139,8 +142,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     status = BREACH if breaches or is_unlisted else 0
     sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [_UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
-    rest = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
-    outcome = _FAILED if status else rest
+    unfailed = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
+    outcome = _FAILED if status else unfailed
     _summarize(options.summary, outcome, sentences, tables)
     return status
 
@@ -173,8 +176,8 @@ def _laws(
     pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
     """Return why the sides of each pool are not exchangeable; None where nothing says so."""
-    differences = [None if options.drawn else one.other_law for one in results]
-    laws = dict(zip([one.part for one in pools], differences, strict=True))
+    differences = [None if options.drawn else result.other_law for result in results]
+    laws = dict(zip([pool.part for pool in pools], differences, strict=True))
     return dict.fromkeys(laws, _USED_UP) if used_up_mark(options.members).exists() else laws
 
 
@@ -194,10 +197,10 @@ def _values_found(
 def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str]:
     """Return a sentence for each reason why values are unknown."""
     reasons: dict[str, list[str]] = {}
-    for name, one in by_kind.items():
-        if isinstance(one, str):
-            reasons.setdefault(one, []).append(name)
-    return [f"UNKNOWN: {', '.join(names)}: {why}." for why, names in reasons.items()]
+    for name, reason in by_kind.items():
+        if isinstance(reason, str):
+            reasons.setdefault(reason, []).append(name)
+    return [f"UNKNOWN: {', '.join(names)}: {reason}." for reason, names in reasons.items()]
 
 
 def _list_rows(
@@ -211,17 +214,23 @@ def _list_rows(
     """Save the list of rows of a pool, print what it says, and return its counts."""
     records = pool.list_records(*answer, alpha, scores=beyond, references=options.references)
     records.save(options.records)
-    console.print(_counted(records, options.records))
+    text = (
+        "Of {members} rows at least {at_least} are given away by the training (95%), and {listed} "
+        "are listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
+        "{repeated} rows have copies, {short} are short, and {unknown} share passages."
+    ).format(**records.head)
+    text = text.replace("None", "an unknown number")
+    console.print(f"{text} {options.records} holds their numbers.")
     if beyond is None:
         return records.counts
     first_counts = pool.list_records(*answer, alpha).counts
-    return max(records.counts, first_counts, key=lambda one: one["at_least"])
+    return max(records.counts, first_counts, key=lambda counts: counts["at_least"])
 
 
 def _summarize(
     path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
 ) -> None:
-    """Add what was found to a file of Markdown, with no more than is printed; None writes none."""
+    """Append the printed results to a file of Markdown, and nothing else; None writes no file."""
     if path is None:
         return
     lines = [f"### What the trained weights give away: {outcome}", ""]
@@ -236,17 +245,17 @@ def _summarize(
 
 
 def _answers_of(groups: Sequence[Sequence[Text]], options: Namespace) -> list[Answer]:
-    """Return what the base and the trained model say of groups of texts, by one forward a text."""
+    """Return the answers of the base and the trained model on texts, run once for each text."""
     texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
 
-    def of_pool(one: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
+    def select(snapshot: TokenSnapshot, texts: Sequence[Text]) -> TokenSnapshot:
         rows = [numbers[text.whole.content] for text in texts]
-        places = label_places(texts, one.labels.shape[1])
-        return one.rows(torch.tensor(rows, dtype=torch.long)).within(places)
+        positions = label_places(texts, snapshot.labels.shape[1])
+        return snapshot.rows(torch.tensor(rows, dtype=torch.long)).within(positions)
 
-    return [(of_pool(answers[0], group), of_pool(answers[1], group)) for group in groups]
+    return [(select(answers[0], group), select(answers[1], group)) for group in groups]
 
 
 def _beyond(
@@ -260,15 +269,15 @@ def _beyond(
     """Return the scores beyond references of each pool by its number, and print what they bring."""
     by_number = {n: pool for n, pool in enumerate(pools) if pool.part != "prompts"}
     texts = {text.content: text for pool in by_number.values() for text in pool.texts}
-    places = {content: n for n, content in enumerate(texts)}
+    indices = {content: n for n, content in enumerate(texts)}
     references = References([*texts.values()], options, recipe)
     console.print(references.describe(seconds / 2))
     references.ask(answers[0][0].log_probs)
     scores = {}
     for n, pool in by_number.items():
-        rows = [places[text.content] for text in pool.texts]
+        rows = [indices[text.content] for text in pool.texts]
         scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
-        before, after = (pool.list_records(*answers[n], scores=one) for one in (None, scores[n]))
+        before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
         text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
             f"the bar of 1% FPR beyond {options.references} references and {_tpr(before)} "
@@ -279,13 +288,13 @@ def _beyond(
 
 
 def _tpr(records: RecordList) -> str:
-    """Return in words the TPR at 1% FPR of the score that rows are listed by."""
+    """Return in words the TPR at 1% FPR of the score that orders the list."""
     p_values = [line.p for line in records.lines if line.p is not None]
-    m = int(records.head["others"])
-    if m * FPR < 1:
-        return f"an unknown share (with {m} others)"
-    bar = (1 + int(FPR * m)) / (m + 1) + 1e-6  # digits of p
-    return f"{sum(p <= bar for p in p_values) / len(p_values):.0%}"
+    n_others = int(records.head["others"])
+    if n_others * FPR < 1:
+        return f"an unknown share (with {n_others} others)"
+    max_p = (1 + int(FPR * n_others)) / (n_others + 1) + 1e-6  # p values are rounded
+    return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 
 def _pools(
@@ -318,7 +327,7 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
 
 
 def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
-    """Print what a pool shows."""
+    """Print the results of a pool, and why some are unknown."""
     print_table(console, _table(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
@@ -333,8 +342,18 @@ def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
         f"same texts only: pool {pool.digest}."
     )
-    for sentence in _warnings(result, is_drawn=is_drawn):
-        console.print(sentence)
+    if (reason := result.other_law) is not None:
+        advice = (
+            "--drawn says that the others were chosen at random, so that this is chance."
+            if is_drawn
+            else "Membership is UNKNOWN: give others that were drawn from the same rows "
+            "(leave_out) and --drawn, or more texts of the same kind."
+        )
+        console.print(f"Members and others are {reason}. {advice}")
+    if result.n_others < result.needed:
+        console.print(
+            f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are needed."
+        )
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:
@@ -359,11 +378,11 @@ def _reader(options: Namespace) -> RowReader:
     template = None
     if (Path(options.model) / "tokenizer_config.json").is_file():
         template = load_tokenizer(options.model).chat_template
-    is_one = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    has_one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
     problem = None
     if head == "causal" and options.label_column is not None:
         problem = "--label-column is of classifiers, and --model is none: leave it out"
-    elif head == "row" and not (is_one and config.num_labels > 1):
+    elif head == "row" and not (has_one_label and config.num_labels > 1):
         problem = "--model predicts several classes or a number, and not one class of a row"
     if problem:
         raise SourceError(problem)
@@ -378,34 +397,6 @@ def _reader(options: Namespace) -> RowReader:
         options.label_column,
         getattr(config, "label2id", None) or {},
     )
-
-
-def _counted(records: RecordList, path: Path) -> str:
-    """Return in words what a list of rows says; None is unknown."""
-    text = (
-        "Of {members} rows at least {at_least} are given away by the training (95%), and {listed} "
-        "are listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
-        "{repeated} rows have copies, {short} are short, and {unknown} share passages."
-    ).format(**records.head)
-    return f"{text.replace('None', 'an unknown number')} {path} holds their numbers."
-
-
-def _warnings(result: Comparison, *, is_drawn: bool) -> list[str]:
-    """Return what makes numbers unknown, and what to do."""
-    sentences = []
-    if (why := result.other_law) is not None:
-        finding = f"Members and others are {why}."
-        sentences.append(
-            f"{finding} --drawn says that the others were chosen at random, so that this is chance."
-            if is_drawn
-            else f"{finding} Membership is UNKNOWN: give others that were drawn from the same "
-            "rows (leave_out) and --drawn, or more texts of the same kind."
-        )
-    if result.n_others < result.needed:
-        sentences.append(
-            f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are needed."
-        )
-    return sentences
 
 
 def breaches_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import fields
 
 from rich.console import Console
 
@@ -17,60 +16,56 @@ from lightning_fedleak.report import findings, read, write
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Train what is not done yet, and print and report all runs that are.
+    """Train the runs that are not done yet, then print and report all finished runs.
 
     Args:
         options: of the command.
         console: where to print; stdout by default.
 
     Returns:
-        0; 1 where a cell failed; 130 after an interrupt.
+        0; 1 if a run failed; 130 after an interrupt.
 
     Raises:
         SourceError: model, text, folder or defence cannot be used.
         AnatomyError: the model's parts could not be found.
     """
     console = console or Console(highlight=False)
-    values = {**vars(options), "attacks": tuple(dict.fromkeys(options.attack))}
-    setting = sweep.Setting(**{f.name: values[f.name] for f in fields(sweep.Setting)})
     specs = [spec for text in options.defense for spec in parse_defenses(text)]
-    # What would make every cell fail is raised here, before the first of them runs.
+    # Errors that would make every run fail are raised here, before the first run.
     printing.make_folder(options.out, options.out)
     with sweep.quiet():
         sweep.read_layer(
-            setting, find_anatomy(CausalLMFineTuning(setting.model, peft=setting.peft))
+            options, find_anatomy(CausalLMFineTuning(options.model, peft=options.peft))
         )
-    sweep.data_of(setting).setup()
-    cells = {
-        options.out / "runs" / one.name: one for one in (sweep.Cell(setting, s) for s in specs)
-    }
-    todo = {folder: cell for folder, cell in cells.items() if not sweep.is_done(folder)}
+    sweep.data_of(options).setup()
+    runs = {options.out / "runs" / sweep.run_name(options, spec): spec for spec in specs}
+    todo = {folder: spec for folder, spec in runs.items() if not sweep.is_done(folder)}
     console.print(
-        f"{len(cells)} cells, {len(cells) - len(todo)} of them done before; results in "
+        f"{len(runs)} cells, {len(runs) - len(todo)} of them done before; results in "
         f"{options.out}. An interrupt loses nothing: the same command continues.",
         soft_wrap=True,
     )
     status = 0
     try:
         if todo:
-            console.print(f"Validation loss before any training: {sweep.loss_before(setting):.3f}")
-        for number, (folder, cell) in enumerate(todo.items(), 1):
+            console.print(f"Validation loss before any training: {sweep.loss_before(options):.3f}")
+        for number, (folder, spec) in enumerate(todo.items(), 1):
             start = time.perf_counter()
             try:
-                with console.status(f"{number} of {len(todo)}: {cell.defense}"):
-                    warnings = sweep.run_cell(cell, folder)
-            except Exception as error:  # one failed cell must not lose the rest
+                with console.status(f"{number} of {len(todo)}: {spec}"):
+                    warnings = sweep.train_and_attack(options, spec, folder)
+            except Exception as error:  # a failed run must not lose the rest
                 status = 1
-                line = f"{cell.defense} failed: {type(error).__name__}: {error}"
+                line = f"{spec} failed: {type(error).__name__}: {error}"
                 console.print(line, soft_wrap=True)
                 continue
-            lines = [f"{cell.defense}: done in {time.perf_counter() - start:.0f} s"]
-            lines += [f"{cell.defense} warns: {warning}" for warning in warnings]
+            lines = [f"{spec}: done in {time.perf_counter() - start:.0f} s"]
+            lines += [f"{spec} warns: {warning}" for warning in warnings]
             console.print("\n".join(lines), soft_wrap=True)
     except KeyboardInterrupt:
         status = printing.INTERRUPTED
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
-    if done := [folder for folder in cells if sweep.is_done(folder)]:
+    if done := [folder for folder in runs if sweep.is_done(folder)]:
         printing.print_comparison(console, findings(read(done)))
         paths = ", ".join(map(str, write(done, options.out)))
         console.print(f"\nWritten: {paths}", soft_wrap=True)

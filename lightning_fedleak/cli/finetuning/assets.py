@@ -6,7 +6,7 @@ import difflib
 import errno
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     Where the hub cannot be reached, only its cache is read, without retries.
 
     Args:
-        name: folder or name on the hub; None for the embedded model.
+        name: The folder or the name on the hub; None for the embedded model.
 
     Raises:
         SourceError: there is no such folder, or no model in it; or the name is one of the hub,
@@ -79,7 +79,7 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
     if path.is_dir() and any((path / file).exists() for file in _MODEL_FILES):
         return str(path), {}
     if path.is_dir():
-        problem = _holds_none(path)
+        problem = _describe_no_model(path)
     elif path.is_file():
         problem = f"'{name}' is a file; give the folder that holds the model."
     elif is_path(str(name)):
@@ -97,23 +97,23 @@ def model_source(name: str | Path | None) -> tuple[str, dict[str, object]]:
 
 
 @contextmanager
-def loading(source: str, kind: str) -> Iterator[None]:
-    """Turn what fails in the block into an error that says what to give instead.
+def loading(source: str, content: str) -> Iterator[None]:
+    """Turn errors of the block into one that says what to give instead.
 
     Args:
-        source: folder or name on the hub.
-        kind: what is loaded: a tokenizer, say.
+        source: The folder or the name on the hub.
+        content: The object to load, for the message, such as ``"tokenizer"``.
 
     Raises:
         SourceError: nothing could be loaded.
     """
     hint = "Give a folder that holds one, or a model of the hub (by a network the first time)"
-    failed = f"no {kind} could be loaded from '{source}'"
+    failed = f"no {content} could be loaded from '{source}'"
     with refuse_errors(failed, OSError, ValueError, hint=hint):
         yield
 
 
-def _holds_none(path: Path) -> str:
+def _describe_no_model(path: Path) -> str:
     """Return the message that a folder holds no model, with a guess at what was meant."""
     start = f"the folder '{path}' holds no model (no config.json)"
     if inside := sorted(path.glob("*/config.json")):
@@ -141,12 +141,9 @@ TRAINING = dict.fromkeys((*_LIGHTNING, "transformers"), logging.ERROR)
 @contextmanager
 def quiet_logs(levels: Mapping[str, int]) -> Iterator[None]:
     """Set the levels of loggers, by their names, inside the block."""
-    loggers = {logging.getLogger(name): level for name, level in levels.items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    try:
-        yield
-    finally:
-        for logger, level in before.items():
+    with ExitStack() as stack:
+        for name, level in levels.items():
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(level)
+        yield

@@ -15,9 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_fedleak.cli.finetuning import assets
 from lightning_fedleak.cli.finetuning.assets import check_option
 from lightning_fedleak.cli.finetuning.texts import read_texts
+from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.validate import check_integer, check_number
-
-IGNORED = -100  # label without a loss: torch's cross_entropy and Hugging Face's models
 
 
 def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:
@@ -57,7 +56,7 @@ class PadRight:
     """A function from rows of unequal length to a batch for Hugging Face models.
 
     Args:
-        pad_id: token id after the end of a row; masked and never a label.
+        pad_id: The token id after the end of a row; masked and never a label.
     """
 
     def __init__(self, pad_id: int) -> None:
@@ -69,7 +68,7 @@ class PadRight:
         return {
             "input_ids": pad_sequence(ids, True, self.pad_id),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
-            "labels": pad_sequence(ids, True, IGNORED),
+            "labels": pad_sequence(ids, True, IGNORE_INDEX),
         }
 
 

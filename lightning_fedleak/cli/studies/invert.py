@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 
 LOGITS_AT_ONCE = 1 << 25  # numbers, 128 MiB in float32; fewer take less memory and more runs
-MOST_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
+MAX_NATS = 700.0  # cross-entropy above which the perplexity would overflow a float
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class Noise:
     """Gaussian noise on the hidden states that a client sends.
 
     Attributes:
-        sigma: standard deviation.
-        relative: whether it counts in the standard deviations that the d dimensions have over the
-            B * L states. Else it is absolute, as in the paper.
-        seed: of the draw, which is the same for every sigma.
+        sigma: The standard deviation.
+        relative: Whether ``sigma`` is in units of each dimension's standard deviation over the
+            B * L states. Otherwise it is absolute, as in the paper.
+        seed: The seed of the draw, which is the same for every sigma.
     """
 
     sigma: float
@@ -56,24 +55,13 @@ def gaussian_noise(hidden: Tensor, noise: Noise) -> Tensor:
     return (noise.sigma * standard * unit).to(hidden.dtype)
 
 
-@contextmanager
-def noised(anatomy: Anatomy, layer: int, noise: Tensor) -> Iterator[None]:
-    """Let the model add ``noise`` (B, L, d) to its hidden states at ``layer``, within the context.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
-    with place_of(anatomy, layer).on_states(lambda states: states + noise):
-        yield
-
-
 @dataclass(frozen=True)
 class _Utility:
     """Next-token prediction of the whole model from noised hidden states.
 
     Attributes:
-        accuracy: mean over tokens.
-        perplexity: of the tokens that are predicted.
+        accuracy: The share of tokens that are predicted correctly.
+        perplexity: The perplexity of the predicted tokens.
     """
 
     accuracy: float
@@ -84,30 +72,33 @@ def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> _U
     """Return what a causal model in eval mode predicts with noise added at the split.
 
     Args:
-        anatomy: of the model; the result is None where it predicts no next tokens.
-        layer: the split.
-        input_ids: (B, L) texts without padding, L at least 2; run in parts of the batch.
-        noise: at the split.
+        anatomy: The anatomy of the model; the result is None if it predicts no next tokens.
+        layer: The split.
+        input_ids: (B, L) texts without padding, L at least 2. They are run in smaller batches.
+        noise: The noise at the split.
     """
     if anatomy.kind != "causal":
         return None
     ids = input_ids.to(anatomy.device)
-    draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
+    draw, split = (
+        gaussian_noise(hidden_states(anatomy, layer, ids), noise),
+        place_of(anatomy, layer),
+    )
     rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * (anatomy.vocab_size or 1)))
-    right, nats = 0, 0.0
+    n_correct, nats = 0, 0.0
     with torch.no_grad(), undisturbed(anatomy) as model:
-        for a in range(0, len(ids), rows):
-            part = slice(a, a + rows)
-            with noised(anatomy, layer, draw[part]):
-                logits = model(input_ids=ids[part]).logits[:, :-1].flatten(0, 1).float()
-            truth = ids[part, 1:].flatten()
-            right += int((logits.argmax(1) == truth).sum())
+        for start in range(0, len(ids), rows):
+            batch = slice(start, start + rows)
+            with split.on_states(draw[batch].add):
+                logits = model(input_ids=ids[batch]).logits[:, :-1].flatten(0, 1).float()
+            truth = ids[batch, 1:].flatten()
+            n_correct += int((logits.argmax(1) == truth).sum())
             nats += float(F.cross_entropy(logits, truth, reduction="sum"))
     n = ids[:, 1:].numel()
-    return _Utility(right / n, math.exp(min(MOST_NATS, nats / n)))
+    return _Utility(n_correct / n, math.exp(min(MAX_NATS, nats / n)))
 
 
-ROUGE_UP_TO = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
+MAX_ROUGE_TOKENS = 512  # tokens of a text; ROUGE-L of longer ones takes time with the square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +106,23 @@ class Cell:
     """One attack on texts of one length, sent through one split with one noise level.
 
     Attributes:
-        attack: its name.
-        layer: the split.
-        blocks: of the whole model.
-        length: tokens of each text.
-        sigma: of the noise.
-        relative: whether in a unit of what is shared, see :class:`Noise`.
-        texts: that count in the rates.
-        rates: by the names of :func:`~lightning_fedleak.evaluation.metrics.texts.
-            reconstruction_rates`, each with its 95% interval; empty where there are none.
-        seconds: wall time of the attack.
-        cpu_seconds: processor time of it, of all threads: what counts on a busy machine.
-        budget_seconds: wall time that the attack was given; None for no bound.
-        finished: False where the time budget cut anything off.
-        problem: what went wrong, or None.
-        utility: of a causal model from the noised states; None where it could not be measured.
-        steps: gradient steps per text, or None.
+        attack: The name of the attack.
+        layer: The split.
+        blocks: The number of blocks of the model.
+        length: The number of tokens of each text.
+        sigma: The standard deviation of the noise.
+        relative: Whether ``sigma`` is relative to the hidden states, see :class:`Noise`.
+        texts: The number of texts that the rates are means over.
+        rates: The rates by the names of :func:`~lightning_fedleak.evaluation.metrics.texts.
+            reconstruction_rates`, each with its 95% interval; empty if the attack failed.
+        seconds: The wall time of the attack.
+        cpu_seconds: The processor time of the attack over all threads, which a busy machine does
+            not lengthen.
+        budget_seconds: The time budget of the attack, in wall time; None for no bound.
+        finished: Whether the attack ended within its time budget.
+        problem: The message of an error; None if there was none.
+        utility: The utility of a causal model from the noised states; None if it was not measured.
+        steps: The mean number of gradient steps per text; None for attacks without any.
     """
 
     attack: str
@@ -162,34 +154,34 @@ def run_cells(
 ) -> Iterator[Cell]:
     """Yield each cell when it is measured: layers, attacks on them, lengths, noise levels.
 
-    The first ``texts`` of the rows are attacked, all of them measure the utility, with noise of the
-    same law. An attack that raises costs its own cells and no other's; so does a utility that
-    cannot be measured. ``KeyboardInterrupt`` is passed on.
+    The first ``texts`` rows are attacked, and all rows measure the utility, with noise from one
+    distribution. An attack that raises an error, or a utility that cannot be measured, loses only
+    its own cells. ``KeyboardInterrupt`` is passed on.
 
     Args:
-        anatomy: of the model.
+        anatomy: The anatomy of the model.
         rows: (n, L) token ids without padding, by their length L.
-        attacks: names, and how to make each for a split.
-        layers: splits.
-        noises: on what is sent.
-        texts: attacked in each cell.
-        announce: called with the name of what comes next.
+        attacks: The names of the attacks, each with a function from a split to the attack.
+        layers: The splits.
+        noises: The noise on the hidden states that the client sends.
+        texts: The number of texts attacked in each cell.
+        announce: A function that is called with the name of the next measurement.
     """
     for layer in layers:
-        useful: dict[tuple[int, Noise], _Utility | str | None] = {}
+        utilities: dict[tuple[int, Noise], _Utility | str | None] = {}
         for name, make in attacks:
             announce(f"preparing {name}@{layer}")
-            attack = _prepared(make, layer, anatomy)
+            attack = _make_prepared(make, layer, anatomy)
             for length, ids in rows.items():
                 for noise in noises:
-                    if (length, noise) not in useful:
+                    if (length, noise) not in utilities:
                         announce(f"utility, split {layer}, {length} tokens")
                         try:
-                            useful[length, noise] = utility(anatomy, layer, ids, noise)
+                            utilities[length, noise] = utility(anatomy, layer, ids, noise)
                         except Exception as error:
-                            useful[length, noise] = f"utility: {_describe(error)}"
+                            utilities[length, noise] = f"utility: {_describe(error)}"
                     announce(f"{name}, split {layer}, {length} tokens, noise {noise.sigma:g}")
-                    task = useful[length, noise]
+                    result = utilities[length, noise]
                     cell = Cell(
                         attack=name,
                         layer=layer,
@@ -198,16 +190,16 @@ def run_cells(
                         sigma=noise.sigma,
                         relative=noise.relative,
                         texts=min(texts, len(ids)),
-                        utility=task if isinstance(task, _Utility) else None,
-                        problem=task if isinstance(task, str) else None,
+                        utility=result if isinstance(result, _Utility) else None,
+                        problem=result if isinstance(result, str) else None,
                     )
-                    yield _attacked(cell, attack, anatomy, ids, noise)
+                    yield _run_attack(cell, attack, anatomy, ids, noise)
 
 
-def _prepared(
+def _make_prepared(
     make: Callable[[int], InversionAttack], layer: int, anatomy: Anatomy
 ) -> InversionAttack | Exception:
-    """Return a new attack, prepared, or the error where one came."""
+    """Return a new attack after its preparation, or the error that it raised."""
     try:
         attack = make(layer)
         attack.prepare(anatomy)
@@ -216,7 +208,7 @@ def _prepared(
     return attack
 
 
-def _attacked(
+def _run_attack(
     cell: Cell, attack: InversionAttack | Exception, anatomy: Anatomy, ids: Tensor, noise: Noise
 ) -> Cell:
     """Return the cell with the results of the attack."""
@@ -230,7 +222,7 @@ def _attacked(
         start, cpu_seconds = time.perf_counter(), time.process_time()
         guess = attack.reconstruct(sent, None, None)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_seconds
-        scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= ROUGE_UP_TO)
+        scores = sentence_scores(guess.tokens, truth, rouge=cell.length <= MAX_ROUGE_TOKENS)
     except Exception as error:
         problems = [p for p in (cell.problem, _describe(error)) if p]
         return replace(cell, problem="; ".join(problems), finished=False)
@@ -250,7 +242,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-PROBE = "a"
+PROBE = "a"  # any text without special tokens
 
 
 def special_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -267,31 +259,31 @@ def rows_of_length(
     texts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     length: int,
-    most: int,
+    max_rows: int,
     *,
-    least: int = 1,
+    min_rows: int = 1,
     seed: int = 0,
     start_token_id: int | None = None,
 ) -> Tensor:
     """Return texts of exactly ``length`` tokens, with the tokenizer's special ones.
 
-    Drawn from ``texts`` in random order; one that is too short is joined with the next, one that is
-    too long is cut.
+    They are drawn from ``texts`` in random order. A text that is too short is joined with the next
+    one, and a text that is too long is cut.
 
     Args:
-        texts: the source.
-        tokenizer: of the model.
-        length: of every row.
-        most: rows wanted.
-        least: rows that there must be.
-        seed: of the order.
-        start_token_id: id put before every row where the tokenizer puts none, or None.
+        texts: The texts to draw from.
+        tokenizer: The tokenizer of the model.
+        length: The number of tokens of every row.
+        max_rows: The number of rows to return if there is enough text.
+        min_rows: The smallest number of rows.
+        seed: The seed of the order.
+        start_token_id: The id before every row, for a tokenizer that adds none; None for no id.
 
     Returns:
-        (n, length) token ids, n from ``least`` to ``most``.
+        (n, length) token ids, n from ``min_rows`` to ``max_rows``.
 
     Raises:
-        SourceError: fewer than ``least`` rows, or a length that the special tokens fill.
+        SourceError: fewer than ``min_rows`` rows, or a length that the special tokens fill.
     """
     front, end = special_ends(tokenizer)
     if start_token_id is not None:
@@ -309,12 +301,12 @@ def rows_of_length(
         if len(collected) >= available:
             rows.append(torch.tensor([*front, *collected[:available], *end]))
             collected = []
-        if len(rows) == most:
+        if len(rows) == max_rows:
             break
-    if len(rows) < least:
+    if len(rows) < min_rows:
         raise SourceError(
             f"--lengths {length}: {len(texts)} texts make only {len(rows)} of {length} tokens, and "
-            f"{least} are asked for: give more text, fewer texts or a smaller length"
+            f"{min_rows} are asked for: give more text, fewer texts or a smaller length"
         )
     return torch.stack(rows)
 
@@ -337,19 +329,19 @@ def make_adversary(
     """Return an attack on activations by its name; it is called ``name@layer``.
 
     Args:
-        name: out of ``INVERT_ATTACKS``: ``prefix`` is :class:`PrefixInversion`; ``descent``
+        name: A name in ``INVERT_ATTACKS``: ``prefix`` is :class:`PrefixInversion`; ``descent``
             :class:`EmbeddingDescent` as it comes, ``sweeps`` with verified changes, ``paper`` with
             the paper's choices (Eq. 3 and 4 from 'hello') but for its stop at a cosine of .98: it
             goes on until settled; ``relaxation`` :class:`TokenRelaxation`.
-        layer: the split.
-        steps: most gradient steps of a descent.
-        budget_seconds: wall time for one observation, or None.
-        hello: id that ``paper`` starts from; None for the mean of the vocabulary.
-        special_ids: that ``sweeps`` tries at every position.
-        public_text: of :class:`PrefixInversion`.
+        layer: The split.
+        steps: The largest number of gradient steps of a descent.
+        budget_seconds: The wall time for one observation; None for no bound.
+        hello: The id that ``paper`` starts from; None for the mean of the vocabulary.
+        special_ids: The ids that ``sweeps`` tries at every position.
+        public_text: The public text of :class:`PrefixInversion`.
 
     Raises:
-        ValueError: a setting that the attack refuses.
+        ValueError: the attack refuses a setting.
     """
     label = f"{name}@{layer}"
     common: dict[str, Any] = {"budget_seconds": budget_seconds, "name": label}

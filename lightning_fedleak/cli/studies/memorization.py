@@ -146,7 +146,6 @@ class ReleasedPool:
         now: TokenSnapshot,
         attacks: Sequence[memorization.MemorizationAttack] = (),
         *,
-        look: int = 1,
         alpha: float = 0.05,
     ) -> Comparison:
         """Return what the scores of both sides show.
@@ -155,8 +154,7 @@ class ReleasedPool:
             base: what the base said of the texts.
             now: what the trained model says of them.
             attacks: those that are played; none plays :func:`all_attacks`, or those of the part.
-            look: number of the look at these texts, counted from 1.
-            alpha: probability of error over all looks together.
+            alpha: The probability of error of each interval.
         """
         alone = self.alone
         model = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
@@ -174,11 +172,11 @@ class ReleasedPool:
                 guess, memorization.ExtractionGuess
             ):
                 values[attack.name] = released.extraction_values(
-                    guess, attack, self.members, self.times, look=look, alpha=alpha
+                    guess, attack, self.members, self.times, alpha=alpha
                 )
             elif isinstance(guess, memorization.MemorizationGuess):
                 values[attack.name] = released.membership_values(
-                    guess.scores, members, look=look, alpha=alpha, exact=self.is_short
+                    guess.scores, members, alpha=alpha, exact=self.is_short
                 )
         n_members, n_others = int(members.sum()), int((~members).sum())
         texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
@@ -188,8 +186,8 @@ class ReleasedPool:
             released.blind_aucs(blind, members),
             n_members,
             n_others,
-            released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
-            released.others_needed(look, alpha),
+            released.visible_tpr(n_members, n_others, alpha=alpha),
+            released.others_needed(look=1, alpha=alpha),
         )
 
     def list_records(

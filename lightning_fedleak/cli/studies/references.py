@@ -42,14 +42,14 @@ class Recipe:
     """How a model was trained.
 
     Attributes:
-        epochs: passes over its rows.
-        batch_size: rows of an optimizer step.
-        lr: learning rate, which is held; schedules are not recorded.
-        optimizer: its class in ``torch.optim``.
-        settings: of the optimizer.
-        bf16: autocast to bfloat16.
-        clip: norm that the gradient is clipped to; None: it is not.
-        adapters: settings of PEFT's adapters; None: all parameters are trained.
+        epochs: The number of passes over the rows.
+        batch_size: The number of rows of an optimizer step.
+        lr: The learning rate, which is constant, because schedules are not recorded.
+        optimizer: The name of the optimizer's class in ``torch.optim``.
+        settings: The arguments of the optimizer.
+        bf16: Whether the forward is run under autocast to bfloat16.
+        clip: The norm that the gradient is clipped to; None for no clipping.
+        adapters: The settings of PEFT's adapters; None if all parameters are trained.
     """
 
     epochs: int
@@ -107,19 +107,19 @@ class Recipe:
 def _recorded(folder: Path) -> dict[str, Any]:
     """Return what the records of the runs in a folder, and below it, say of their training."""
     paths = sorted(folder.rglob(records.RECORD))
-    found = {path: records.read_lines(path) for path in paths}
-    guaranteed = [path for path, one in found.items() if any(map(_gives_guarantee, one.lines))]
+    logs = {path: records.read_lines(path) for path in paths}
+    guaranteed = [path for path, log in logs.items() if any(map(_gives_guarantee, log.lines))]
     if guaranteed:
         raise SourceError(
             f"a run in '{guaranteed[0]}' was one with differential privacy or another guarantee: "
             "references would train again on its rows, which no epsilon covers"
         )
-    problems = [problem for one in found.values() for problem in one.problems]
-    settings = [] if problems else [_training_of(one.lines) for one in found.values()]
+    problems = [problem for log in logs.values() for problem in log.problems]
+    settings = [] if problems else [_training_of(log.lines) for log in logs.values()]
     if not settings or None in settings:
-        why = problems[0] if problems else f"'{folder}' has no whole {records.RECORD}"
-        raise SourceError(f"{why}: give the run's logs (--run)")
-    if any(one != settings[0] for one in settings):
+        reason = problems[0] if problems else f"'{folder}' has no whole {records.RECORD}"
+        raise SourceError(f"{reason}: give the run's logs (--run)")
+    if any(setting != settings[0] for setting in settings):
         names = ", ".join(f"'{path.parent}'" for path in paths)
         raise SourceError(f"runs of other settings lie in {names}: give --run with one of them")
     return settings[0] or {}
@@ -163,12 +163,12 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
     }
 
 
-def halves(n: int, count: int, seed: int = 0) -> Tensor:
+def halves(n: int, count: int) -> Tensor:
     """Return (count, n) bool, the texts that each reference is trained on.
 
-    Reference 2 k + 1 has those that reference 2 k has not.
+    Reference 2 k + 1 is trained on the texts that reference 2 k is not trained on.
     """
-    generator, rows = torch.Generator().manual_seed(seed), []
+    generator, rows = torch.Generator().manual_seed(0), []
     for _ in range(0, count, 2):
         inside = torch.randperm(n, generator=generator) < n // 2
         rows += [inside, ~inside]
@@ -179,9 +179,9 @@ class References:
     """References of a released model.
 
     Args:
-        texts: N texts of the pool, members and others.
-        options: of the command.
-        recipe: how they are trained.
+        texts: N texts of the pool, members and non-members.
+        options: The options of the command.
+        recipe: The recipe of their training.
 
     Attributes:
         inside: (K, N) bool, the texts of the pool that each is trained on.
@@ -267,14 +267,14 @@ class References:
             model = get_peft_model(model, config)
         model.to(device).train()
         trained = [p for p in model.parameters() if p.requires_grad]
-        kind = getattr(torch.optim, recipe.optimizer)
-        optimizer = kind(trained, lr=recipe.lr, **(recipe.settings or {}))
+        cls = getattr(torch.optim, recipe.optimizer)
+        optimizer = cls(trained, lr=recipe.lr, **(recipe.settings or {}))
         masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
         for _ in range(recipe.epochs):
             order = torch.randperm(len(rows)).tolist()
             for start in range(0, len(order), recipe.batch_size):
-                part = order[start : start + recipe.batch_size]
-                batch = _batch([rows[i] for i in part], head, masks)
+                indices = order[start : start + recipe.batch_size]
+                batch = _batch([rows[i] for i in indices], head, masks)
                 with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():
                     loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
                 loss.backward()
@@ -285,27 +285,29 @@ class References:
         return find_anatomy(model.eval())
 
     def scores(
-        self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, most: float | None
+        self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, max_gain: float | None
     ) -> Tensor:
         """Return (n,) mean gains of a label token beyond those in references without the text.
 
         Args:
-            rows: which of the texts these are.
-            base: what the base said of them.
-            now: what the released model says.
-            most: of a token that is counted, in nats; None counts all.
+            rows: The indices of the texts to score.
+            base: The log probabilities of their tokens by the base.
+            now: The log probabilities by the released model.
+            max_gain: The bound of a token's gain, in nats; None for no bound.
         """
         labels = base.labels
 
         def gain(log_probs: Tensor) -> Tensor:
             gains = log_probs.double() - base.log_probs.double()
-            gains = gains if most is None else gains.clamp_max(most)
+            gains = gains if max_gain is None else gains.clamp_max(max_gain)
             return (gains * labels).sum(1) / labels.sum(1)
 
         outside = ~self.inside[:, rows]
-        wider = labels.shape[1] - self.answers[0].shape[1]
-        parts = [gain(nn.functional.pad(one, (0, wider))[rows]) for one in self.answers]
-        expected = (torch.stack(parts) * outside).sum(0) / outside.sum(0)
+        padding = labels.shape[1] - self.answers[0].shape[1]
+        reference_gains = [
+            gain(nn.functional.pad(answer, (0, padding))[rows]) for answer in self.answers
+        ]
+        expected = (torch.stack(reference_gains) * outside).sum(0) / outside.sum(0)
         return gain(now.log_probs) - expected
 
 
@@ -319,5 +321,5 @@ def _batch(texts: Sequence[Text], head: Head, masks: Any) -> dict[str, Tensor]:
     if head == "masked":
         ids, targets = masks.torch_mask_tokens(ids, special_tokens_mask=targets == IGNORE_INDEX)
     if head == "row":
-        targets = torch.stack([one[-1] for one in labels])
+        targets = torch.stack([row_labels[-1] for row_labels in labels])
     return {"input_ids": ids, "attention_mask": mask, "labels": targets}

@@ -10,10 +10,9 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
 
 import lightning.pytorch as L
 import transformers
@@ -29,55 +28,19 @@ from lightning_fedleak.strategies import DefendedStrategy
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all cells of a grid have in common.
+def run_name(options: Namespace, defense: DefenseSpec) -> str:
+    """Return the name of the folder of a run: the defence, and a hash of all settings.
 
-    Attributes:
-        model: causal language model, a folder or a name on the hub; None for the embedded one.
-        text: private text as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes it;
-            None for the embedded messages.
-        column: the field that holds it; None as there.
-        attacks: names out of ``SWEEP_ATTACKS``; all look at the same steps of the same run.
-        layer: where ``fc``, ``attention``, ``prefix`` and ``descent`` read; None for the middle.
-        steps: optimizer steps.
-        batch_size: texts a batch.
-        length: tokens a text, at most.
-        every_n_steps: steps between two looks.
-        lr: learning rate of AdamW.
-        peft: as in :class:`~lightning_fedleak.cli.finetuning.CausalLMFineTuning`.
-        budget_seconds: for one run of ``prefix`` or ``descent``.
-        seed: of split, order, dropout, public text and calibration.
+    Args:
+        options: The options of the command.
+        defense: The defence of the run.
     """
-
-    model: str | None = None
-    text: str | None = None
-    column: str | None = None
-    attacks: tuple[str, ...] = ("flatchat", "aligned_flatchat", "fc")
-    layer: int | None = None
-    steps: int = 60
-    batch_size: int = 8
-    length: int = 64
-    every_n_steps: int = 5
-    lr: float = 1e-4
-    peft: Literal["lora", "bitfit"] | None = None
-    budget_seconds: float = 10.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A setting and a defence."""
-
-    setting: Setting
-    defense: DefenseSpec
-
-    @property
-    def name(self) -> str:
-        """Return the name of the folder of its run: the defence, and a hash of all settings."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        key = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"{re.sub(r'[^A-Za-z0-9_.=,+-]+', '-', str(self.defense))[:80]}-{key}"
+    shared = vars(options).keys() - {"command", "defense", "attack", "out"}
+    setting = {name: getattr(options, name) for name in shared}
+    setting["attacks"] = list(dict.fromkeys(options.attack))
+    text = json.dumps({"setting": setting, "defense": asdict(defense)}, sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{re.sub(r'[^A-Za-z0-9_.=,+-]+', '-', str(defense))[:80]}-{key}"
 
 
 def is_done(folder: Path) -> bool:
@@ -86,37 +49,37 @@ def is_done(folder: Path) -> bool:
     return any(isinstance(line, EndLine) and line.outcome == "finished" for line in lines)
 
 
-def run_cell(cell: Cell, folder: Path) -> list[str]:
-    """Fine-tune a model under a defence, attack it as it trains, and return what it warned of.
+def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> list[str]:
+    """Fine-tune a model under a defence, attack it as it trains, and return the warnings.
 
-    The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every cell.
+    The loss is a mean over texts of each text's mean, as DP-SGD needs it, in every run.
 
     Args:
-        cell: what to run.
-        folder: of the run's logs; what is in it is removed first.
+        options: The options of the command.
+        defense: The defence of the run.
+        folder: The folder of the run's logs. Its content is removed first.
 
     Raises:
         Exception: whatever stops the run: a defence that refuses, a model that cannot be loaded.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    setting = cell.setting
     with quiet() as messages:
-        L.seed_everything(setting.seed, verbose=False)
+        L.seed_everything(options.seed, verbose=False)
         module = finetuning.CausalLMFineTuning(
-            setting.model, lr=setting.lr, peft=setting.peft, loss="sample_mean"
+            options.model, lr=options.lr, peft=options.peft, loss="sample_mean"
         )
         monitor = LeakageMonitor(
-            make_attacks(setting, find_anatomy(module)),
-            every_n_steps=setting.every_n_steps,
-            games=Games(window=setting.steps),
+            make_attacks(options, find_anatomy(module)),
+            every_n_steps=options.every_n_steps,
+            games=Games(window=options.steps),
             folder=folder,
         )
         trainer = L.Trainer(
-            strategy=DefendedStrategy("auto", cell.defense.build()),
-            max_steps=setting.steps,
+            strategy=DefendedStrategy("auto", defense.build()),
+            max_steps=options.steps,
             devices=1,
             check_val_every_n_epoch=None,
-            val_check_interval=setting.steps,
+            val_check_interval=options.steps,
             callbacks=[monitor],
             logger=False,
             num_sanity_val_steps=0,
@@ -125,7 +88,7 @@ def run_cell(cell: Cell, folder: Path) -> list[str]:
             enable_model_summary=False,
         )
         try:
-            trainer.fit(module, datamodule=data_of(setting))
+            trainer.fit(module, datamodule=data_of(options))
         except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
             raise KeyboardInterrupt from end
         if trainer.interrupted:
@@ -133,35 +96,36 @@ def run_cell(cell: Cell, folder: Path) -> list[str]:
     return list(dict.fromkeys(messages))
 
 
-def loss_before(setting: Setting) -> float:
+def loss_before(options: Namespace) -> float:
     """Return the validation loss of the model before any training."""
     with quiet():
-        module = finetuning.CausalLMFineTuning(setting.model, loss="sample_mean")
+        module = finetuning.CausalLMFineTuning(options.model, loss="sample_mean")
         trainer = L.Trainer(
             devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
         )
-        metrics = trainer.validate(module, datamodule=data_of(setting), verbose=False)
+        metrics = trainer.validate(module, datamodule=data_of(options), verbose=False)
     return float(metrics[0]["val_loss"])
 
 
-def read_layer(setting: Setting, anatomy: Anatomy) -> int:
-    """Return the block whose output attacks read: the middle one unless the setting names one.
+def read_layer(options: Namespace, anatomy: Anatomy) -> int:
+    """Return the block whose output attacks read: the middle one unless ``--layer`` names one.
 
     Raises:
         SourceError: the model has no such block.
     """
     blocks = len(anatomy.blocks)
-    if setting.layer is None:
+    if options.layer is None:
         return max(1, blocks // 2)
+    layer: int = options.layer
     hint = f"the model has {blocks} blocks"
-    return finetuning.check_option("--layer", setting.layer, at_least=0, at_most=blocks, hint=hint)
+    return finetuning.check_option("--layer", layer, at_least=0, at_most=blocks, hint=hint)
 
 
-def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
-    """Return the attacks of a setting, by their names there."""
-    layer = read_layer(setting, anatomy)
-    public = _public_text(setting.model, setting.length, setting.seed)
-    tokens, seed, budget = setting.length, setting.seed, setting.budget_seconds
+def make_attacks(options: Namespace, anatomy: Anatomy) -> list[attacks.Attack]:
+    """Return the attacks that ``--attack`` names."""
+    layer = read_layer(options, anatomy)
+    public = _public_text(options.model, options.length, options.seed)
+    tokens, seed, budget = options.length, options.seed, options.budget_seconds
     makers: Mapping[str, Callable[..., attacks.Attack]] = {
         "flatchat": partial(attacks.FlatChat, public, seed=seed),
         "aligned_flatchat": partial(attacks.AlignedFlatChat, public, seed=seed),
@@ -171,37 +135,37 @@ def make_attacks(setting: Setting, anatomy: Anatomy) -> list[attacks.Attack]:
             layer,
             public,
             tokens=tokens,
-            batch=setting.batch_size,
+            batch=options.batch_size,
             seed=seed,
         ),
         "prefix": partial(attacks.PrefixInversion, layer, public, budget, seed=seed),
         "descent": partial(attacks.EmbeddingDescent, layer, budget_seconds=budget),
     }
-    return [makers[name](name=name) for name in setting.attacks]
+    return [makers[name](name=name) for name in dict.fromkeys(options.attack)]
 
 
 @lru_cache(maxsize=1)
 def _public_text(model: str | None, length: int, seed: int) -> attacks.PublicText:
-    """Return text by the model as it was before training, sampled once for all cells."""
+    """Return text by the model as it was before training, sampled once for all runs."""
     anatomy = find_anatomy(finetuning.CausalLMFineTuning(model))
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
-def data_of(setting: Setting | Namespace) -> finetuning.TextDataModule:
-    """Return the texts of a setting, or of a command's options, in batches."""
+def data_of(options: Namespace) -> finetuning.TextDataModule:
+    """Return the texts of a command in batches."""
     return finetuning.TextDataModule(
-        text=setting.text,
-        column=setting.column,
-        tokenizer=setting.model,
-        batch_size=setting.batch_size,
-        length=setting.length,
-        seed=setting.seed,
+        text=options.text,
+        column=options.column,
+        tokenizer=options.model,
+        batch_size=options.batch_size,
+        length=options.length,
+        seed=options.seed,
     )
 
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Keep notices out of the table; yield a list that holds this package's warnings in the end."""
+    """Keep notices out of the table; yield a list that holds this package's warnings at the end."""
     messages: list[str] = []
     with (
         finetuning.quiet_logs(finetuning.TRAINING),

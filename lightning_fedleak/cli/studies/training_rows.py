@@ -176,7 +176,7 @@ class RowReader:
             raise UnknownLabels(f"'{source}' holds pairs of texts (token_type_ids)")
         is_read, name = "input_ids" in names, column or ("tokens" if "tokens" in names else "words")
         if self.head != "token" and not is_read:
-            name = column_of(list(rows), [one for one in names if one != label], column, source)
+            name = column_of(list(rows), [name for name in names if name != label], column, source)
         name = "input_ids" if is_read else name
         if self.head == "token":
             return lambda row: self._worded(row[name], row[label], is_read)
@@ -193,23 +193,23 @@ class RowReader:
         if self.tokenizer.mask_token_id in ids:
             raise UnknownLabels("a row holds masked tokens: give rows without")
         special = {*self.tokenizer.all_special_ids}
-        return ids, [IGNORE_INDEX if one in special else one for one in ids]
+        return ids, [IGNORE_INDEX if token in special else token for token in ids]
 
     def _worded(
         self, words: Sequence[Any], classes: Sequence[Any], is_read: bool
     ) -> tuple[list[int], list[int]]:
         """Return the ids of words, or of tokens where they are read, and the labels by classes."""
-        numbers = [self._class(one) for one in classes]
+        numbers = [self._class(value) for value in classes]
         if len(words) != len(numbers):
             raise _Uneven(f"{len(words)} words and {len(numbers)} classes")
         if is_read:
             return list(words)[: self.length], numbers[: self.length]
         settings = {"truncation": True, "max_length": self.length, "is_split_into_words": True}
         encoded = self.tokenizer(words, **settings)
-        places = encoded.word_ids()
+        word_ids = encoded.word_ids()
         return encoded["input_ids"], [
-            IGNORE_INDEX if place is None or place == last else numbers[place]
-            for place, last in zip(places, [None, *places], strict=False)
+            IGNORE_INDEX if word is None or word == previous else numbers[word]
+            for word, previous in zip(word_ids, [None, *word_ids], strict=False)
         ]
 
     def _class(self, value: Any) -> int:

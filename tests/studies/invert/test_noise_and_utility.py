@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, noised, utility
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.cli.studies.invert import Noise, gaussian_noise, utility
+from lightning_fedleak.model.anatomy import find_anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_gpt2
 
@@ -30,7 +30,7 @@ def gpt2_logits(model: torch.nn.Module, tokens: Tensor, layer: int, noise: Tenso
     return model.lm_head(core.ln_f(states))
 
 
-def test_noise_follows_the_law() -> None:
+def test_gaussian_noise_has_the_relative_or_absolute_deviation() -> None:
     scales = torch.tensor([0.0, 1.0, 10.0])
     hidden = torch.randn(40, 500, 3, generator=torch.Generator().manual_seed(0)) * scales + 7
     relative = gaussian_noise(hidden, Noise(0.5, True)).flatten(0, 1)
@@ -43,22 +43,22 @@ def test_noise_follows_the_law() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
-def test_noise_goes_in_at_the_split(layer: int) -> None:
+def test_noise_on_states_is_added_at_the_split(layer: int) -> None:
     model = tiny_gpt2(layers=3).double().eval()
     anatomy = find_anatomy(model)
     noise = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(2)).double()
     with torch.no_grad():
         clean = model(input_ids=ids()).logits
-        with noised(anatomy, layer, noise):
-            update = model(input_ids=ids()).logits
+        with place_of(anatomy, layer).on_states(noise.add):
+            noised = model(input_ids=ids()).logits
         expected = gpt2_logits(model, ids(), layer, noise)
-        torch.testing.assert_close(update, expected)
-        assert float((update - clean).abs().max()) > 0.1
+        torch.testing.assert_close(noised, expected)
+        assert float((noised - clean).abs().max()) > 0.1
         assert torch.equal(model(input_ids=ids()).logits, clean)
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 25])
-def test_next_token_utility_is_that_of_the_plain_model(
+def test_utility_equals_the_next_token_predictions_of_the_plain_model(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_fedleak.cli.studies.invert.LOGITS_AT_ONCE", at_once)
@@ -71,15 +71,15 @@ def test_next_token_utility_is_that_of_the_plain_model(
     assert torch.equal(torch.random.get_rng_state(), state)
     model.eval()
     noise = gaussian_noise(hidden_states(anatomy, 2, tokens), Noise(0.7, True, 3))
-    right, nats = [], []
+    correct, nats = [], []
     with torch.no_grad():
         logits = gpt2_logits(model, tokens, 2, noise)
     for row in range(len(tokens)):
-        for place in range(tokens.shape[1] - 1):
-            chances = logits[row, place].softmax(0)
-            right.append(float(chances.argmax() == tokens[row, place + 1]))
-            nats.append(-math.log(float(chances[tokens[row, place + 1]])))
-    assert measured.accuracy == pytest.approx(sum(right) / len(right))
+        for position in range(tokens.shape[1] - 1):
+            probabilities = logits[row, position].softmax(0)
+            correct.append(float(probabilities.argmax() == tokens[row, position + 1]))
+            nats.append(-math.log(float(probabilities[tokens[row, position + 1]])))
+    assert measured.accuracy == pytest.approx(sum(correct) / len(correct))
     assert measured.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     clean = utility(anatomy, 2, tokens, Noise(0.0, True))
     assert clean.perplexity != measured.perplexity

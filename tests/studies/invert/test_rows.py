@@ -29,7 +29,7 @@ def test_rows_are_texts_cut_or_joined() -> None:
     assert with_start[:, 0].tolist() == [0] * 12
     assert len(rows_of_length(TEXTS, tokenizer, 5, 3)) == 3
     with pytest.raises(SourceError, match=r"make only \d+ of 60 tokens"):
-        rows_of_length(TEXTS, tokenizer, 60, 12, least=12)
+        rows_of_length(TEXTS, tokenizer, 60, 12, min_rows=12)
 
 
 def test_special_tokens_stay_at_the_ends(tmp_path: Path) -> None:

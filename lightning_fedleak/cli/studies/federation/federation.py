@@ -100,11 +100,6 @@ class Federation:
     per_round: float | None = None
     seed: int = 0
 
-    @property
-    def is_private(self) -> bool:
-        """Return whether there is client-level differential privacy."""
-        return self.epsilon is not None
-
     # ---- model ------------------------------------------------------------------------------
 
     def make_model(self) -> nn.Module:
@@ -113,13 +108,6 @@ class Federation:
         if self.lora_r or self.targets is not None:
             model = with_lora(find_anatomy(model), self.lora_r, self.targets, self.seed).model
         return model.train()
-
-    @cached_property
-    def trained_numbers(self) -> int:
-        """Return how many numbers clients train."""
-        return sum(
-            tensor.numel() for tensor in federation.trained_state(self.make_model()).values()
-        )
 
     @property
     def make_optimizer(self) -> partial[torch.optim.Optimizer]:
@@ -306,7 +294,7 @@ class Federation:
         Raises:
             DefenseError: settings that hold no guarantee.
         """
-        if not self.is_private:
+        if self.epsilon is None:
             return None
         return federation.ClientDP(
             self.clip,

@@ -1,0 +1,79 @@
+"""The subcommands that read the logs of runs: ``report``, ``compare``, ``verify`` and ``sign``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rich.console import Console
+from rich.markup import escape
+
+from lightning_fedleak.cli.printing import print_comparison
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, sign_run, verify_run
+from lightning_fedleak.evidence.chain import runs_below
+from lightning_fedleak.report import ReportError, findings, print_card, read, write
+
+_STATUS_WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
+
+
+def report(options: Namespace) -> int:
+    """Write the report of runs, or print a model card, and return 0.
+
+    Raises:
+        ReportError: the runs cannot be read.
+    """
+    if options.model_card:
+        print_card(options.runs, options.out)
+        return 0
+    for path in write(options.runs, options.out, options.reveal):
+        print(path)
+    return 0
+
+
+def compare(options: Namespace) -> int:
+    """Print the runs in some log folders side by side, and return 0.
+
+    Raises:
+        ReportError: one of them cannot be read, or there are not two runs to compare.
+    """
+    content = findings(read(options.runs))
+    if content.comparison is None:
+        raise ReportError(f"one run to compare in {options.runs[0]}: name the folder of another")
+    print_comparison(Console(highlight=False), content)
+    return 0
+
+
+def verify(options: Namespace) -> int:
+    """Print the checks of a run, and return 0, 2 if the verdict is open, or 3 if one contradicts.
+
+    Raises:
+        ReportError: a file cannot be read.
+    """
+    check = verify_run(
+        options.run, options.weights, options.key, options.head, options.repetition, options.client
+    )
+    console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
+    for title, texts in (
+        ("contradiction", verdict.contradictions),
+        ("open", verdict.open),
+        ("note", verdict.notes),
+        ("checked", check.checked),
+        ("not checked", check.not_checked),
+    ):
+        for text in texts:
+            console.print(f"{title}: {escape(text)}")
+    for name, head in check.heads.items():
+        console.print(f"{name}: {check.lines[name]} lines, the last with hash {head}")
+    console.print(f"{options.run}: {_STATUS_WORDS.get(verdict.status, 'undecided')}")
+    return verdict.status
+
+
+def sign(options: Namespace) -> int:
+    """Sign a run's files, print where the statement is, and return 0.
+
+    Raises:
+        ReportError: a file cannot be read.
+    """
+    print(sign_run(options.run, options.key))
+    if unsigned := runs_below(options.run):
+        print(f"{unsigned}: they are not signed; sign each")
+    return 0

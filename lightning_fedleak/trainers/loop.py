@@ -33,6 +33,9 @@ from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.zero import ZeROStep
 
+STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
+
 T = TypeVar("T")
 
 

@@ -37,7 +37,14 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
-from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
+from lightning_fedleak.trainers.loop import (
+    STEPS_IN_BACKWARD,
+    Loop,
+    LoopRun,
+    before_backward,
+    precision_of,
+    unwrapped,
+)
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
@@ -45,8 +52,6 @@ from lightning_fedleak.validate import explain_arguments
 FILE = "fedleak.safetensors"
 """File in a checkpoint with the state that a resumed run loads."""
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
-_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
 _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 
@@ -284,7 +289,7 @@ class _TransformersWatch(Watch):
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
         problem = None
-        if any(name in optim.lower() for name in _IN_BACKWARD):
+        if any(name in optim.lower() for name in STEPS_IN_BACKWARD):
             problem = (
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
                 "runs: use another"

@@ -60,9 +60,8 @@ class ZeROStep(Optimizer):
         sub_groups = sharded.fp16_groups if has_sub_groups else sharded.bit16_groups
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in inner.param_groups]
         for n, parameters in enumerate(sub_groups):
-            groups[sharded.sub_group_to_group_id[n] if has_sub_groups else n]["params"] += (
-                parameters
-            )
+            group = sharded.sub_group_to_group_id[n] if has_sub_groups else n
+            groups[group]["params"] += parameters
         step: ZeROStep = type(type(inner).__name__, (cls,), {})(groups, inner.defaults)
         step.engine = engine
         return step
@@ -161,9 +160,7 @@ def check_engine(engine: Any, watcher: str) -> None:
     optimizer = engine.optimizer
     outer_name = type(optimizer).__name__
     inner_name = type(getattr(optimizer, "optimizer", None)).__name__
-    is_model_parallel = (
-        engine.dp_world_size != distributed.get_world_size() or engine.autotp_size() > 1
-    )
+    is_data_parallel = engine.dp_world_size == distributed.get_world_size()
     settings = {
         "a PipelineModule": "PipelineEngine" in _class_names(engine),
         f"'stage': {stage}": stage not in _OPTIMIZERS,

@@ -113,8 +113,9 @@ class FedLeakMod:
             if adds_noise:
                 return _refuse(
                     message,
-                    f"under a ClientDP that adds noise of its own this client answers training "
-                    f"alone, and not '{message_type}': evaluate on the server (fraction_evaluate=0)",
+                    "under a ClientDP that adds noise of its own this client answers training "
+                    f"alone, and not '{message_type}': evaluate on the server "
+                    "(fraction_evaluate=0)",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
@@ -264,9 +265,10 @@ def check_masks(
     if min(n_clients, protocol["threshold"]) < min_clients or modulus < MIN_MODULUS:
         raise DefenseError(
             f"FedLeakMod: SecAgg+ masks this update among {n_clients} clients by numbers below "
-            f"{modulus}, and unmasks the sum of {protocol['threshold']}, where at least {min_clients} "
-            "are needed: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=, "
-            f"modulus_range={MIN_MODULUS}), or ClientReleaseSettings(dropouts=) of one at least"
+            f"{modulus}, and unmasks the sum of {protocol['threshold']}, where at least "
+            f"{min_clients} are needed: give SecAggPlusWorkflow(num_shares=, "
+            f"reconstruction_threshold=, modulus_range={MIN_MODULUS}), or "
+            "ClientReleaseSettings(dropouts=) of one at least"
         )
     if dp is None or not adds_share:
         return

@@ -13,7 +13,7 @@ NAME = "lightning-fedleak"
 
 @contextmanager
 def require_package(extra: str, what: str, error: type[Exception] = ImportError) -> Iterator[None]:
-    """Raise an error where an import in the block fails: what needs it, and what installs it."""
+    """Raise an error if an import in the block fails: what needs it, and what installs it."""
     try:
         yield
     except ImportError as cause:
@@ -23,11 +23,11 @@ def require_package(extra: str, what: str, error: type[Exception] = ImportError)
 def install(extra: str) -> str:
     """Return the command that adds an extra.
 
-    A package from a folder, an archive or a repository, and not from an index, records its origin
-    (PEP 610), which the command names.
+    A package that was installed from a folder, an archive or a repository records its origin
+    (PEP 610), which the command then names.
 
     Args:
-        extra: name in ``pyproject.toml``.
+        extra: the name of the extra in ``pyproject.toml``.
     """
     try:
         package = distribution(NAME)

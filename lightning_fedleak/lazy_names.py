@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used."""
+"""Names of a package that are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def lazy(
     """Return the ``__getattr__`` of a package, which imports the module of a name.
 
     Args:
-        package: name of the package.
-        homes: names by their module.
-        root: package that the modules are in; by default ``package``.
+        package: the name of the package.
+        homes: the names by their module.
+        root: the package of the modules; by default ``package``.
     """
 
     def load(name: str) -> object:

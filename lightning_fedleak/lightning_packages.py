@@ -34,7 +34,7 @@ def both(*names: str) -> tuple[Any, ...]:
     """Return the attributes of these names in both packages; of classes, for ``isinstance``.
 
     Args:
-        names: below the package: ``"strategies.DDPStrategy"``.
+        names: names in the package, such as ``"strategies.DDPStrategy"``.
     """
     return tuple(_attribute(package, name) for name in names for package in PACKAGES)
 
@@ -43,10 +43,10 @@ def package_of(thing: object) -> str:
     """Return the package that a Trainer, a strategy, an accelerator or a class of them comes from.
 
     Raises:
-        TypeError: from neither.
+        TypeError: it comes from neither package.
     """
-    for kind in (thing if isinstance(thing, type) else type(thing)).__mro__:
-        if (package := _home(kind)) is not None:
+    for cls in (thing if isinstance(thing, type) else type(thing)).__mro__:
+        if (package := _home(cls)) is not None:
             return package
     raise TypeError(f"{thing!r} is an object of neither {' nor '.join(PACKAGES)}")
 
@@ -55,17 +55,17 @@ def twin(name: str, thing: object) -> Any:
     """Return the attribute of a name in the package that an object comes from.
 
     Args:
-        name: below the package: ``"strategies.DDPStrategy"``.
-        thing: as :func:`package_of` takes it.
+        name: a name in the package, such as ``"strategies.DDPStrategy"``.
+        thing: an object that :func:`package_of` takes.
     """
     return _attribute(package_of(thing), name)
 
 
 def mixed(name: str, thing: object, counterpart: object) -> str | None:
-    """Return one sentence where two objects come from different packages; None otherwise.
+    """Return a sentence for a message if two objects come from different packages, else None.
 
     Args:
-        name: of the first object, for the sentence.
+        name: the name of the first object, for the sentence.
         thing: the first object.
         counterpart: the Trainer, or an object that the Trainer chose.
     """
@@ -85,10 +85,10 @@ def _attribute(package: str, name: str) -> Any:
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """Put back what an import of Lightning changes for others: logs, and how warnings are shown."""
+    """Restore the global state that an import of Lightning changes: logs and warnings."""
     named = logging.root.manager.loggerDict.values()
-    loggers = [one for one in named if isinstance(one, logging.Logger)]
-    states = [(one, one.level, one.propagate, [*one.handlers]) for one in loggers]
+    loggers = [logger for logger in named if isinstance(logger, logging.Logger)]
+    states = [(log, log.level, log.propagate, [*log.handlers]) for log in loggers]
     names = ("log", "rank_zero_deprecation_category")
     messages = {name: getattr(rank_zero, name) for name in names}
     line_of_warning = warnings.formatwarning
@@ -99,14 +99,14 @@ def _unchanged() -> Iterator[None]:
         warnings.formatwarning = line_of_warning
         for name, value in messages.items():
             setattr(rank_zero, name, value)
-        for one, level, propagate, handlers in states:
-            one.setLevel(level)
-            one.propagate = propagate
-            one.handlers[:] = handlers
+        for log, level, propagate, handlers in states:
+            log.setLevel(level)
+            log.propagate = propagate
+            log.handlers[:] = handlers
 
 
 def _import_both() -> None:
-    """Import both packages: as the program does what it has or would import, the other unseen."""
+    """Import both packages, without side effects of the one that the program does not use."""
     first = next((package for package in PACKAGES if package in sys.modules), PACKAGES[0])
     importlib.import_module(first)
     with _unchanged():
@@ -117,8 +117,8 @@ def _import_both() -> None:
 _import_both()
 
 
-def _home(kind: type) -> str | None:
-    names = (p for p in PACKAGES if f"{kind.__module__}.".startswith(f"{p}."))
+def _home(cls: type) -> str | None:
+    names = (p for p in PACKAGES if f"{cls.__module__}.".startswith(f"{p}."))
     return next(names, None)
 
 
@@ -142,9 +142,9 @@ class _OnePackageFirst(ABCMeta):
         """Return the usual order, with the other package's classes after the first one's."""
         order = super().mro()
         package = next(filter(None, map(_home, order)), None)
-        foreign = [kind for kind in order if _home(kind) not in (None, package)]
-        native = [kind for kind in order if kind not in foreign]
-        end = max((place for place, kind in enumerate(native, 1) if _home(kind)), default=0)
+        foreign = [base for base in order if _home(base) not in (None, package)]
+        native = [base for base in order if base not in foreign]
+        end = max((i for i, base in enumerate(native, 1) if _home(base)), default=0)
         return [*native[:end], *foreign, *native[end:]]
 
 
@@ -164,7 +164,7 @@ if not TYPE_CHECKING:
     class EitherStrategy(*both("strategies.Strategy"), metaclass=_OnePackageFirst):
         """A strategy for the Trainers of both packages.
 
-        One that also is a class of one package has its methods, never the other's.
+        A subclass that also derives from a strategy of one package has only that one's methods.
         """
 
     AnyStrategy = Union[both("strategies.Strategy")]  # noqa: UP007

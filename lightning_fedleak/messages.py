@@ -1,7 +1,7 @@
-"""Messages that the first process alone shows, by the log that Lightning's own go to.
+"""Messages that only the first process shows, in the log of Lightning's messages.
 
-Lightning sets which process shows them when it is imported. Without it that is read here from the
-environment at each message, so that nothing is set for others.
+Lightning stores the rank of a process when it is imported. Without Lightning the rank is read here
+from the environment at each message, so that no global state is changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from lightning_utilities.core import rank_zero
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where launchers put a process's number, in the order in which Lightning reads them."""
+"""Environment variables of a process's rank, in the order in which Lightning reads them."""
 
 
 def is_first_process() -> bool:
@@ -30,6 +30,6 @@ def rank_zero_info(text: str) -> None:
 
 
 def rank_zero_warn(text: str) -> None:
-    """Warn; the warning is of the line that calls this."""
+    """Show a warning at the line that calls this."""
     if is_first_process():
         warnings.warn(text, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Files that only their user may read: modes, secrets, hashes, and what attacks reveal."""
+"""Files that only their owner may read: modes, secrets, hashes, and recovered text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def check_private(path: Path) -> None:
-    """Raise an error for a file that somebody else may read or write; modes only on POSIX.
+    """Raise an error for a file that another user may read or write; modes only on POSIX.
 
     Raises:
         ValueError: it is a link or no file, belongs to another user, or has another mode than 0600.
@@ -51,7 +51,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 WRAPPERS = frozenset(
     ("base_model", "model", "module", "default", "modules_to_save", "_orig_mod", "_forward_module")
 )
-"""Parts of a parameter's name that depend on what wraps the model, and on who saved it."""
+"""Parts of a parameter's name that depend on the wrappers of the model, or on its format."""
 
 
 def plain_name(name: str) -> str:
@@ -68,14 +68,14 @@ def hash_weights(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     names = {name: plain_name(name) for name in tensors}
     counts, hashes = Counter(names.values()), {}
     for name, tensor in tensors.items():
-        if counts[plain := names[name]] > 1:  # which of them it is nobody could say later
+        if counts[plain := names[name]] > 1:  # the name would be ambiguous
             continue
         hashes[plain] = f"{str(tensor.dtype).removeprefix('torch.')} {hash_tensors({'': tensor})}"
     return hashes
 
 
 def digest_weights(hashes: Mapping[str, str]) -> str:
-    """Return one hash of what :func:`hash_weights` gives, by their names in order."""
+    """Return one hash of the hashes from :func:`hash_weights`, sorted by name."""
     return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
 
 
@@ -91,10 +91,10 @@ def save_private(
 
 
 def load_private(path: Path) -> dict[str, Tensor]:
-    """Return what :func:`save_private` wrote.
+    """Return the tensors that :func:`save_private` wrote.
 
     Raises:
-        ValueError: others may use the file, or it holds no tensors.
+        ValueError: other users may access the file, or it holds no tensors.
         OSError: it cannot be read.
     """
     check_private(path)
@@ -119,21 +119,21 @@ def load_state(path: Path) -> Any:
             if isinstance(value, dict) and "tensor" in value:
                 return file.get_tensor(value["tensor"])
             if isinstance(value, dict):
-                return {name: unpacked(one) for name, one in value["items"]}
-            return [unpacked(one) for one in value] if isinstance(value, list) else value
+                return {name: unpacked(item) for name, item in value["items"]}
+            return [unpacked(item) for item in value] if isinstance(value, list) else value
 
         return unpacked(json.loads(file.metadata()["state"]))
 
 
 def _packed(value: object, tensors: dict[str, Tensor]) -> object:
-    """Return a state in JSON's types, with its tensors put aside."""
+    """Return a state in JSON's types, and move its tensors to ``tensors``."""
     if isinstance(value, Tensor):
         tensors[str(len(tensors))] = value.detach().cpu().clone().contiguous()
         return {"tensor": str(len(tensors) - 1)}
     if isinstance(value, Mapping):
-        return {"items": [[name, _packed(one, tensors)] for name, one in value.items()]}
+        return {"items": [[name, _packed(item, tensors)] for name, item in value.items()]}
     if isinstance(value, list | tuple):
-        return [_packed(one, tensors) for one in value]
+        return [_packed(item, tensors) for item in value]
     return value
 
 
@@ -141,24 +141,23 @@ def write_secret(path: Path, content: Mapping[str, object], *, replace: bool = F
     """Write plain values as JSON to a file of mode 0600, whole or not at all.
 
     Args:
-        path: of the file.
-        content: what is written.
-        replace: overwrite an earlier one.
+        path: the path of the file.
+        content: the values by name.
+        replace: whether to overwrite an earlier file.
 
     Raises:
-        FileExistsError: there is a file already, which is not to be replaced.
+        FileExistsError: the file exists, and ``replace`` is False.
         OSError: it cannot be written.
     """
     _write(path, json.dumps(content, indent=1).encode(), os.replace if replace else os.link)
 
 
 def write_lines(path: Path, lines: Iterable[object]) -> None:
-    """Write plain values as lines of JSON to a file of mode 0600, whole or not at all, over an
-    earlier one.
+    """Write or overwrite a file of mode 0600 with lines of JSON, whole or not at all.
 
     Args:
-        path: of the file.
-        lines: what is written.
+        path: the path of the file.
+        lines: the plain values, one for each line.
 
     Raises:
         OSError: it cannot be written.
@@ -168,7 +167,7 @@ def write_lines(path: Path, lines: Iterable[object]) -> None:
     _write(path, text.encode(), os.replace)
 
 
-def _write(path: Path, content: bytes, place: Callable[[Path, Path], object]) -> None:
+def _write(path: Path, content: bytes, publish: Callable[[Path, Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -176,21 +175,21 @@ def _write(path: Path, content: bytes, place: Callable[[Path, Path], object]) ->
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(content)
-        place(draft, path)
+        publish(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
 
 def read_secret(path: Path, name: str) -> Any:
-    """Return what :func:`write_secret` wrote.
+    """Return the values that :func:`write_secret` wrote.
 
     Args:
-        path: of the file.
-        name: of the secret, for the message.
+        path: the path of the file.
+        name: the name of the secret, for the message.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PermissionError: others may read it.
+        PermissionError: other users may read it.
         ValueError: it is no JSON.
     """
     with open(path, encoding="utf-8") as file:
@@ -203,16 +202,16 @@ def read_secret(path: Path, name: str) -> Any:
 
 
 GAP = "[?]"
-"""Stands for tokens that were not guessed."""
+"""The text in place of a token that was not guessed."""
 
 
 class RevealFiles:
-    """What was recovered, in words: local files of mode 0600, never in a logger, never uploaded.
+    """Recovered text in local files of mode 0600, which are never logged and never uploaded.
 
     Args:
-        folder: where they are.
-        rank: of this process, a part of their names.
-        tokenizer: decodes token ids; None writes the ids.
+        folder: the folder of the files.
+        rank: the rank of this process, a part of the files' names.
+        tokenizer: the tokenizer that decodes token ids; None writes the ids.
     """
 
     def __init__(self, folder: Path, rank: int, tokenizer: Any | None) -> None:
@@ -221,7 +220,7 @@ class RevealFiles:
         self._tokenizer = tokenizer
 
     def append(self, kind: str, lines: Iterable[str]) -> None:
-        """Adds lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
+        """Append lines to ``revealed_<kind>.rank<r>.txt``, which only its owner may read."""
         path = self._folder / f"revealed_{kind}.rank{self._rank}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -230,17 +229,15 @@ class RevealFiles:
             file.writelines(f"{line}\n" for line in lines)
 
     def each(self, ids: Sequence[int]) -> str:
-        """Tokens one by one."""
+        """Return the texts of single tokens."""
         if self._tokenizer is None:
             return " ".join(str(i) for i in ids)
         return " ".join(repr(self._tokenizer.decode([i])) for i in ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Tokens as one text; below 0 where nothing was guessed."""
+        """Return the text of a token sequence; an id below 0 is a token that was not guessed."""
         if self._tokenizer is None:
             return " ".join(GAP if i < 0 else str(i) for i in ids)
-        parts = (
-            GAP * len(run) if gap else self._tokenizer.decode(run)
-            for gap, run in ((gap, list(run)) for gap, run in groupby(ids, lambda i: i < 0))
-        )
-        return repr("".join(parts))
+        spans = [(is_gap, [*span]) for is_gap, span in groupby(ids, lambda i: i < 0)]
+        texts = (GAP * len(span) if gap else self._tokenizer.decode(span) for gap, span in spans)
+        return repr("".join(texts))

@@ -1,4 +1,4 @@
-"""What an adversary sees, knows and may do, which is checked before an attack runs.
+"""Capabilities of an adversary, which are checked before an attack runs.
 
 An attack declares a :class:`ThreatModel`: the capabilities that its adversary needs.
 :func:`require` compares them at setup with those of the user's run, so that no attack gives a
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """One thing an adversary sees, knows or may do. The value is the text in messages."""
+    """A capability of an adversary. The value is the text in messages."""
 
     SEES_HEAD_GRADIENT = "sees the gradient of the output head's weight"
     SEES_HEAD_BIAS_GRADIENT = "sees the gradient of the output head's bias"
@@ -29,14 +29,14 @@ class Capability(Enum):
 
 
 HONEST_BUT_CURIOUS = frozenset({Capability.KNOWS_MODEL, Capability.KNOWS_PUBLIC_TEXT})
-"""A server that follows the protocol and reads what it receives (which capabilities name)."""
+"""A server that follows the protocol. Further capabilities name what it receives."""
 
 DISHONEST_SERVER = HONEST_BUT_CURIOUS | {
     Capability.CHOOSES_WEIGHTS,
     Capability.CHOOSES_ARCHITECTURE,
     Capability.KNOWS_TARGET_TEXT,
 }
-"""A server that puts layers of its own into the model, to test for texts that it has."""
+"""A server that adds layers to the model to test for candidate texts."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class ThreatModel:
     """The adversary of an attack.
 
     Attributes:
-        needs: capabilities without which the attack cannot run.
-        summary: one sentence for reports that says who the adversary is.
+        needs: the capabilities without which the attack cannot run.
+        summary: a sentence on the adversary, for reports.
     """
 
     needs: frozenset[Capability]
@@ -64,7 +64,7 @@ class ThreatModelError(ValueError):
 def missing(
     threat_model: ThreatModel, capabilities: Iterable[Capability]
 ) -> tuple[Capability, ...]:
-    """Return what ``threat_model`` needs beyond ``capabilities``, in declaration order."""
+    """Return the needs of a threat model that are not in ``capabilities``, in enum order."""
     lacking = threat_model.needs - frozenset(capabilities)
     return tuple(c for c in Capability if c in lacking)
 

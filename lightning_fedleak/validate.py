@@ -45,8 +45,8 @@ def check_integer(
     if value is None and optional:
         return value
     n: Any = value
-    whole = isinstance(n, Integral) and not isinstance(n, bool)
-    if whole and n >= at_least and (at_most is None or n <= at_most):
+    is_integer = isinstance(n, Integral) and not isinstance(n, bool)
+    if is_integer and n >= at_least and (at_most is None or n <= at_most):
         return value
     bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     raise error(_message(name, f"an integer {bounds}", value, optional, hint))
@@ -85,9 +85,9 @@ def check_number(
     if value is None and optional:
         return value
     x: Any = value
-    finite = not isinstance(x, bool) and isinstance(x, Real) and math.isfinite(x)
+    is_finite = not isinstance(x, bool) and isinstance(x, Real) and math.isfinite(x)
     if (
-        finite
+        is_finite
         and (above is None or x > above)
         and (at_least is None or x >= at_least)
         and (below is None or x < below)
@@ -156,18 +156,18 @@ def explain_errors(
 
 
 def explain_arguments(example: str = "", *, settings: type | None = None) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` so that a call with wrong arguments is told what to write.
+    """Decorate an ``__init__`` so that the error of a wrong call says what to write.
 
     Args:
-        example: a call that is right.
-        settings: a data class that the class takes as ``settings=``; its fields, passed directly,
-            are refused with the place where they belong.
+        example: a correct call.
+        settings: a data class that the class takes as ``settings=``. If one of its fields is passed
+            directly, the error says where it belongs.
 
     Returns:
-        The decorator. What it returns raises ``TypeError``, as Python does, with the class, the
-        nearest name, or the example.
+        The decorator. The decorated ``__init__`` raises ``TypeError``, as Python does, with the
+        name of the class and the nearest name or the example.
     """
-    setting_names = [] if settings is None else [one.name for one in fields(settings)]
+    setting_names = [] if settings is None else [field.name for field in fields(settings)]
 
     def decorate(init: Init) -> Init:
         signature = inspect.signature(init)

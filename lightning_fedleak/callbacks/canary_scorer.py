@@ -1,7 +1,7 @@
-"""One score for each canary of a run, from its weights: what an audit of one run reads.
+"""One score for each canary of a run, for an audit of one run.
 
-A score must follow from what the run released, which its weights do. All canaries are scored alike,
-those that were left out as well.
+A score may depend only on what the run released, which its weights are. Included and held-out
+canaries are scored in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ By = Literal["loss", "row"]
 
 
 class CanaryScorer(EitherCallback):
-    """Scores each canary by what a run did to the weights.
+    """Scores each canary by the change of the weights in a run.
 
     ::
 
@@ -37,29 +37,31 @@ class CanaryScorer(EitherCallback):
         trainer.fit(model, loader)
         print(audit_canaries(train.canaries, scorer.scores(), delta=1e-5))
 
-    - ``"loss"``: how far the mean loss of its tokens fell. For an auditor who can ask the model
-      before and after, of any canary.
-    - ``"row"``: minus the inner product of how the row of its first token moved, in the embedding
-      and the head, and that row's gradient, over the gradient's norm. For an auditor who sees the
-      weights, of canaries that begin with a token of their own. With every step counted, by the
-      gradients at the weights before it, that is what a server sees.
+    - ``"loss"``: the decrease of the mean loss of the canary's tokens. It is for an auditor who can
+      query the model before and after training. Any canary has this score.
+    - ``"row"``: the rows of the canary's first token in the embedding and the head are compared
+      with earlier weights. The score is minus the inner product of their change and their gradient
+      at the earlier weights, divided by the norm of the gradient. It is for an auditor who sees the
+      weights, and for canaries whose first token is in no other canary. With
+      ``every_n_steps=1`` it uses what a server sees.
 
-    The model must be causal; losses and gradients are of all of a canary's tokens, in eval mode.
+    The model must be causal. Losses and gradients are of all tokens of a canary, in eval mode.
 
-    Training is not disturbed. A checkpoint holds the scores, which show as much of which canaries
-    are in the data as the weights do: keep it as you keep the record.
+    Training is not disturbed. A checkpoint holds the scores, which reveal the included canaries as
+    much as the weights do: protect it like the record.
 
     Args:
-        canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
-        by: see above.
-        every_n_steps: optimizer steps after which weights are compared, each time with those of
-            the time before, and the results added up; None: the end of the fit with its start,
-            and each checkpoint, which holds the scores so far. Of ``"loss"`` the sum is the same.
+        canaries: the canaries of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
+        by: the score, see above.
+        every_n_steps: the number of optimizer steps between two comparisons of the weights. Each
+            compares with the weights of the one before, and the results are summed. None compares
+            the end of the fit with its start, and each checkpoint, which holds the scores so far.
+            For ``"loss"`` the sum is the same.
 
     Raises:
-        ValueError: an unknown ``by``, steps below 1; with ``"row"`` canaries whose first token
-            occurs in another one. When the fit begins: a model that is not causal or has no such
-            tokens, rows that are not trained, or weights that FSDP2 has sharded.
+        ValueError: ``by`` is unknown, ``every_n_steps`` is below 1, or with ``"row"`` the first
+            token of a canary is in another canary. When the fit begins also: the model is not
+            causal or has no such tokens, the rows are not trained, or FSDP2 has sharded weights.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class CanaryScorer(EitherCallback):
         self.by = check_choice("by", by, get_args(By))
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, optional=True)
         if by == "row":
-            _check_own_tokens(canaries)
+            _check_first_tokens(canaries)
             self._tokens = torch.stack([row[0] for row in canaries.token_ids])
         self.canaries = canaries
         self._names: list[str] = []
@@ -79,7 +81,7 @@ class CanaryScorer(EitherCallback):
 
     @property
     def state_key(self) -> str:
-        """Return the key in checkpoints, in which scorers of one run differ."""
+        """Return the key in checkpoints, which distinguishes scorers of one run."""
         return f"{type(self).__qualname__}({self.by!r})"
 
     def _clear(self) -> None:
@@ -88,15 +90,15 @@ class CanaryScorer(EitherCallback):
         self._scored = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Clear the scores, which were of another run; a checkpoint's are loaded after this."""
+        """Clear the scores of an earlier run. Lightning loads those of a checkpoint after this."""
         if stage == "fit":
             self._clear()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise an error for a model whose canaries cannot be scored like this.
+        """Raise an error for a model under which the canaries cannot be scored.
 
         Raises:
-            ValueError: they cannot; says why, and what to do.
+            ValueError: it is such a model. The message says why, and what to do.
         """
         anatomy = find_anatomy(pl_module)
         if anatomy.kind != "causal":
@@ -126,13 +128,13 @@ class CanaryScorer(EitherCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count the last steps when it is time."""
+        """Score the last steps if a comparison is due."""
         self._step = trainer.global_step
         if self.every_n_steps is not None and self._step - self._counted_step >= self.every_n_steps:
             self._count()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the remaining steps."""
+        """Score the remaining steps."""
         self._step = trainer.global_step
         if self._step > self._counted_step:
             self._count()
@@ -152,7 +154,7 @@ class CanaryScorer(EitherCallback):
         return self._total.clone()
 
     def _record_weights(self) -> None:
-        """Record what the next count compares with."""
+        """Record the losses or rows with which the next comparison begins."""
         assert self._anatomy is not None
         if self.by == "loss":
             self._losses_before = self._losses()
@@ -162,7 +164,7 @@ class CanaryScorer(EitherCallback):
         self._earlier_rows = self._rows()
 
     def _count(self) -> None:
-        """Add what happened since the last count."""
+        """Add the scores of the steps since the last comparison."""
         if self.by == "loss":
             self._total += self._losses_before - self._losses()
         else:
@@ -189,8 +191,8 @@ class CanaryScorer(EitherCallback):
         assert self._anatomy is not None
         losses = []
         with undisturbed(self._anatomy) as model:
-            for part in micro_batches(self._anatomy, self._batch()):
-                logits, labels = run_logits(model, part), labels_of(part)[:, 1:]
+            for batch in micro_batches(self._anatomy, self._batch()):
+                logits, labels = run_logits(model, batch), labels_of(batch)[:, 1:]
                 token_losses = nn.functional.cross_entropy(
                     logits[:, -labels.shape[1] - 1 : -1].float().mT,
                     labels,
@@ -201,7 +203,7 @@ class CanaryScorer(EitherCallback):
         return torch.cat(losses).double().cpu()
 
     def _descent(self) -> Tensor:
-        """Return (m,), how far the rows moved down the slopes at the earlier weights."""
+        """Return (m,), minus the rows' change along the unit gradients at the earlier weights."""
         rows, products, squares = self._rows(), [], []
         for name, slope in self._slopes.items():
             products.append(((self._earlier_rows[name] - rows[name]) * slope).sum(1).double().cpu())
@@ -211,7 +213,7 @@ class CanaryScorer(EitherCallback):
         return distances
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scores so far, which canaries they are of, and how they were computed."""
+        """Return the scores so far, the canaries, and the kind of score."""
         if self._anatomy is not None and self._step > self._counted_step:
             self._count()
         return {
@@ -222,11 +224,11 @@ class CanaryScorer(EitherCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the scores of the run that is resumed.
+        """Load the scores of the run that is resumed.
 
         Raises:
-            InclusionMismatch: other canaries.
-            ValueError: they were scored otherwise.
+            InclusionMismatch: the scores are of other canaries.
+            ValueError: the scores are of another ``by``.
         """
         self.canaries.load_state_dict(state_dict["canaries"])
         if state_dict["by"] != self.by:
@@ -237,7 +239,8 @@ class CanaryScorer(EitherCallback):
         self._total, self._scored = state_dict["scores"].cpu().double(), bool(state_dict["seen"])
 
 
-def _check_own_tokens(canaries: CanarySet) -> None:
+def _check_first_tokens(canaries: CanarySet) -> None:
+    """Raise an error if the first token of a canary is in another canary."""
     first = [int(row[0]) for row in canaries.token_ids]
     counts = Counter(token for row in canaries.token_ids for token in set(row.tolist()))
     shared = next((token for token in first if counts[token] > 1), None)
@@ -249,10 +252,10 @@ def _check_own_tokens(canaries: CanarySet) -> None:
 
 
 def _trained_rows(anatomy: Anatomy) -> list[str]:
-    """Return the names of the embedding and the head, where they are trained; of tied ones one.
+    """Return the names of the trained ones of embedding and head; tied ones have one name.
 
     Raises:
-        ValueError: neither is.
+        ValueError: neither is trained.
     """
     names = {
         id(anatomy.parameter(role)): str(anatomy.parameter_name(role))

@@ -70,23 +70,23 @@ class RiskGate(Threshold, EitherCallback):
 
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
-        at_most: the largest value that is allowed; of rates a share, at most 1.
+        at_most: the largest value that is allowed. Rates are shares, at most 1.
         action: ``"stop"`` ends training in order, ``"raise"`` raises
             :class:`LeakageLimitExceeded`, ``"warn"`` warns once and goes on; a callable gets the
             :class:`GateEvent` each time the gate fires, on every process, and training goes on.
-            ``"harden"`` turns every defence of the run's DefendedStrategy that can be turned up
-            (:meth:`~lightning_fedleak.defenses.Defense.harden`) up by one notch and goes on,
-            judging again from the next look; once all are as strong as they get, it stops the run
-            like ``"stop"``. The decision is taken in sight of private data: an accounted epsilon
-            covers neither it nor the leakage logs. A run that resumes has the notches of its
-            checkpoint; those taken since are forgotten until its first look, at its first step.
-        patience: breaches in a row that are let pass before the gate fires.
-        strict: an unknown value counts as a breach. Otherwise it counts as nothing.
-        name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
+            ``"harden"`` strengthens every defence of the run's DefendedStrategy by one notch, if
+            the defence can be strengthened (:meth:`~lightning_fedleak.defenses.Defense.harden`).
+            Training goes on, and the gate judges again from the next look. Once no defence can be
+            strengthened, it stops the run like ``"stop"``. The decision depends on private data: an
+            accounted epsilon covers neither it nor the leakage logs. A resumed run has the notches
+            of its checkpoint; later ones are forgotten until its first look, at its first step.
+        patience: the number of breaches in a row that pass before the gate fires.
+        strict: whether an unknown value counts as a breach. Otherwise it is ignored.
+        name: the name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
 
     Attributes:
         fired: the event of the first time that the gate fired in the newest fit; None so far.
-        notches: how often it has turned the defences up.
+        notches: the number of times that it has strengthened the defences.
 
     Raises:
         ValueError: an argument is out of range, or two arguments contradict each other.
@@ -101,7 +101,8 @@ class RiskGate(Threshold, EitherCallback):
         """Refuse a metric that no monitor logs, and a stop that Lightning would ignore.
 
         Raises:
-            ValueError: the message names the metrics that exist, or the argument to change.
+            ValueError: there is such a problem. The message names the metrics that exist, or the
+                argument to change.
         """
         if stage != "fit":
             return
@@ -122,7 +123,7 @@ class RiskGate(Threshold, EitherCallback):
         """Return the engine of the monitor that logs the metric.
 
         Raises:
-            ValueError: no monitor does, or several do.
+            ValueError: no monitor logs it, or several do.
         """
         monitors = [c for c in _callbacks(trainer) if isinstance(c, LeakageMonitor)]
         logged_by = [m for m in monitors if self.metric in m.metric_names()]
@@ -146,10 +147,10 @@ class RiskGate(Threshold, EitherCallback):
         return logged_by[0].engine
 
     def _check_stop(self, trainer: L.Trainer) -> None:
-        """Refuse a gate of the same name, and one that cannot do what it promises.
+        """Refuse a second gate of the same name, and a gate that could not stop the run.
 
         Raises:
-            ValueError: the message names the argument to change.
+            ValueError: there is such a problem. The message names the argument to change.
         """
         gates = [c for c in _callbacks(trainer) if isinstance(c, RiskGate) and c is not self]
         if any(gate.name == self.name for gate in gates):
@@ -161,10 +162,10 @@ class RiskGate(Threshold, EitherCallback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log ``leakage/choose``, for a gate on the trained weights: what to keep a checkpoint by.
+        """Log ``leakage/choose``, a value to select a checkpoint by, for a gate on trained weights.
 
-        It is the validation loss where the upper end of the interval at these very weights is at
-        most ``at_most``, and infinite elsewhere.
+        It is the validation loss if the upper end of the interval at these weights is at most
+        ``at_most``, and infinite otherwise.
         """
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return
@@ -184,7 +185,7 @@ def _log(trainer: L.Trainer, values: dict[str, float], step: int) -> None:
 
 
 def _save(trainer: L.Trainer, name: str) -> Path | None:
-    """Save the run beside its logs, and return where; None in a drill of the Trainer's."""
+    """Save a checkpoint in the folder of the logs, and return its path; None in a fast dev run."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     path = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / f"{name}.ckpt"

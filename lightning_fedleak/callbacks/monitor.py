@@ -1,4 +1,4 @@
-"""LeakageMonitor: attacks as in-training canaries, logged beside the user's own metrics."""
+"""LeakageMonitor: attacks during training, whose results are logged with the user's metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FITS: WeakKeyDictionary[L.Trainer, str] = WeakKeyDictionary()
-"""The id of each Trainer's fit that runs: the same for all its monitors."""
+"""The id of each Trainer's current fit, the same for all of its monitors."""
 
 
 class LeakageMonitor(EitherCallback, Reported):
@@ -204,13 +204,13 @@ class LeakageMonitor(EitherCallback, Reported):
     def _check_names(self, trainer: L.Trainer) -> None:
         """Refuses two monitors of one run that log under the same names."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for other in callbacks:
-            if isinstance(other, LeakageMonitor) and other is not self:
-                # The worst of what several monitors read would be none of theirs.
-                for channel in other.engine.series.values():
+        for monitor in callbacks:
+            if isinstance(monitor, LeakageMonitor) and monitor is not self:
+                # Neither monitor knows the worst of a family whose attacks they share.
+                for channel in monitor.engine.series.values():
                     self.engine.results.families.pop(channel.family, None)
                 both = {s.log_name for s in self.engine.series}
-                both &= {s.log_name for s in other.engine.series}
+                both &= {s.log_name for s in monitor.engine.series}
                 if both:
                     raise ValueError(
                         f"another LeakageMonitor of this run logs {first_of(sorted(both), 1)} too: "
@@ -228,7 +228,7 @@ class LeakageMonitor(EitherCallback, Reported):
         folder = self.folder or trainer_facts.folder_of(trainer)
         destination = Destination(
             self.engine.own_folder(run, folder, fit),
-            [one for one in trainer.loggers if one not in boards],
+            [logger for logger in trainer.loggers if logger not in boards],
             [board.experiment for board in boards] if trainer.is_global_zero else [],
             trainer_facts.training_of(trainer),
             trainer_facts.settings_of(trainer),
@@ -242,7 +242,7 @@ class LeakageMonitor(EitherCallback, Reported):
         """Remembers how many looks came before this fit, and where it starts."""
         self.engine.training_begins()
         for optimizer in map(real_optimizer, trainer.optimizers):
-            if optimizer not in trainer.optimizers:  # it knows itself whether it skips the step
+            if optimizer not in trainer.optimizers:  # a DP optimizer wraps it, and decides on steps
                 steps = partial(self.engine.optimizer_steps, optimizer)
                 self._removers.append(before_real_step(optimizer, steps))
 
@@ -324,7 +324,8 @@ class LeakageMonitor(EitherCallback, Reported):
         _FITS.pop(trainer, None)
         self._close()
 
-    # Not state_dict: of two callbacks that have one Lightning speaks before setup can.
+    # Not state_dict: Lightning refuses two callbacks that have it and share a state_key, with an
+    # error of its own before `setup` can raise one.
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

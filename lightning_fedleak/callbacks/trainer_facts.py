@@ -1,4 +1,4 @@
-"""A Lightning Trainer as the engine knows it: who is a client, where it logs, how it trains."""
+"""A Lightning Trainer as a run of the engine: its clients, its loggers, and its settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrainerRun(Run):
     """One fit of a Trainer whose strategy is set up.
 
     Attributes:
-        trainer: of this fit.
+        trainer: the Trainer of this fit.
     """
 
     uncounted_step: ClassVar[str] = (
@@ -89,7 +89,7 @@ class TrainerRun(Run):
         )
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return those of the Trainer's ``callback_metrics`` that are known by now; None: all."""
+        """Return the Trainer's ``callback_metrics`` of these names; None for all."""
         return chosen_metrics(self.trainer.callback_metrics, names)
 
     def publish(self, values: Mapping[str, float]) -> None:
@@ -119,12 +119,12 @@ class TrainerRun(Run):
 
     @property
     def progress(self) -> tuple[int, float] | None:
-        """Return the epoch and the share of its batches that is done; None where none is known."""
+        """Return the epoch and the processed share of its batches; None if not known."""
         batches = self.trainer.num_training_batches
         if math.isinf(batches):
             return None
-        number = self.trainer.fit_loop.epoch_loop.batch_idx + 1
-        return self.trainer.current_epoch, number / max(1, batches)
+        n_done = self.trainer.fit_loop.epoch_loop.batch_idx + 1
+        return self.trainer.current_epoch, n_done / max(1, batches)
 
     @property
     def epochs(self) -> int | None:
@@ -134,7 +134,10 @@ class TrainerRun(Run):
 
     @property
     def planned_steps(self) -> int | None:
-        """Return the steps of the fit; None without a limit, or where others decide on steps."""
+        """Return the steps of the fit; None without a limit, or if they cannot be counted before.
+
+        They cannot with manual optimization, several optimizers or a schedule of accumulation.
+        """
         trainer = self.trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         changes = any(
@@ -183,23 +186,26 @@ def defenses_of(trainer: L.Trainer) -> tuple[Defense, ...]:
 
 
 def _clip_value(trainer: L.Trainer) -> float | None:
-    """Return what a Trainer cuts entries of gradients to, unless the module clips itself."""
+    """Return the value to which a Trainer clips entries of gradients; None if it is not known."""
     value = float(trainer.gradient_clip_val or math.inf)
-    clips = [kind.configure_gradient_clipping for kind in both("core.LightningModule")]
+    defaults = [cls.configure_gradient_clipping for cls in both("core.LightningModule")]
     by_value = trainer.gradient_clip_algorithm == "value" and value < math.inf
-    clips_itself = type(trainer.lightning_module).configure_gradient_clipping not in clips
-    return value if by_value and not clips_itself else None
+    is_overridden = type(trainer.lightning_module).configure_gradient_clipping not in defaults
+    return value if by_value and not is_overridden else None
 
 
 def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
-    """Return who is a client: as the user or the strategy says, else each rank, or all of FSDP2.
+    """Return who is a client: ``"rank"`` for each process, or ``"world"`` for all of them.
+
+    The user or a DefendedStrategy decides. By default it is ``"world"`` under FSDP2, and ``"rank"``
+    otherwise.
 
     Args:
-        client: the user's choice.
-        strategy: the Trainer's.
+        client: the user's choice; None without one.
+        strategy: the Trainer's strategy.
 
     Raises:
-        ValueError: the two contradict each other, or it is unknown what the strategy shares when.
+        ValueError: the two contradict each other, or it is not known what the strategy shares.
     """
     declared = strategy.client if isinstance(strategy, DefendedStrategy) else None
     if declared and client and declared != client:
@@ -221,13 +227,14 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
 
 def boards_of(trainer: L.Trainer) -> list[TensorBoardLogger]:
     """Return the TensorBoard loggers of a Trainer."""
-    return [one for one in trainer.loggers if isinstance(one, both("loggers.TensorBoardLogger"))]
+    tensorboard = both("loggers.TensorBoardLogger")
+    return [logger for logger in trainer.loggers if isinstance(logger, tensorboard)]
 
 
 def folder_of(trainer: L.Trainer) -> Path:
-    """Return a folder that is this run's alone, where its logger numbers runs; else the Trainer's.
+    """Return a folder of only this run if its logger numbers runs, else the Trainer's folder.
 
-    W&B and MLflow have one folder for all runs of a project: theirs is below it, by the run's id.
+    W&B and MLflow have one folder for all runs of a project. The run's folder is in it, by its id.
     """
     folder, logger = Path(trainer.log_dir or trainer.default_root_dir), trainer.logger
     if logger is None or logger.log_dir is not None or logger.version is None:

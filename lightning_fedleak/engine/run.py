@@ -7,7 +7,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
@@ -103,9 +103,10 @@ class Run(ABC):
     def optimizers(self) -> Sequence[Optimizer]:
         """Return the optimizers of the run that take the steps, see ``real_optimizer``."""
 
-    @abstractmethod
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the client runs its model, such as autocast."""
+        """Return the context in which the client runs its model: autocast if precision is mixed."""
+        dtype = AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     @property
     def step(self) -> int:

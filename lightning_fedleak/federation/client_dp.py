@@ -1,8 +1,8 @@
-"""Differential privacy of a whole client: its update is clipped, noised, and accounted for.
+"""Client-level differential privacy: a client's update is clipped, noised, and accounted for.
 
-Per round the sum of clipped updates gets Gaussian noise, and is divided by the number of clients
-that is *expected*, which depends on nobody's data. A client that fails, withholds or returns what
-cannot be read counts as zero. All clients weigh alike.
+In each round the sum of clipped updates gets Gaussian noise, and is divided by the *expected*
+number of clients, which depends on no data. A client that fails, withholds or returns an update
+that cannot be read counts as zero. All clients have the same weight.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from lightning_fedleak.messages import rank_zero_warn
 
 C = TypeVar("C")
 
-MAX_HARDENINGS = 10  # so that the noise grows at most 1024 times before an update is withheld
-
+MAX_HARDENINGS = 10  # each doubles the noise: at most 1024 times before an update is withheld
 
 ClientSampling = Literal["all", "poisson", "fixed"]
 Trusted = Literal["central", "local", "secure_aggregation"]
@@ -37,12 +36,13 @@ Trusted = Literal["central", "local", "secure_aggregation"]
 
 @dataclass(frozen=True)
 class ClientReleaseSettings:
-    """Rarely changed settings of a client's releases.
+    """The rarely changed settings of a client's releases.
 
     Attributes:
-        dropouts: with ``trust="secure_aggregation"``, number of clients in a round whose share of
-            noise may be missing.
-        seed: for tests only. Whoever knows the seed can remove the noise, so epsilon is infinite.
+        dropouts: the number of clients in a round whose share of the noise may be missing, with
+            ``trust="secure_aggregation"``.
+        seed: the seed of the noise, for tests only. Whoever knows it can remove the noise, so
+            epsilon is infinite.
     """
 
     dropouts: int = 0
@@ -52,19 +52,19 @@ class ClientReleaseSettings:
 class ClientDP(Defense):
     """Clips each client's whole update, adds Gaussian noise, and keeps the account of all rounds.
 
-    The unit of privacy is a client: all of its data, whatever they are. Who adds the noise, and so
-    against whom it holds, is ``trust``:
+    The unit of privacy is a client with all of its data. ``trust`` says who adds the noise, and so
+    against whom the guarantee holds:
 
-    - ``"central"``: a server that sees every update as it is, is trusted with it, and adds noise to
-      the sum (:meth:`mean`). It holds against whoever sees the models of all rounds.
-    - ``"local"``: each client adds the whole noise itself (:meth:`privatized`). It holds against
-      the server too.
-    - ``"secure_aggregation"``: each client adds its share (:meth:`privatized`), and the server sees
-      nothing but the sum, which carries the whole noise. It holds against a server that does not
-      break the aggregation, while at most ``dropouts`` clients fail or tell the server their share.
-      The rounding of a secure aggregation to whole numbers is not accounted.
+    - ``"central"``: a trusted server sees every update, and adds noise to the sum (:meth:`mean`).
+      The guarantee holds against whoever sees the models of all rounds.
+    - ``"local"``: each client adds the whole noise itself (:meth:`privatized`). The guarantee also
+      holds against the server.
+    - ``"secure_aggregation"``: each client adds a share of the noise (:meth:`privatized`), and the
+      server sees only the sum, which has the whole noise. The guarantee holds against a server that
+      does not break the aggregation, while at most ``dropouts`` clients fail or reveal their share
+      to the server. A secure aggregation rounds to whole numbers, which is not accounted.
 
-    How clients are drawn (:meth:`drawn`) says what neighbours are:
+    The sampling of clients (:meth:`drawn`) defines the neighbours:
 
     ================  ===========================  ======================  =====================
     ``sampling``      neighbours                   sensitivity of the sum  accountants
@@ -74,37 +74,37 @@ class ClientDP(Defense):
     ``"fixed"``       a client's data replaced     ``2 * clip``            prv, rdp, filter
     ================  ===========================  ======================  =====================
 
-    Sampling helps under central trust alone, and while nobody but the server knows who took part.
-    Otherwise the server knows, each round counts in full, and neighbours differ by one client's
-    data replaced by any other (``2 * clip``).
+    Sampling amplifies privacy only under central trust, and while only the server knows who took
+    part. Otherwise the server knows the participants, each round counts in full, and neighbours
+    differ by one client's data replaced by any other (``2 * clip``).
 
-    Not covered: numbers that clients send besides their update (how many examples, metrics), what
-    is logged of leakage, and why noise was turned up in sight of data.
+    Not covered: numbers that clients send besides their update (the number of examples, metrics),
+    logs of leakage, and decisions to increase the noise that depend on data.
 
     Args:
-        clip: largest 2-norm of a client's update, all shared tensors together.
-        noise_multiplier: standard deviation of the noise on the sum, over ``clip``; None: found
-            from ``target_epsilon`` and ``rounds``.
-        clients: of the whole federation.
-        per_round: how many take part in a round: on average (``"poisson"``) or always
-            (``"fixed"``). Left out with ``"all"``.
-        sampling: how they are drawn.
-        trust: see above.
-        target_delta: of the guarantee; below one over ``clients``.
-        target_epsilon: what all rounds together may cost; a round beyond is refused.
-        rounds: that are planned; needed where the noise is to be found.
-        accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``: noise may be turned up
-            (:meth:`harden`, which doubles it, ten times at most) within (``target_epsilon``,
-            ``target_delta``).
-        ledger: file that remembers every release through a crash; beside it ``<ledger>.terms``
-            says what the releases are accounted by. With ``trust="central"`` the server keeps it,
-            otherwise each client its own.
-        release: shares of noise that may be missing, and a seed for tests:
+        clip: the largest 2-norm of a client's update, over all shared tensors together.
+        noise_multiplier: the standard deviation of the noise on the sum, divided by ``clip``. None
+            computes it from ``target_epsilon`` and ``rounds``.
+        clients: the number of clients in the federation.
+        per_round: the number of clients in a round: the mean (``"poisson"``) or the exact number
+            (``"fixed"``). Leave it out with ``"all"``.
+        sampling: the sampling of a round's clients.
+        trust: who adds the noise, see above.
+        target_delta: the delta of the guarantee; below one over ``clients``.
+        target_epsilon: the budget of all rounds together. A round that would exceed it is refused.
+        rounds: the planned number of rounds, from which the noise multiplier is computed.
+        accountant: ``"prv"`` (tight, as PLD), ``"rdp"``, or ``"filter"``. With a filter the noise
+            can be increased (:meth:`harden` doubles it, at most ten times) within
+            (``target_epsilon``, ``target_delta``).
+        ledger: a file that keeps the count of releases through a crash. ``<ledger>.terms`` next to
+            it holds the terms of the account. With ``trust="central"`` the server keeps the ledger,
+            otherwise each client keeps its own.
+        release: the number of shares of noise that may be missing, and a seed for tests:
             :class:`ClientReleaseSettings`.
 
     Raises:
-        DefenseError: a value out of range, or a ledger of other terms.
-        BudgetSpent: the ledger's releases have cost more than ``target_epsilon`` already.
+        DefenseError: a value is out of range, or the ledger has other terms.
+        BudgetSpent: the releases in the ledger have cost more than ``target_epsilon``.
     """
 
     name = "client_dp"
@@ -134,8 +134,9 @@ class ClientDP(Defense):
         hint = "publishing one client's data at random must not count as private"
         check_number("ClientDP: target_delta", target_delta, above=0, below=1 / clients, hint=hint)
         check_choice("ClientDP: accountant", accountant, ("prv", "rdp", "filter"))
-        is_found, is_budget = noise_multiplier is None, accountant == "filter"
-        if (is_found and rounds is None) or (target_epsilon is None and (is_found or is_budget)):
+        computes_noise = noise_multiplier is None
+        needs_epsilon = computes_noise or accountant == "filter"
+        if (computes_noise and rounds is None) or (needs_epsilon and target_epsilon is None):
             raise DefenseError(
                 "ClientDP: give noise_multiplier, or target_epsilon and rounds; accountant='filter'"
                 " keeps a budget, and needs target_epsilon"
@@ -175,23 +176,23 @@ class ClientDP(Defense):
         self._entropy = os.urandom(32)
         self._releases = 0
 
-    # ---- what is promised -------------------------------------------------------------------
+    # ---- the guarantee ----------------------------------------------------------------------
 
     @property
     def _sensitivity(self) -> float:
-        """How far two neighbours' sums may be apart, over the clip norm."""
+        """The largest distance between the sums of two neighbours, divided by the clip norm."""
         return 2.0 if self.replaces else 1.0
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise on the sum over the clip norm, as it is turned up now."""
+        """The current standard deviation of the noise on the sum, divided by the clip norm."""
         return self._budget.noise_now * self._sensitivity
 
     @property
     def own_noise_std(self) -> float:
-        """Standard deviation of what a client adds to each number of its update; 0 if it does not.
+        """The standard deviation of a client's noise on each entry of its update; 0 without noise.
 
-        A share is so large that the shares of all but ``dropouts`` clients make the whole.
+        The shares of all but ``dropouts`` clients add up to the whole noise.
         """
         if self.trust == "central":
             return 0.0
@@ -202,38 +203,38 @@ class ClientDP(Defense):
 
     @property
     def mean_noise_std(self) -> float:
-        """Standard deviation of the noise on each number of the mean over clients."""
+        """The standard deviation of the noise on each entry of the mean over clients."""
         if self.trust == "central":
             return self.noise_multiplier * self.clip / self.per_round
         return self.own_noise_std / math.sqrt(self.per_round)
 
     def relative_noise(self, numbers: int) -> float:
-        """Return the norm of the mean's noise over the largest norm of the mean without it.
+        """Return the norm of the mean's noise, divided by the largest norm of the mean without it.
 
-        It depends on no data. Above 1 the noise drowns what clients learned in a round.
+        It depends on no data. Above 1 the noise exceeds what clients learned in a round.
 
         Args:
-            numbers: that are trained.
+            numbers: the number of trained entries.
         """
         return self.mean_noise_std * math.sqrt(numbers) / self.clip
 
     @property
     def accountant(self) -> Accountant | RenyiFilter:
-        """Counts the releases. Its noise multipliers are over the sensitivity, not the clip."""
+        """The accountant. Its noise multipliers are divided by the sensitivity, not by the clip."""
         return self._budget.accountant
 
     @property
     def privacy(self) -> Privacy:
-        """What the releases so far have cost; noise as accounted."""
+        """The privacy spent by the releases so far, with the accounted noise."""
         return self._budget.privacy
 
     @property
     def acts_on_gradients(self) -> bool:
-        """What leaves a client is not what it computed."""
+        """Whether updates are changed before they leave: always."""
         return True
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """Return what it was built with, for the record of a run."""
+        """Return the settings, for the record of a run."""
         return {
             **super().settings(),
             "accountant": self._budget.kind,
@@ -241,7 +242,7 @@ class ClientDP(Defense):
         }
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Refuse to be a defence of a Trainer's steps.
+        """Raise an error: this is no defence of a Trainer's steps.
 
         Raises:
             DefenseError: always.
@@ -253,10 +254,10 @@ class ClientDP(Defense):
 
     @property
     def can_harden(self) -> bool:
-        """Whether the noise can be turned up: it takes ``accountant="filter"``.
+        """Whether the noise can be increased: it takes ``accountant="filter"``.
 
-        It cannot under a secure aggregation: a client turns up its own share alone, and the sum
-        would carry less noise than this client's account says.
+        It cannot under a secure aggregation. A client increases only its own share, and the sum
+        would have less noise than this client's account assumes.
         """
         return self.trust != "secure_aggregation" and self._budget.can_harden
 
@@ -267,13 +268,13 @@ class ClientDP(Defense):
     # ---- a round ----------------------------------------------------------------------------
 
     def drawn(self, clients: Sequence[C]) -> list[C]:
-        """Draw who takes part in a round, by randomness of the operating system.
+        """Sample the clients of a round, with randomness of the operating system.
 
         Args:
-            clients: all of the federation's.
+            clients: all clients of the federation.
 
         Raises:
-            DefenseError: their number is not ``clients``.
+            DefenseError: their number is not the ``clients`` of this object.
         """
         if len(clients) != self.clients:
             raise DefenseError(
@@ -284,23 +285,22 @@ class ClientDP(Defense):
         if self.sampling == "fixed":
             return source.sample(list(clients), int(self.per_round))
         if self.sampling == "poisson":
-            chance = self.per_round / self.clients
-            return [client for client in clients if source.random() < chance]
+            rate = self.per_round / self.clients
+            return [client for client in clients if source.random() < rate]
         return list(clients)
 
     def mean(self, updates: Mapping[C, Update | None], like: Update) -> Release:
-        """Return the mean of a round's updates with noise, by a trusted server: one release.
+        """Return the noised mean of a round's updates, on a trusted server: one release.
 
-        All clients weigh alike. It reads one update after the other; where they arrive one by one
-        use :meth:`begin`.
+        All clients have the same weight. If updates arrive one after the other, use :meth:`begin`.
 
         Args:
-            updates: of every client that was drawn; None where it failed or withheld. What cannot
-                be read (other names or shapes, NaN) counts as zero like that.
-            like: names, shapes and dtypes of what is shared.
+            updates: the update of every sampled client; None if it failed or withheld, which counts
+                as zero. So does an update that cannot be read (other names or shapes, NaN).
+            like: tensors with the names, shapes and dtypes of what is shared.
 
         Raises:
-            DefenseError: what :meth:`begin` refuses.
+            DefenseError: the same as in :meth:`begin`.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
         sums = self.begin(updates, like)
@@ -310,22 +310,23 @@ class ClientDP(Defense):
         return sums.end()
 
     def begin(self, clients: Collection[C], like: Update) -> UpdateSum[C]:
-        """Begin a release by a trusted server, to which updates are added as they arrive.
+        """Begin a release on a trusted server. Updates are added as they arrive.
 
         Args:
-            clients: that were drawn.
-            like: names, shapes and dtypes of what is shared.
+            clients: the sampled clients.
+            like: tensors with the names, shapes and dtypes of what is shared.
 
         Raises:
-            DefenseError: noise is not the server's to add, or more clients than could be drawn.
+            DefenseError: the server does not add the noise, or there are more clients than could be
+                sampled.
         """
         if self.trust != "central":
             raise DefenseError(
                 f"ClientDP(trust={self.trust!r}): the clients add the noise themselves (privatized)"
             )
-        most = int(self.per_round) if self.sampling == "fixed" else self.clients
+        max_clients = int(self.per_round) if self.sampling == "fixed" else self.clients
         name, hint = "ClientDP: number of clients in a round", "use drawn()"
-        check_integer(name, len(clients), at_least=0, at_most=most, hint=hint)
+        check_integer(name, len(clients), at_least=0, at_most=max_clients, hint=hint)
         return UpdateSum(clients, like, self.clip, self._release_sum)
 
     def _release_sum(self, sums: UpdateSum[Any]) -> dict[str, Tensor]:
@@ -337,29 +338,29 @@ class ClientDP(Defense):
         """Return a client's update, clipped and with its own noise: one release of this client.
 
         Args:
-            update: None to withhold: zero leaves, with the same noise. So does an update that
-                cannot be read (NaN): a failure would tell of the data.
-            like: names, shapes and dtypes of what is shared.
+            update: the update; None withholds it. Zero with the same noise then leaves, and also in
+                place of an update that cannot be read (NaN): a failure would reveal the data.
+            like: tensors with the names, shapes and dtypes of what is shared.
 
         Raises:
-            DefenseError: noise is the server's to add.
+            DefenseError: the server adds the noise.
             BudgetSpent: one more release would cost more than ``target_epsilon``.
         """
-        part = self._clip_or_zero(update, like)
+        clipped_update = self._clip_or_zero(update, like)
         self._record_release()
-        return self._add_noise(part, self.own_noise_std, like)
+        return self._add_noise(clipped_update, self.own_noise_std, like)
 
     def rehearsed(self, update: Update | None, like: Update) -> dict[str, Tensor]:
-        """Return a rehearsal of :meth:`privatized`: it has other noise, and nothing is accounted.
+        """Return a rehearsal of :meth:`privatized`, with independent noise and not accounted.
 
-        It is not for release. It is looked at in place of what leaves: a decision that is made from
-        it depends on noise that nobody else sees, so that the account of the release still holds.
+        It must not be released. Attacks read it in place of the released update: a decision from it
+        depends on noise that nobody else sees, so that the account of the release still holds.
         """
-        part = self._clip_or_zero(update, like)
-        return self._add_noise(part, self.own_noise_std, like, stream="rehearsal")
+        clipped_update = self._clip_or_zero(update, like)
+        return self._add_noise(clipped_update, self.own_noise_std, like, stream="rehearsal")
 
     def check_affords_another(self) -> None:
-        """Refuse a round whose release the budget does not cover, before anybody trains.
+        """Raise an error before training if the budget does not cover this round's release.
 
         Raises:
             BudgetSpent: one more release would cost more than ``target_epsilon``.
@@ -367,14 +368,14 @@ class ClientDP(Defense):
         self._budget.check_affords_another()
 
     def check_client(self, *, masked: bool, mend: str) -> None:
-        """Raise an error where a client's own noise would not hold in a process that may end.
+        """Raise an error if a client's own noise, or its account after a restart, does not hold.
 
         Args:
-            masked: whether something hides each client's update from the server.
-            mend: how to let something do so, for the message.
+            masked: whether a secure aggregation hides each client's update from the server.
+            mend: the way to set one up, for the message.
 
         Raises:
-            DefenseError: there is no ledger, or a share of noise would leave unmasked.
+            DefenseError: there is no ledger, or an update with a share of noise is not masked.
         """
         problem = None
         if self.ledger is None:
@@ -397,10 +398,10 @@ class ClientDP(Defense):
         steps a share has no effect.
 
         Args:
-            like: what was sent of what is trained.
+            like: the trained tensors that were sent.
 
         Raises:
-            DefenseError: names the tensor.
+            DefenseError: a tensor's dtype is too coarse. The message names the tensor.
         """
         std = self.own_noise_std
         for name, tensor in like.items() if self.trust == "secure_aggregation" else ():
@@ -414,7 +415,7 @@ class ClientDP(Defense):
                 )
 
     def check_server(self, owner: str) -> None:
-        """Raise an error where the server's noise, or its account after a restart, does not hold.
+        """Raise an error if the server's noise, or its account after a restart, does not hold.
 
         Raises:
             DefenseError: the server does not add the noise, or there is no ledger.
@@ -447,23 +448,19 @@ class ClientDP(Defense):
     def _add_noise(
         self, total: Update, std: float, like: Update, scale: float = 1.0, stream: str = "client"
     ) -> dict[str, Tensor]:
-        """Add noise that is used once, and round to the dtype of ``like`` at the end."""
+        """Return a sum with noise that is used once, times ``scale``, in the dtypes of ``like``."""
         release, self._releases = self._releases, self._releases + 1
-        noised = {}
+        base, noised = base_of(self._entropy, self.seed), {}
         for index, (name, tensor) in enumerate(total.items()):
-            key = self._key(release, index, stream)
+            key = noise_key(base, release, index, client=0, name=self.name, stream=stream)
             draw = standard_normal(key, tensor.shape, tensor.device, tensor.dtype)
             noised[name] = tensor.add(draw, alpha=std).mul_(scale).to(like[name].dtype)
         return noised
 
-    def _key(self, release: int, index: int, stream: str) -> bytes:
-        base = base_of(self._entropy, self.seed)
-        return noise_key(base, release, index, client=0, name=self.name, stream=stream)
-
-    # ---- what survives ----------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the account of the releases, and how far the noise is turned up."""
+        """Return the account of the releases, and the current noise."""
         return self._budget.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -510,23 +507,24 @@ def _expect_per_round(sampling: str, per_round: float | None, clients: int) -> f
         check_choice("ClientDP: per_round", per_round, (None, clients), hint=hint)
         return float(clients)
     hint = f"sampling={sampling!r} needs per_round=, clients of a round"
-    number: Any = per_round
-    drawn = check_number("ClientDP: per_round", number, above=0, at_most=clients, hint=hint)
-    if sampling == "fixed" and drawn % 1:
-        raise DefenseError(f"ClientDP: with sampling='fixed' per_round={drawn!r} must be whole")
-    return float(drawn)
+    value: Any = per_round
+    value = check_number("ClientDP: per_round", value, above=0, at_most=clients, hint=hint)
+    if sampling == "fixed" and value % 1:
+        raise DefenseError(f"ClientDP: with sampling='fixed' per_round={value!r} must be whole")
+    return float(value)
 
 
 def _check_trust(
     trust: str, sampling: str, release: ClientReleaseSettings, per_round: float
 ) -> None:
-    """Refuse settings under which the noise, or its account, is not that of the whole sum."""
+    """Refuse settings under which shares of noise do not add up to the accounted noise."""
     check_choice("ClientDP: trust", trust, get_args(Trusted))
-    shared = trust == "secure_aggregation"
-    if shared:
+    adds_shares = trust == "secure_aggregation"
+    if adds_shares:
         hint = "shares of noise add up only where it is known how many clients take part"
         name = "ClientDP: with trust='secure_aggregation' sampling"
         check_choice(name, sampling, ("fixed", "all"), hint=hint)
-    most = math.ceil(per_round) - 1 if shared else 0
-    hint = f"fewer than the {per_round:g} clients of a round" if shared else "for shares of noise"
-    check_integer("ClientDP: dropouts", release.dropouts, at_least=0, at_most=most, hint=hint)
+    name, limit = "ClientDP: dropouts", math.ceil(per_round) - 1 if adds_shares else 0
+    clients = f"fewer than the {per_round:g} clients of a round"
+    hint = clients if adds_shares else "for shares of noise"
+    check_integer(name, release.dropouts, at_least=0, at_most=limit, hint=hint)

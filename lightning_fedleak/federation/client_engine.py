@@ -1,4 +1,4 @@
-"""The engine of one client in the rounds of a federation: it reads updates, and no steps."""
+"""The engine of one client in the rounds of a federation: it reads updates, not single steps."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _NO_LOSS = "the client's batches hold nothing that a loss was computed on"
 
 
 class ClientEngine(Engine):
-    """Look at the updates of one client, with the attacks that another engine has calibrated.
+    """An engine that attacks the updates of one client, with attacks calibrated by another engine.
 
     Args:
         origin: the engine of the federation, which has begun.
-        run: the origin's run, as this client.
-        stage: of the updates.
-        destination: where this client's results go.
+        run: the origin's run, with the rank of this client.
+        stage: the stage of the updates.
+        destination: the destination of this client's results.
 
     Attributes:
-        spent: the client of the newest round, and the defences that account there.
+        spent: the client of the newest round, and the defences that account for it.
     """
 
     def __init__(self, origin: Engine, run: Run, stage: Stage, destination: Destination) -> None:
@@ -67,26 +67,26 @@ class ClientEngine(Engine):
         self.results.begin()
         try:
             self._show(self.report, run)
-        except Exception as error:  # a disk that is full must not end a round
+        except Exception as error:  # a full disk must not end a round
             self.report.leave_boards(error)
 
     def read_update(
         self, look: Look, batches: Sequence[Any] | None, take: Callable[[], GradientSnapshot]
     ) -> dict[Series, Outcome]:
-        """Let the attacks read the update of a client's round, and score what they guess.
+        """Attack the update of a client's round, and score the guesses.
 
         Args:
             look: the look.
-            batches: what the update was made of; None where whoever looks does not hold it.
-            take: returns the update.
+            batches: the batches of the local steps; None if they are not known.
+            take: a function that returns the update.
 
         Returns:
-            The outcomes; unknown but for certificates where the truth is not known.
+            The outcomes. Without batches they are unknown, but for certificates.
         """
         fit = self._fit
         played = [series for series in fit.series if series.attack in fit.lineup.playing]
         look.followed, look.training_step = True, Step(look.step)
-        if batches is None:  # of which texts should a game ask?
+        if batches is None:  # games have no candidate texts
             look.scope = frozenset(s for s in played if not fit.series[s].plays_games)
         else:
             self._read_batches(look, batches)
@@ -103,7 +103,7 @@ class ClientEngine(Engine):
         return outcomes
 
     def _read_batches(self, look: Look, batches: Sequence[Any]) -> None:
-        """Read what the update of a round was made of."""
+        """Read the batches of a round's local steps."""
         fit, step = self._fit, look.training_step
         try:
             if not batches:
@@ -118,28 +118,28 @@ class ClientEngine(Engine):
         if any(map(fit.controls.may_play, fit.lineup.exposed)):
             try:
                 self._keep_round(step, batches)
-            except Exception as error:  # the numbers are known, and their control is not
+            except Exception as error:  # only the control of the attacks is unknown
                 step.round = LocalRound({}, why_not=reason(error))
 
     def _keep_round(self, step: Step, batches: Sequence[Any]) -> None:
-        """Keep what a client's round is made again from; the model is the one that it got.
+        """Record from what a client's round can be repeated, starting at the sent model.
 
         Args:
-            step: the round, with the batches as they were read.
-            batches: of one client, with the rate of each step where that is known; or one of each
-                step of each client, whose updates were summed.
+            step: the round, with the batches that were read.
+            batches: the batches of one client, with the learning rate of each step if it is known;
+                or for a sum of updates one batch for each step of each client.
         """
         run, summed = self.run, Stage.AGGREGATE in self.options.stages
         local = step.round = LocalRound.begin([*run.anatomy.root.parameters()])
         steps = self.options.local_steps or 1
         local.clients = max(1, len(batches) // steps) if summed else 1
-        in_step, rest = divmod(len(batches), local.clients * steps)
-        if rest or not in_step:
+        n_per_step, remainder = divmod(len(batches), local.clients * steps)
+        if remainder or not n_per_step:
             local.why_not = "which of its batches each step was computed on is not known"
         rates = getattr(batches, "rates", ()) or [None] * (local.clients * steps)
         dtype = AUTOCAST.get(run.precision)
-        for number, rate in enumerate(rates, 1):
-            local.add_step(run.optimizers[0], number * in_step, rate)
+        for n_steps, rate in enumerate(rates, 1):
+            local.add_step(run.optimizers[0], n_steps * n_per_step, rate)
         step.calls = [
             plain_call(run.anatomy, call.texts, dtype, trained_elsewhere=True)
             for call in step.calls
@@ -165,7 +165,7 @@ class ClientEngine(Engine):
         }
 
     def _without_truth(self, look: Look, series: Series) -> Outcome:
-        """Return why a guess has no rate without the truth, and the certificates that it has."""
+        """Return why a series has no rate without the truth, and the certificates of its guess."""
         channel, answer = self._fit.series[series], look.answers.get(series)
         metrics = channel.metrics_of(series)
         if series.attack not in {plan.attack.name for plan in self._fit.lineup.exposed}:
@@ -179,6 +179,6 @@ class ClientEngine(Engine):
 
     @contained
     def rounds_end(self) -> None:
-        """Log what defences have spent in all rounds of this client, its unlooked ones too."""
+        """Log what defences have spent in all rounds of this client, with or without a look."""
         client, defenses = self.spent
         self._write_between_looks({}, defenses, client)

@@ -1,6 +1,6 @@
-"""What a client's local steps are trained on: reported by its training, for whoever looks.
+"""Reports of the batches of a client's local steps, from its training to the observer.
 
-The training may run where its update is looked at, in another thread, or in another process.
+The training may run in the observer's thread, in another thread, or in another process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     import transformers
 
 FOLDER = "FEDLEAK_LOCAL_STEPS"
-"""Environment variable: where processes that a client starts leave what they train on."""
+"""Environment variable: the folder in which processes that a client starts report batches."""
 
 
 class Recorded(list[Any]):
     """The batches of a round's local steps, by reference.
 
     Attributes:
-        rates: the learning rate of each optimizer step; None where it was not reported.
+        rates: the learning rate of each optimizer step; None if it was not reported.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Recorded(list[Any]):
 
     @property
     def learning_rate(self) -> float | None:
-        """The mean over the local steps; None where no step reported one, NaN where not all did."""
+        """The mean over the local steps; None if no step reported one, NaN if not all did."""
         rates = [rate for rate in self.rates if rate is not None]
         if not rates:
             return None
@@ -63,7 +63,8 @@ _BATCHES: ContextVar[Recorded | None] = ContextVar("fedleak_trained_on", default
 def recording() -> Iterator[Recorded]:
     """Keep every batch that :func:`trained_on` reports inside the block, by reference.
 
-    It sees the thread that runs the block. :class:`HandOver` sees others, and other processes.
+    It gets reports of the thread that runs the block. :class:`HandOver` also gets those of other
+    threads and processes.
     """
     batches = Recorded()
     token = _BATCHES.set(batches)
@@ -74,15 +75,15 @@ def recording() -> Iterator[Recorded]:
 
 
 class HandOver:
-    """Takes what :func:`trained_on` reports in other threads and in processes started from here.
+    """Takes the reports of :func:`trained_on` from other threads and from child processes.
 
-    For an engine that does not run the training where it looks at updates. Of other processes,
-    each batch passes through a file of mode 0600 in a folder of this client, which is removed as
-    soon as it is read. Of several processes that train one model, those of ``RANK`` 0 count the
-    optimizer steps. One client is served in a process.
+    It is for an engine that does not run the training where it looks at updates. A batch of another
+    process passes through a file of mode 0600 in a folder of this client. The file is removed as
+    soon as it is read. If several processes train one model, that of ``RANK`` 0 counts the
+    optimizer steps. A process serves one client.
 
     Args:
-        folder: the client's own, for nothing else.
+        folder: a folder of the client that is used for nothing else.
     """
 
     _served: ClassVar[HandOver | None] = None
@@ -93,10 +94,10 @@ class HandOver:
         self.recorded = Recorded()
 
     def open(self) -> None:
-        """Begin to listen; processes that are started from now on know where to report.
+        """Begin to listen. Processes that are started from now on report to this object.
 
         Raises:
-            RuntimeError: another one listens in this process.
+            RuntimeError: another object listens in this process.
         """
         if HandOver._served not in (None, self):
             raise RuntimeError("two clients run in one process: give each a process of its own")
@@ -106,10 +107,10 @@ class HandOver:
         self.take()
 
     def take(self) -> Recorded:
-        """Return what was reported since the last call, and forget it.
+        """Return the batches that were reported since the last call, and forget them.
 
         Raises:
-            ValueError: others may use a file, or it holds no batch.
+            ValueError: other users may access a file, or it holds no batch.
         """
         recorded, self.recorded = self.recorded, Recorded()
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -120,14 +121,15 @@ class HandOver:
             path.unlink()
             if "rate" not in facts:
                 leaves = {**tensors, **json.loads(facts["values"])}
-                order = [leaves[str(n)] for n in range(len(leaves))]
-                recorded.append(pytree.tree_unflatten(order, pytree.treespec_loads(facts["tree"])))
+                ordered = [leaves[str(n)] for n in range(len(leaves))]
+                tree = pytree.treespec_loads(facts["tree"])
+                recorded.append(pytree.tree_unflatten(ordered, tree))
             elif facts["rank"] == "0":
                 recorded.add_step(json.loads(facts["rate"]))
         return recorded
 
     def close(self) -> None:
-        """Stop listening, and remove what nobody has read."""
+        """Stop listening, and remove reports that were not read."""
         if HandOver._served is self:
             self.take()
             self.folder.rmdir()
@@ -136,7 +138,7 @@ class HandOver:
 
 
 class _Sender:
-    """Leaves what a process trains on to the process that has started it."""
+    """Reports the batches of a process to the process that has started it."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -158,7 +160,7 @@ class _Sender:
 
     def _write(self, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
         rank = os.environ.get("RANK", "0")
-        # A second process of a round counts from 0 too.
+        # The process id distinguishes processes of one round, which all count from 0.
         name = f"{next(self._numbers):09d}.{rank}.{os.getpid()}.safetensors"
         save_private(Path(os.environ[FOLDER]) / name, tensors, facts | {"rank": rank})
 
@@ -167,7 +169,7 @@ _SENDER = _Sender()
 
 
 def _listener() -> Recorded | _Sender | None:
-    """Return whoever listens to this thread's training."""
+    """Return the receiver of this thread's reports; None if there is no receiver."""
     if (recorded := _BATCHES.get()) is not None:
         return recorded
     hand_over = HandOver._served
@@ -177,16 +179,16 @@ def _listener() -> Recorded | _Sender | None:
 
 
 def trained_on(batch: Any, *, learning_rate: float | None = None, step: bool = True) -> None:
-    """Report to whoever looks at this round's update that it was trained on ``batch``.
+    """Report a batch of this round's local training to the observer of the update.
 
-    To be called in a loop of one's own, for every batch of every local step. It does nothing where
-    nobody looks. A Lightning Trainer takes :class:`TrainedOn` in its place, and transformers' and
-    TRL's :func:`report_batches`.
+    Call it in your own training loop, for every batch of every local step. It does nothing if there
+    is no observer. A Lightning Trainer takes the callback :class:`TrainedOn` instead, and the
+    Trainers of transformers and TRL take :func:`report_batches`.
 
     Args:
-        batch: as the model takes it.
-        learning_rate: of the step, where a schedule changes it over steps or rounds; None: the one
-            that the observer's optimizer has.
+        batch: the batch that the model takes.
+        learning_rate: the learning rate of the step, if a schedule changes it over steps or rounds;
+            None for that of the observer's optimizer.
         step: whether an optimizer step follows; False for a batch whose gradient is accumulated.
     """
     listener = _listener()
@@ -197,7 +199,7 @@ def trained_on(batch: Any, *, learning_rate: float | None = None, step: bool = T
 
 
 def _report_step(optimizer: Optimizer) -> None:
-    """Report an optimizer step with its learning rate; NaN where parameters have several."""
+    """Report an optimizer step with its learning rate; NaN if parameter groups differ in it."""
     listener = _listener()
     if listener is not None:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
@@ -223,10 +225,10 @@ class TrainedOn(EitherCallback):
 def report_batches(trainer: transformers.Trainer) -> None:
     """Have a Trainer of transformers or TRL report every batch and every optimizer step.
 
-    Its ``training_step`` is wrapped, since a callback is not shown the batch.
+    It wraps ``training_step``, because a callback does not get the batch.
 
     Args:
-        trainer: before it trains.
+        trainer: the Trainer, before it trains.
     """
     from transformers import TrainerCallback
 
@@ -237,9 +239,9 @@ def report_batches(trainer: transformers.Trainer) -> None:
 
     train = trainer.training_step
 
-    def training_step(model: Any, inputs: Any, *arguments: Any, **named: Any) -> Tensor:
+    def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         trained_on(inputs, step=False)
-        return train(model, inputs, *arguments, **named)
+        return train(model, inputs, *args, **kwargs)
 
     trainer.training_step = training_step  # type: ignore[method-assign]
     trainer.add_callback(_ReportedSteps())

@@ -76,15 +76,15 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
     thread or in a process. If it reports no batches, every result is unknown and passes no gate.
 
-    Beside each result leaves a code of this client's logs so far, which no one can read without
-    their key, for :class:`SiteHeads` on the server; none where the client adds noise.
+    With each result leaves a code of this client's logs so far, which no one can read without
+    their key, for :class:`SiteHeads` on the server; there is none if the client adds noise.
 
     **A withheld update** leaves as zero by default (the model that was sent, or a difference of
     zero), because a workflow may end at a client's error, or at a round without any result. The
     zero counts in the mean with this client's weight, which the log names. ``withheld="error"`` is
     for workflows with ``ignore_result_error=True``, or if ``min_clients`` is reached without this
-    client: the mean is then that of the others. Metrics and other values beside a withheld model do
-    not leave.
+    client: the mean is then that of the remaining clients. Metrics and other values beside a
+    withheld model do not leave.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
     noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
@@ -95,12 +95,12 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     Args:
         observer: ``"module.function"`` in the job's own code. The function gets a client's name and
             returns the client's :class:`~lightning_fedleak.federation.RoundObserver`.
-        gates: the arguments of each :class:`~lightning_fedleak.federation.RoundGate`.
+        gates: the arguments of :class:`~lightning_fedleak.federation.RoundGate`, for each gate.
         dp: ``"module.function"``. The function gets a client's name and returns the client's own
             :class:`~lightning_fedleak.federation.ClientDP`, with a ledger.
         withheld: ``"zero"`` or ``"error"``, see above.
-        secure_aggregation: whether a filter after this one encrypts the result, so that the server
-            sees only the sum of all clients.
+        secure_aggregation: whether a later filter encrypts the result, so that the server sees only
+            the sum of all clients.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     def _answer_other(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the result of a task that trains nothing, or an error in its place."""
         result = _dxo_of(shareable)
-        plain = result is not None and result.data_kind == DataKind.METRICS
-        fails = shareable.get_return_code() != ReturnCode.OK
-        if fails or (plain and not self._adds_noise):
+        is_metrics = result is not None and result.data_kind == DataKind.METRICS
+        has_failed = shareable.get_return_code() != ReturnCode.OK
+        if has_failed or (is_metrics and not self._adds_noise):
             return shareable
         return self._refuse(
             fl_ctx,
@@ -298,7 +298,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         meta: dict[str, object],
         fl_ctx: FLContext,
     ) -> Shareable:
-        """Return a result that holds what leaves, in the form of the result that came."""
+        """Return a result with the state that leaves, in the form of the training's result."""
         assert leaving.state is not None
         data: Mapping[str, Tensor] = leaving.state
         if self._data_kind == DataKind.WEIGHT_DIFF:
@@ -321,14 +321,14 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
 
 class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
-    """A component of the server that writes down how far each client's logs went in each round.
+    """A component of the server that logs a code of each client's logs in each round.
 
     ::
 
         job.to_server(SiteHeads())
 
-    What a :class:`FedLeakFilter` sends is a code that the server cannot read. ``fedleak verify``
-    compares it with that client's logs: one who changes them later is found. The server's log is
+    A :class:`FedLeakFilter` sends the code, which the server cannot read. ``fedleak verify``
+    compares it with that client's logs, and so detects later changes of them. The server's log is
     in the folder ``fedleak`` of the run.
     """
 
@@ -342,7 +342,7 @@ class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
         job.add_component("fedleak_site_heads", self, ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Open the log at the start of the run, write what arrives, and close it."""
+        """Open the log at the start of the run, write codes that arrive, and close the log."""
         if event_type == EventType.START_RUN:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
             self._record = federation.HeadRecord(workspace / "fedleak")
@@ -378,8 +378,8 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
-        weighing = ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond")
-        refused = [name for name in weighing if kwargs.get(name)]
+        unsupported = ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond")
+        refused = [name for name in unsupported if kwargs.get(name)]
         if refused or kwargs.get("ignore_result_error") is False:
             raise DefenseError(
                 f"PrivateFedAvg({(refused or ['ignore_result_error'])[0]}=...): all clients weigh "

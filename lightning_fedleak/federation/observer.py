@@ -1,7 +1,7 @@
-"""Attacks on the updates of a federation's rounds, by whoever sees them: a client, or the server.
+"""Attacks on the updates of a federation's rounds, on the client's side or on the server's.
 
-The same channels, attacks, names and files as :class:`~lightning_fedleak.LeakageMonitor`'s, without
-a Trainer. The x axis is the round.
+Channels, attacks, names and files are those of :class:`~lightning_fedleak.LeakageMonitor`. There is
+no Trainer, and the x axis is the round.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import copy
 import importlib.util
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,21 +35,21 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SUM = "sum"
-"""The client whose update is that of all clients together."""
+"""The client's name for the sum of all clients' updates."""
 
 Side = Literal["client", "server"]
 
 
 @dataclass(frozen=True)
 class RoundSettings(core.WatchSettings):
-    """The rare settings of a :class:`RoundObserver`, beside those that a monitor has too.
+    """The rarely changed settings of a :class:`RoundObserver`, those of a monitor included.
 
-    Stages, clients and rounds are its own, and it writes neither texts nor a report.
+    An observer sets stages and clients itself, and writes neither recovered texts nor a report.
 
     Attributes:
         fresh: whether clients begin each round with a fresh optimizer.
-        federation: a name that all observers of one federation have: one run in a report. A second
-            federation needs another name.
+        federation: the name of the federation, the same for all of its observers, which makes them
+            one run in a report. A second federation needs another name.
     """
 
     fresh: bool = True
@@ -61,7 +59,8 @@ class RoundSettings(core.WatchSettings):
         """Refuse settings that a watcher does not have, and every watcher but RoundObserver.
 
         Raises:
-            ValueError: the watcher watches no rounds; or names the first setting that is set.
+            ValueError: the watcher watches no rounds, or one of the settings is set. The message
+                names the first such setting.
         """
         if watcher != "RoundObserver":
             raise ValueError(f"{watcher} watches no rounds: pass settings=WatchSettings(...)")
@@ -70,12 +69,12 @@ class RoundSettings(core.WatchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundRun(core.Run):
-    """Describe a federation to the engine: one process, in which a client is a number, its rank.
+    """A federation as a run of the engine: one process, in which a client's rank is its number.
 
     Attributes:
-        optimizers: the one that the server prescribed.
-        local_steps: optimizer steps of a round.
-        rounds: holds the number of the round at work.
+        optimizers: the optimizer that the server prescribed.
+        local_steps: the number of optimizer steps in a round.
+        rounds: a list whose only item is the number of the current round.
     """
 
     watcher: ClassVar[str] = "RoundObserver"
@@ -88,18 +87,13 @@ class _RoundRun(core.Run):
 
     @property
     def step(self) -> int:
-        """Return the number of the round at work."""
+        """Return the number of the current round."""
         return self.rounds[0]
 
     @property
     def optimizer_step(self) -> int:
         """Return the number of local steps before this round."""
         return self.rounds[0] * self.local_steps
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return autocast, where clients train in it."""
-        dtype = core.AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
 class RoundObserver:
@@ -113,8 +107,9 @@ class RoundObserver:
         observer.end()
 
     **Who knows the truth.** Only the client holds its texts: on its side ``batches=`` are those of
-    its local steps, and every result is scored. A server that looks has none (``batches=None``):
-    results are *unknown*, but for the certificates that an adversary can check by itself.
+    its local steps, and every result is scored. On the server's side there are none
+    (``batches=None``): results are *unknown*, but for certificates, which an adversary can check
+    without the texts.
 
     Attacks are calibrated once, on the first model that is sent, and follow those of later rounds.
     Results, numbers only, go to ``leakage.jsonl`` in ``folder``, a line for each round, client and
@@ -122,29 +117,31 @@ class RoundObserver:
     ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
 
     Args:
-        model: of the architecture that clients train, with ``requires_grad`` as they have it. The
-            observer's own: it takes the weights of what is sent.
-        optimizer: makes the optimizer that the server prescribed; it is never stepped.
-        local_steps: optimizer steps of a round.
-        attacks: as :class:`~lightning_fedleak.LeakageMonitor`'s, of those that read updates.
-        folder: where the files go.
-        side: where the looks are made, for the record: ``"client"`` or ``"server"``.
-        defenses: that act on what is returned, so that attacks know of them and the record has
-            what they spend. A :class:`~lightning_fedleak.GradientCompression` is applied by
-            :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
-        games: how membership games are played.
+        model: a model of the clients' architecture, with the same ``requires_grad``. Nothing else
+            may use it: the weights that are sent are loaded into it.
+        optimizer: a function that makes the optimizer that the server prescribed. It is never
+            stepped.
+        local_steps: the number of optimizer steps in a round.
+        attacks: attacks that read updates, see :class:`~lightning_fedleak.LeakageMonitor`.
+        folder: the folder of the files.
+        side: the side on which updates are seen, for the record: ``"client"`` or ``"server"``.
+        defenses: the defences that act on the returned update, so that attacks know of them and the
+            record has their budgets. A :class:`~lightning_fedleak.GradientCompression` is applied
+            by :class:`OutgoingUpdates`, in Flower's mod and NVFlare's filter too.
+        games: the settings of membership games.
         max_overhead: the largest share of the time of rounds that looks may take (:meth:`due`).
-            None looks at every round, as a gate always does. Calibration is not counted.
-        settings: what is rarely changed: :class:`RoundSettings`.
+            With None, and under a gate, there is a look in every round. Calibration is not counted.
+        settings: the rarely changed settings: :class:`RoundSettings`.
 
     Attributes:
-        engine: calibrates the attacks, and knows the names of what is logged.
+        engine: the engine that calibrates the attacks, and knows the names of logged values.
         run: the federation, as attacks know it.
-        round_: number of the round at work; -1 before the first.
-        next_look: by client, the first round that ``max_overhead`` lets it be looked at again.
+        round_: the number of the current round; -1 before the first.
+        next_look: the round of the next look that ``max_overhead`` allows, by client.
 
     Raises:
-        ValueError: contradictory or unknown arguments, or an attack that cannot read this model.
+        ValueError: arguments are unknown or contradict each other, or an attack cannot read this
+            model.
     """
 
     @explain_arguments(settings=RoundSettings)
@@ -206,18 +203,18 @@ class RoundObserver:
     # ---- a round ----------------------------------------------------------------------------
 
     def begin(self, round_: int, sent: State) -> None:
-        """Begin a round: the model is the one that is sent, and attacks follow it.
+        """Begin a round: load the model that is sent.
 
         Args:
-            round_: its number, larger than that of the round before. The same again is the same
-                round, in which the same is sent to another client.
-            sent: what clients get: a whole model's state, that of its trained parameters, or a PEFT
-                adapter's, by names of ``model``. It must not change until the round is over.
+            round_: the number of the round, larger than that of the round before. The same number
+                continues the round: the same model is sent to another client.
+            sent: the state that clients get: of the whole model, of its trained parameters, or of a
+                PEFT adapter, by the names of ``model``. It must not change until the round is over.
 
         Raises:
-            UpdateError: other names or shapes than the model's, or not all that is trained.
-            ValueError: an attack cannot read this model, a round that is not a later one, or
-                another model in the same round.
+            UpdateError: names or shapes differ from the model's, or a trained parameter is missing.
+            ValueError: an attack cannot read this model, the round is an earlier one, or another
+                model was sent in the same round.
         """
         check_integer("round_", round_, at_least=max(self.round_, 0), hint="rounds go upwards")
         if round_ == self.round_ and self._sent is not None:
@@ -249,7 +246,7 @@ class RoundObserver:
         )
 
     def trained_names(self) -> list[str]:
-        """Return the names of what is trained, among those that were sent."""
+        """Return those of the sent names that belong to trained parameters."""
         assert self._sent is not None, "begin(round_, sent) says which names are sent"
         parameters = dict(self.model.named_parameters())
         model_names = ((n, self._names[n]) for n in self._sent if n in self._names)
@@ -271,24 +268,26 @@ class RoundObserver:
         utility: Mapping[str, float] | None = None,
         logged: bool = True,
     ) -> RoundLook:
-        """Attack what a client returned in this round.
+        """Attack the state that a client returns in this round.
 
         Args:
-            returned: what it gave back, or is about to.
-            client: who. :data:`SUM`: the mean over clients, what a server behind a secure
-                aggregation sees; logged as ``leakage_aggregate/...``.
-            batches: that its local steps were trained on, one for each, whoever looks holds them;
-                None: unknown. Those of ``recording`` know of steps that accumulate several.
-            learning_rate: the mean over the local steps, where a schedule changes it within a round
-                or over rounds; by default what ``recording`` recorded, or the optimizer's.
-            noise_std: of the noise that is known to be on each number of ``returned``.
-            compression: method of what is in ``returned``; None: as the ``defenses`` say.
+            returned: the state that the client returns.
+            client: the client. :data:`SUM` stands for the mean over clients, which a server under
+                secure aggregation sees; it is logged as ``leakage_aggregate/...``.
+            batches: the batches of the local steps, one for each step; None if they are not known.
+                Those of ``recording`` may have several batches in an accumulated step.
+            learning_rate: the mean over the local steps, if a schedule changes it within a round
+                or over rounds. By default it is the rate that ``recording`` recorded, or the
+                optimizer's.
+            noise_std: the standard deviation of the known noise on each entry of ``returned``.
+            compression: the method by which ``returned`` was compressed; None takes that of the
+                ``defenses``.
             utility: further values of this round, logged as ``utility/<name>``.
-            logged: write it down at once, as of an update that leaves; else by :meth:`log`, or not
-                at all (:meth:`forget`).
+            logged: whether to log the look at once. Otherwise :meth:`log` logs it, or
+                :meth:`forget` takes it back.
 
         Returns:
-            What was found. An update that cannot be read is *unknown*.
+            The results. Those of an update that cannot be read are *unknown*.
 
         Raises:
             RuntimeError: no round has begun.
@@ -341,24 +340,24 @@ class RoundObserver:
             round_look = read_look(
                 look, engine, outcomes, client, before, utility, scored=batches is not None
             )
-        except Exception as error:  # of ours, which is to end no round
+        except Exception as error:  # an error of this package must not end a round
             round_look = failed_look(look, engine, client, before, core.reason(error), utility)
         if logged:
             try:
                 self.log(round_look)
-            except Exception as error:  # the update leaves all the same
+            except Exception as error:  # a failed log must not end a round
                 core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
         return round_look
 
     def _declared_compression(self, client: str | int) -> str:
-        """Return how what is seen of a client was compressed, as the defences say."""
+        """Return the method by which the defences compressed a client's update."""
         defenses = [d for d in self.run.defenses if d.compression is not None]
         if client == SUM or any(d.defers for d in defenses):
             return AVERAGED if defenses else ""
         return next((d.compression.method for d in defenses if d.compression is not None), "")
 
     def _check_new(self, client: str | int, stage: Stage, returned: State) -> None:
-        """Refuse what a client has returned in an earlier round already."""
+        """Raise an error for a state that the client has returned in an earlier round."""
         digest = hash_tensors(returned)
         round_, earlier = self._returned.get((client, stage), (self.round_, ""))
         if round_ < self.round_ and earlier == digest:
@@ -366,7 +365,7 @@ class RoundObserver:
         self._returned[client, stage] = (self.round_, digest)
 
     def _refresh(self, look: core.Look, engine: core.Engine) -> None:
-        """Let the attacks follow the model that was sent, at the first look of a round."""
+        """Adapt the attacks to the model that was sent, at the first look of a round."""
         assert engine.fit is not None
         if self._is_stale:
             with look.clock(self.run.device):
@@ -383,50 +382,50 @@ class RoundObserver:
         beside: Mapping[str, float] | None = None,
         defenses: Sequence[Defense] = (),
     ) -> None:
-        """Write a look down.
+        """Log a look.
 
         Args:
-            look: that was made with ``logged=False``.
+            look: a look that was made with ``logged=False``.
             beside: further values by log name.
-            defenses: that have spent on this round, besides the observer's own.
+            defenses: the defences that have spent on this round, besides the observer's own.
         """
         engine, values = look.engine, {**look.values, **(beside or {})}
         spending = [*self.run.defenses, *(d for d in defenses if d not in self.run.defenses)]
         engine.spent = look.client, spending
         assert engine.report is not None
-        found = look.look, look.outcomes, values, look.utility, spending
-        engine.report.write(*found, engine.results.failures, look.client)
+        results = look.look, look.outcomes, values, look.utility, spending
+        engine.report.write(*results, engine.results.failures, look.client)
 
     def due(self, client: str | int) -> bool:
-        """Return whether ``max_overhead`` lets a client's update of this round be looked at."""
+        """Return whether ``max_overhead`` allows a look at a client's update of this round."""
         return self.round_ >= self.next_look.get(client, self.round_)
 
     def paid(
         self, client: str | int, seconds: float, round_seconds: float, beside_seconds: float = 0.0
     ) -> None:
-        """Fix a client's next look by what this one cost.
+        """Plan a client's next look by the cost of this look.
 
-        That is the next round where an attack can read nothing yet (``results.Waiting.soon``).
+        It is in the next round if an attack can read nothing yet (``results.Waiting.soon``).
 
         Args:
-            client: whose update was looked at.
-            seconds: that it took.
-            round_seconds: what the round took to train.
-            beside_seconds: what each round costs beside that, looked at or not.
+            client: the client whose update was looked at.
+            seconds: the duration of the look.
+            round_seconds: the duration of the round's training.
+            beside_seconds: the further duration of each round, with or without a look.
         """
         engines = (e for (name, _), e in self._clients.items() if client in (name, SUM))
         waiting = any(engine.results.waiting for engine in engines)
         if self._cadence is not None and not waiting:
-            # A hundredth at least, so that a next look comes where the rest takes all of the share.
+            # At least 1 %, so that a next look comes even if the further duration takes the share.
             free = max(round_seconds - beside_seconds / self._cadence.share, round_seconds / 100)
             self.next_look[client] = self._cadence.after_look(self.round_, seconds, free)
 
     def forget(self, look: RoundLook) -> None:
-        """Take back a look that was not written down, the newest of its client.
+        """Take back a client's newest look, which was not logged.
 
-        One at an update that did not leave, say, which is to count in no rate.
+        No rate may count it, for example because the update did not leave.
         """
-        if look.before:  # empty where a look failed that was not added
+        if look.before:  # empty if the look failed before it was counted
             look.engine.results.load_state_dict(look.before["results"])
             states = look.before["channels"]
             for channel, state in zip(_in_rounds(look.engine), states, strict=True):
@@ -435,7 +434,7 @@ class RoundObserver:
             look.engine.fit.controls.restore(look.before["controls"])
 
     def _keys(self) -> dict[str, str]:
-        """Return the name that was sent for every role that an attack reads."""
+        """Return the sent name of every role that an attack reads."""
         assert self.engine.fit is not None
         anatomy, lineup = self.run.anatomy, self.engine.fit.lineup
         first = {id(p): n for n, p in self.model.named_parameters()}
@@ -446,13 +445,13 @@ class RoundObserver:
         """Return the engine of a client, and create it at the first look."""
         if (client, stage) not in self._clients:
             destination = core.Destination(self.folder, (), self._boards(client), client=client)
-            # Games are drawn by it: the same whoever was looked at before, and in which process.
+            # The rank seeds the games: the same in each process and for each order of looks.
             run = replace(self.run, rank=zlib.crc32(str(client).encode()))
             self._clients[client, stage] = ClientEngine(self.engine, run, stage, destination)
         return self._clients[client, stage]
 
     def _boards(self, client: str | int) -> list[SummaryWriter]:
-        """Return the writer of a client's TensorBoard run: each client has a line of its own."""
+        """Return the writer of a client's own TensorBoard run, in a list; empty without one."""
         if not self.settings.tensorboard or importlib.util.find_spec("tensorboard") is None:
             return []
         name = f"client_{client}" if client != SUM else SUM
@@ -465,14 +464,15 @@ class RoundObserver:
     # ---- what is written --------------------------------------------------------------------
 
     def end(self, how: str = "finished") -> None:
-        """End the federation; ``how`` is ``"finished"``, or the class of what was raised."""
+        """End the federation; ``how`` is ``"finished"`` or the class of an exception."""
         self.run.rounds[0] = self.round_ + 1
         for engine in self._clients.values():
             engine.rounds_end()
         self.engine.end(how)
         for engine in self._clients.values():
-            for remove in (one for channel in engine.channels for one in channel.removers):
-                remove()
+            for channel in engine.channels:
+                for remove in channel.removers:
+                    remove()
             assert engine.report is not None
             try:
                 engine.report.cards.close()
@@ -484,13 +484,13 @@ class RoundObserver:
     # ---- names ------------------------------------------------------------------------------
 
     def headlines(self) -> list[str]:
-        """Return the log names of each family's worst, and of the values it is taken from."""
+        """Return the log names of each family's worst, and of the values that it is taken from."""
         results = self.engine.results
         worst = [f"{core.WORST}/{family}" for family in results.families]
         return worst + [n for family in results.families for n in results.headlines(family)]
 
     def never_judged(self, name: str) -> str | None:
-        """Return why no update can ever be judged by a value's log name; None where one can."""
+        """Return why a gate on this log name could judge no update; None if it could."""
         return core.why_never_judged(self.engine, name, fresh=self.settings.fresh)
 
 
@@ -500,7 +500,7 @@ def _in_rounds(engine: core.Engine) -> list[core.Channel]:
 
 
 def _state_of(engine: core.Engine) -> dict[str, Any]:
-    """Return what one look adds to: results, and the games that rates are pooled over."""
+    """Return the state that a look changes: results, and the games that rates are pooled over."""
     states = [copy.deepcopy(channel.state_dict()) for channel in _in_rounds(engine)]
     assert engine.fit is not None
     controls = engine.fit.controls.state()

@@ -1,4 +1,4 @@
-"""What leaves a client in a round, and what does not: gated and defended before it leaves."""
+"""A client's outgoing updates, which are attacked, gated and defended before they leave."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_fedleak.federation.round_look import RoundLook
 from lightning_fedleak.federation.updates import State, UpdateError, difference, moved
 
 Training = Callable[[], tuple[State, Sequence[Any]]]
-"""Returns what a client has made of a model, and the batches that it was trained on."""
+"""Returns the state that a client has trained, and the batches of its local steps."""
 
 log = logging.getLogger(__name__)
 
 _NEXT = "next_look"
 _STRENGTH = ("leave", "warn", "harden", "withhold", "raise")
-"""What is done with an update; the strongest of several gates counts."""
+"""The decisions on an update, from the weakest to the strongest; of several gates it counts."""
 
 TELLS = (
     "that this client withholds tells the server one bit about its data: the update was above the "
@@ -42,15 +42,15 @@ DILUTES = (
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves a client in a round.
+    """The reply of a client in a round.
 
     Attributes:
-        state: what is returned to the server, by the names that were sent; None where nothing is.
-        withheld: the client's update did not leave.
-        events: of the gates that acted.
-        look: at what would have left; None where the update could not be read at all, or
-            ``max_overhead`` let none be made.
-        answer: what the server may be told where nothing leaves.
+        state: the state that is returned to the server, by the sent names; None if nothing leaves.
+        withheld: whether the client's update is withheld.
+        events: the events of the gates that acted.
+        look: the look at the update; None if the update could not be read, or ``max_overhead``
+            allowed no look.
+        answer: the message to the server if nothing leaves.
     """
 
     state: dict[str, Tensor] | None
@@ -61,43 +61,43 @@ class Leaving:
 
 
 class OutgoingUpdates:
-    """One client's way out: each round's update is defended, attacked, and gated before it leaves.
+    """The updates that leave one client. Each is defended, attacked, and gated before it leaves.
 
-    With a :class:`ClientDP` of local trust, or under secure aggregation, what is attacked is a
-    *rehearsal*: the clipped update with noise from the same distribution. What leaves has other
-    noise. So the account of the release also covers the decision to withhold, which depends on the
-    data and on noise that nobody sees. It does not cover why noise was turned up
-    (``action="harden"``), nor the logs.
+    With a :class:`ClientDP` of local trust, or under secure aggregation, attacks read a
+    *rehearsal*: the clipped update with noise from the same distribution. The released update has
+    independent noise. So the account of the release also covers the decision to withhold, which
+    depends on the data and on noise that nobody sees. It covers neither the decision to increase
+    the noise (``action="harden"``) nor the logs.
 
     A :class:`~lightning_fedleak.GradientCompression` among the observer's ``defenses`` acts last,
-    with a memory of this client's own. With error feedback a look is at the update before it, all
-    of which leaves in time. What is withheld is not remembered.
+    with this client's own error memory. With error feedback attacks read the update before
+    compression, because all of it leaves over time. A withheld update is not added to the memory.
 
-    Under a secure aggregation the server sees nothing but the sum. So a withheld update, or one
-    that cannot be read, leaves as zero, masked like every other: nobody is told which client
-    withheld, and the aggregation loses none.
+    Under a secure aggregation the server sees only the sum. So a withheld update, or one that
+    cannot be read, leaves as zero, masked like every other update: the server does not see which
+    client withheld, and no client is missing in the aggregation.
 
     Args:
-        observer: of this client; ``side="client"``.
-        gates: in the order in which they judge.
-        dp: this client's own. With central trust the server clips and noises, and nothing is done
-            here.
-        client: its name in the logs.
-        secure_aggregation: what leaves is masked, so that the server sees the sum of all clients
-            alone.
-        zero: a withheld update leaves as zero though the server sees it, where an engine's round
-            would not survive a client that sends nothing.
+        observer: the observer of this client, with ``side="client"``.
+        gates: the gates, in the order in which they judge.
+        dp: the :class:`ClientDP` of this client. With central trust the server clips and adds
+            noise, and the client does neither.
+        client: the client's name in the logs.
+        secure_aggregation: whether updates are masked, so that the server sees only the sum of all
+            clients.
+        zero: whether a withheld update leaves as zero, in the server's sight. It is for engines
+            whose rounds fail if a client sends nothing.
 
     Attributes:
-        dp: adds this client's own noise; None where it adds none.
-        compression: of what leaves; None without one.
-        unknown: by gate, how many values in a row were unknown so far.
-        unread: by gate, the round whose update left while nothing could be read yet.
+        dp: the ClientDP that adds this client's noise; None if it adds none.
+        compression: the compression of updates; None without one.
+        unknown: the number of unknown values in a row so far, by gate.
+        unread: the round whose update left while nothing could be read yet, by gate.
 
     Raises:
-        ValueError: gates that watch what is not logged, two of one name, or one that hardens
-            without noise that can be turned up.
-        DefenseError: a compression whose noise would come after it, or be of a sum.
+        ValueError: a gate watches a value that is not logged, two gates have one name, or a gate
+            hardens and no noise can be increased.
+        DefenseError: a compression would act before the noise, or on a sum.
     """
 
     def __init__(
@@ -151,22 +151,22 @@ class OutgoingUpdates:
         utility: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> Leaving:
-        """Return what may leave of a round.
+        """Return the part of a round's result that may leave.
 
-        With a gate every round is looked at; without one as often as the observer's
-        ``max_overhead`` lets it.
+        With a gate there is a look in every round, otherwise as often as the observer's
+        ``max_overhead`` allows.
 
         Args:
-            round_: its number.
-            sent: what this client got.
-            returned: what it has made of it.
-            batches: that it was trained on.
+            round_: the number of the round.
+            sent: the state that this client got.
+            returned: the state that it has trained.
+            batches: the batches of its local steps.
             utility: further values of this round for the logs.
-            seconds: that the round took to train, for ``max_overhead``.
+            seconds: the duration of the round's training, for ``max_overhead``.
 
         Raises:
             LeakageLimitExceeded: a gate with ``action="raise"`` acted.
-            UpdateError: what was sent is not of the observer's model.
+            UpdateError: the sent state does not fit the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
         observer = self.observer
@@ -177,7 +177,7 @@ class OutgoingUpdates:
         except UpdateError as error:
             return self._withhold(sent, shared, str(error))
         if self.dp is None:
-            update = {}  # it was to be checked; a look makes its own
+            update = {}  # only the check was needed: a look computes its own difference
 
         def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
             state = self._release(sent, returned, update, shared)
@@ -207,7 +207,7 @@ class OutgoingUpdates:
             return leave(None)
         try:
             look, events, action = self._judge(look_once)
-        except Exception as error:  # which the client's data may have provoked
+        except Exception as error:  # the client's data may have caused it
             why = f"the look failed: {engine.reason(error)}"
             if self.gates:
                 return self._withhold(sent, shared, why)
@@ -228,25 +228,25 @@ class OutgoingUpdates:
     def answer(
         self, round_: int, sent: State, train: Training, start: float | None = None
     ) -> Leaving:
-        """Return what may leave of a round that another engine trains, whatever happens in it.
+        """Return the part of a round's result that may leave, also if the training fails.
 
-        Where the training fails under a ClientDP whose noise this client adds, zero leaves with the
-        same noise, so that a failure that data provoked stays hidden.
+        If it fails under a ClientDP whose noise this client adds, zero leaves with the same noise.
+        So a failure that the data caused stays hidden.
 
         Args:
-            round_: its number.
-            sent: what this client got.
-            train: returns what the client has made of it, and the batches that it was trained on.
-            start: of the training, by ``time.perf_counter``; None: now.
+            round_: the number of the round.
+            sent: the state that this client got.
+            train: a function that returns the trained state, and the batches of the local steps.
+            start: the start of the training by ``time.perf_counter``; None for now.
 
         Raises:
-            UpdateError: what was sent is not of the observer's model.
+            UpdateError: the sent state does not fit the observer's model.
             BudgetSpent: one more release would cost more than the client's budget.
         """
         start = time.perf_counter() if start is None else start
         try:
             returned, batches = train()
-        except Exception as error:  # whose words, of private text perhaps, are not to be sent
+        except Exception as error:  # its message may quote private text, and is not sent
             answer = f"training failed: {engine.reason(error)}"
             why = str(error) if isinstance(error, UpdateError) else answer
             trace = "".join(traceback.format_tb(error.__traceback__))
@@ -263,7 +263,7 @@ class OutgoingUpdates:
             return Leaving(None, True, (), None, "a gate ended this client's round")
 
     def _begin_round(self, round_: int, sent: State) -> dict[str, Tensor]:
-        """Begin the round; return what is trained of what was sent."""
+        """Begin the round, and return the trained tensors that were sent."""
         self.observer.begin(round_, sent)
         shared = {name: sent[name] for name in self.observer.trained_names()}
         if self.dp is not None:
@@ -280,9 +280,9 @@ class OutgoingUpdates:
     def _judge(
         self, look_once: Callable[[], RoundLook]
     ) -> tuple[RoundLook, list[engine.GateEvent], str]:
-        """Return a look at the update, the gates that act on it, and what is done.
+        """Return a look at the update, the events of the gates that act on it, and the decision.
 
-        The noise is turned up, and the update looked at again, as long as a gate asks for that.
+        The noise is increased, and the update looked at again, as long as a gate asks for that.
         """
         while True:
             look = look_once()
@@ -291,9 +291,9 @@ class OutgoingUpdates:
             action = max(["leave", *actions], key=_STRENGTH.index)
             if action != "harden":
                 return look, events, action
-            known = not any(math.isnan(event.value) for event in events)
-            change = self.dp.harden() if known and self.dp is not None else None
-            if change is None:  # nothing is left to be turned up, or no noise would help
+            is_known = not any(math.isnan(event.value) for event in events)
+            change = self.dp.harden() if is_known and self.dp is not None else None
+            if change is None:  # the noise is at its limit, or more noise would not help
                 return look, events, "withhold"
             for event in events:
                 self.observer.engine.record_decision(
@@ -302,7 +302,7 @@ class OutgoingUpdates:
             self.observer.forget(look)
 
     def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
-        """Return what a gate measured where it acts, with its patience counted; else None."""
+        """Return the event of a gate that acts, and count its patience; None if it does not act."""
         event = gate.read(look)
         if math.isnan(event.value):
             if self._leaves_unread(gate, look):
@@ -313,12 +313,12 @@ class OutgoingUpdates:
         return event if event.value > gate.at_most else None
 
     def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
-        """Return whether the update may leave unjudged, once: nothing can be read of it yet."""
+        """Return whether the update may leave without a decision: once, if it is unreadable yet."""
         is_first = self.unread.get(gate.name, look.round_) == look.round_
         return is_first and gate.why_not_yet(look) is not None
 
     def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
-        """Write a look and what the gates did; announce it once."""
+        """Log a look and the decisions of the gates; announce the strongest."""
         record = self.observer.engine.record_decision
         for gate in self.gates if action not in ("withhold", "raise") else ():
             event = gate.read(look)
@@ -345,12 +345,12 @@ class OutgoingUpdates:
             message += f"\n  Note: {TELLS}." + (f"\n  Note: {DILUTES}." if self.zero else "")
         engine.announce(message)
 
-    # ---- what leaves ------------------------------------------------------------------------
+    # ---- the returned state -----------------------------------------------------------------
 
     def _release(
         self, sent: State, returned: State, update: Mapping[str, Tensor] | None, shared: State
     ) -> dict[str, Tensor]:
-        """Return what leaves where no gate withholds it: noised, then compressed, if at all."""
+        """Return the state that leaves if no gate withholds it: noised, then compressed."""
         if self.dp is not None:
             returned = moved(sent, self.dp.privatized(update, shared))
         if self.compression is not None:
@@ -359,7 +359,7 @@ class OutgoingUpdates:
         return {n: t.detach().clone() for n, t in returned.items()}
 
     def _zero(self, sent: State, shared: State) -> dict[str, Tensor] | None:
-        """Return what leaves in place of a withheld update; None where nothing leaves."""
+        """Return the state that leaves in place of a withheld update; None if nothing leaves."""
         if self.dp is not None:
             return self._release(sent, sent, None, shared)
         if self.secure_aggregation or self.zero:
@@ -384,10 +384,10 @@ class OutgoingUpdates:
         self._announce(f"the update of round {round_} did not leave: {why}")
         return Leaving(self._zero(sent, shared), True, (), None)
 
-    # ---- what a client's next process continues with ----------------------------------------
+    # ---- state for a client's next process --------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Return what this client's next process goes on with: see :meth:`recall`."""
+        """Return the state that :meth:`recall` loads in this client's next process."""
         memory = {f"gate/{gate.name}": self.unknown.get(gate.name, 0) for gate in self.gates}
         memory |= {f"unread/{name}": round_ for name, round_ in self.unread.items()}
         if self.client in self.observer.next_look:
@@ -395,20 +395,21 @@ class OutgoingUpdates:
         return memory
 
     def recall(self, memory: Mapping[str, int] | None) -> None:
-        """Take up what an earlier process of this client has noted.
+        """Load the state of an earlier process of this client.
 
-        That is how often a gate has let unknown pass, and when the next look is due.
+        It holds the number of unknown values that each gate let pass, and the round of the next
+        look.
 
         Args:
-            memory: from :meth:`memory`; None in a client's first process.
+            memory: the state from :meth:`memory`; None in a client's first process.
         """
-        for key, number in (memory or {}).items():
-            kind, _, name = key.partition("/")
-            counts = {"gate": self.unknown, "unread": self.unread}.get(kind)
+        for key, value in (memory or {}).items():
+            prefix, _, name = key.partition("/")
+            counts = {"gate": self.unknown, "unread": self.unread}.get(prefix)
             if counts is not None:
-                counts[name] = int(number)
+                counts[name] = int(value)
             elif key == _NEXT:
-                self.observer.next_look[self.client] = int(number)
+                self.observer.next_look[self.client] = int(value)
 
 
 def _copy_compression(observer: RoundObserver, dp: ClientDP | None) -> GradientCompression | None:

@@ -1,4 +1,4 @@
-"""What was read in one round: off a client's update, or off the model that it was sent."""
+"""The result of the attacks on one client's update in one round."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from lightning_fedleak.federation.client_engine import ClientEngine
 
 @dataclass(frozen=True)
 class RoundLook:
-    """What was read off one client's update in one round.
+    """The results of the attacks on one client's update in one round.
 
     Attributes:
-        round_: number of the round.
-        client: whose update it was; :data:`SUM` for that of all together.
-        values: by log name, rates of games pooled over the client's rounds; NaN is unknown, and
-            what is waited for is missing.
-        now: the same of this round alone.
-        unknown: why results are unknown, by the log name that their values begin with.
-        not_yet: why nothing can be read so far, by that name, and by the family's worst.
-        too_few: why this round has too few candidates for a decision, by that name.
-        seconds: that the look took, and in its round that at the model that was sent.
-        look: with its clock.
-        engine: of the client.
-        outcomes: by series.
-        before: state of results and channels before this look was counted; empty where it was not.
+        round_: the number of the round.
+        client: the client; :data:`SUM` for the sum of all clients' updates.
+        values: the values by log name. Rates of games are pooled over the client's rounds. NaN is
+            unknown, and pending values are missing.
+        now: the same values of only this round.
+        unknown: the reasons of unknown results, by the start of their log names.
+        not_yet: the reasons why nothing can be read yet, by the same names and the family's worst.
+        too_few: the reasons why this round has too few candidates for a decision, by the same
+            names.
+        seconds: the duration of the look. At the first look of a round that includes adapting the
+            attacks to the model that was sent.
+        look: the look of the engine, with its clock.
+        engine: the engine of the client.
+        outcomes: the outcomes by series.
+        before: the state of results and channels before this look was counted; empty if it was not
+            counted.
+        utility: further values, by name.
     """
 
     round_: int
@@ -56,14 +60,14 @@ def read_look(
     *,
     scored: bool,
 ) -> RoundLook:
-    """Return what users see of a look, and count it where it was scored.
+    """Return the user's view of a look, and count the look if it was scored.
 
     Args:
-        look: with its clock.
-        engine: of the client.
-        outcomes: by series.
-        client: whose round it was.
-        before: state of the engine's results.
+        look: the look of the engine, with its clock.
+        engine: the engine of the client.
+        outcomes: the outcomes by series.
+        client: the client.
+        before: the state of the engine's results before the look.
         utility: further values, by name.
         scored: whether the truth is known.
     """
@@ -99,7 +103,7 @@ def failed_look(
     why: str,
     utility: Mapping[str, float],
 ) -> RoundLook:
-    """Return a look of which every result is unknown, without a function that may have failed."""
+    """Return a look whose results are all unknown, and call nothing that may have failed."""
     results = engine.results
     names = {series.log_name for series in results.playing}
     metrics = [f"{s.log_name}/{m}" for s in results.playing for m in engine.series[s].metrics_of(s)]
@@ -121,9 +125,10 @@ def failed_look(
 def _not_yet(
     outcomes: Mapping[Series, Outcome], channels: Mapping[Series, Channel]
 ) -> dict[str, str]:
-    """Return why results wait, and why the worst of a family waits if all else in it is known.
+    """Return why results are pending, and why the worst of a family is if nothing else fails.
 
-    Games that still need candidate texts are excluded: their result could be had at once.
+    Games that still need candidate texts are excluded: more texts in this round would give them a
+    result.
     """
     reasons = {
         series.log_name: outcome.pending
@@ -140,7 +145,7 @@ def _not_yet(
 
 
 def _facts(outcomes: Mapping[Series, Outcome]) -> dict[str, float]:
-    """Return what is logged where the truth is not known: no rate, not even an unknown one."""
+    """Return the values that are logged without the truth: certificates, and no rates."""
     values = {f"{series.log_name}/exposed": float(o.exposed) for series, o in outcomes.items()}
     for series, outcome in outcomes.items():
         known = ((name, value) for name, value in outcome.extra.items() if not math.isnan(value))

@@ -1,9 +1,9 @@
 """Computes and checks the update that a client of a round shares.
 
 An update is the difference of two state dicts. It needs neither Flower nor another engine:
-functions take what was *sent* to a client and what it *returned*, two mappings from names to
-tensors, which an engine's arrays are read as. They hold a whole model, or the part that is trained
-(a PEFT adapter's state, say).
+functions take the state that was *sent* to a client and the state that it *returned*, two mappings
+from names to tensors. They hold a whole model or only its trained parameters, for example the state
+of a PEFT adapter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Update = Mapping[str, Tensor]
 
 C = TypeVar("C")
 
-_MOST_NAMES = 3  # names that a message lists; not tuned
+_MAX_NAMES = 3  # so many names fit into one line of a message
 
 
 def observe(
@@ -46,28 +46,28 @@ def observe(
     fresh: bool = True,
     noise_std: float = 0.0,
 ) -> UpdateSnapshot:
-    """Return what a server sees of a client's round, as attacks read it.
+    """Return the update of a client's round, as attacks read it.
 
     Args:
-        sent: what the client got.
-        returned: what it gave back, with the same names, shapes and dtypes.
-        optimizer: of the class and with the settings that the server prescribed. Its learning rate
-            is what the update is divided by; it is never stepped.
-        local_steps: optimizer steps of the round.
-        trained: names of what the optimizer owns; everything else must come back as it was sent.
-            None: all floating-point tensors.
-        learning_rate: the mean over the local steps, where a schedule changes it within a round.
-        round_: number of the round, from 0: the snapshot's ``step``.
-        stage: where the update was seen.
+        sent: the state that the client got.
+        returned: the state that it returned, with the same names, shapes and dtypes.
+        optimizer: an optimizer of the class and with the settings that the server prescribed. The
+            update is divided by its learning rate; it is never stepped.
+        local_steps: the number of optimizer steps in the round.
+        trained: the names of the trained tensors. All others must be returned unchanged. None
+            stands for all floating-point tensors.
+        learning_rate: the mean over the local steps, if a schedule changes it within a round.
+        round_: the number of the round, from 0: the snapshot's ``step``.
+        stage: the stage at which the update was seen.
         fresh: whether the optimizer began the round without state of earlier rounds.
-        noise_std: standard deviation of the noise that a defence is known to have added to each
-            number of ``returned``.
+        noise_std: the standard deviation of the known noise of a defence on each entry of
+            ``returned``.
 
     Returns:
         ``(sent - returned) / learning_rate`` by name, float32 (float64 where that was sent).
 
     Raises:
-        UpdateError: no update can be read from these two, and why.
+        UpdateError: no update can be read from the two states. The message says why.
         NotYet: the learning rate is 0, and nothing was changed.
     """
     check_integer("local_steps", local_steps, error=UpdateError)
@@ -101,20 +101,20 @@ def observe(
 def difference(
     sent: State, returned: State, *, trained: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Return ``returned - sent`` of what is trained, in float32 (float64 where that was sent).
+    """Return ``returned - sent`` of the trained tensors, in float32 (float64 if sent in that).
 
     Args:
-        sent: what the client got.
-        returned: what it gave back.
-        trained: see :func:`observe`.
+        sent: the state that the client got.
+        returned: the state that it returned.
+        trained: the names of the trained tensors, see :func:`observe`.
 
     Raises:
-        UpdateError: other names, shapes or dtypes than were sent, NaN or infinity, a change of
-            something that is not trained.
+        UpdateError: names, shapes or dtypes differ, a tensor holds NaN or infinity, or a tensor
+            that is not trained was changed.
     """
     _check_names(sent, returned)
     floats = (n for n, t in sent.items() if t.is_floating_point())
-    owned = set(floats if trained is None else trained)
+    trained_names = set(floats if trained is None else trained)
     change: dict[str, Tensor] = {}
     for name, before in sent.items():
         after = returned[name]
@@ -124,7 +124,7 @@ def difference(
                 "what is trained in the shape and dtype in which it was sent"
             )
         before, after = before.detach(), after.detach().to(before.device)
-        if name not in owned:
+        if name not in trained_names:
             if not torch.equal(before, after) and not _is_equal_with_nan(before, after):
                 raise UpdateError(
                     f"'{name}' is not trained in this federation, and came back changed: do not "
@@ -140,14 +140,14 @@ def difference(
 
 
 def moved(sent: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state that was sent with an update added, each tensor in its dtype.
+    """Return the sum of a sent state and an update, each tensor in its sent dtype.
 
     Args:
-        sent: what the client got.
-        update: what is added, by name; other tensors are copied.
+        sent: the state that the client got.
+        update: the update by name; tensors without one are copied.
 
     Raises:
-        UpdateError: the update names something that was not sent.
+        UpdateError: a name of the update was not sent.
     """
     unknown = [n for n in update if n not in sent]
     if unknown:
@@ -164,11 +164,11 @@ def read_state(arrays: Mapping[str, object], before: State | None = None) -> dic
     """Return the state that arrays in numpy or torch hold.
 
     Args:
-        arrays: by name.
-        before: the state that they are the difference to; None where they are the whole state.
+        arrays: the arrays by name.
+        before: the state to which they are the difference; None if they are the state itself.
 
     Raises:
-        UpdateError: the difference names something that ``before`` does not hold.
+        UpdateError: a name of the difference is not in ``before``.
     """
     tensors = {name: torch.as_tensor(value) for name, value in arrays.items()}
     return tensors if before is None else moved(before, tensors)
@@ -193,7 +193,7 @@ def joint_norm(update: Mapping[str, Tensor]) -> float:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trained parameters, each once: what a client has to share."""
+    """Return copies of the trained parameters, tied ones only once: what a client has to share."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -222,25 +222,25 @@ def parameter_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[str, str]:
-    """Load what is sent into a model, and return the name that was sent of each parameter.
+    """Load a sent state into a model, and return the sent name of each parameter.
 
     Args:
-        model: the model; everything that it trains must be sent.
-        names: of its parameters, see :func:`parameter_names`.
-        sent: what clients get.
+        model: the model. All of its trained parameters must be sent.
+        names: the names of its parameters, see :func:`parameter_names`.
+        sent: the state that clients get.
 
     Raises:
-        UpdateError: other names or shapes than the model's, or values that it cannot hold.
+        UpdateError: names or shapes differ from the model's, or its dtypes cannot hold the values.
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))
     keys = {names[n]: n for n in sent if n in names}
     unknown = [n for n in sent if n not in names and n not in buffers]
-    absent = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
-    if unknown or absent:
+    missing = [n for n, p in parameters.items() if p.requires_grad and n not in keys]
+    if unknown or missing:
         raise UpdateError(
             f"the observer's {type(model).__name__} is not set up as the clients' models are: "
-            f"'{[*unknown, *absent][0]}' is {'sent' if unknown else 'trained'} and not "
+            f"'{[*unknown, *missing][0]}' is {'sent' if unknown else 'trained'} and not "
             f"{'a parameter of it' if unknown else 'sent'}"
         )
     for name, tensor in sent.items():
@@ -256,10 +256,10 @@ def load_sent(model: nn.Module, names: Mapping[str, str], sent: State) -> dict[s
     return keys
 
 
-def equal_states(one: State, other: State) -> bool:
+def equal_states(a: State, b: State) -> bool:
     """Return whether two states hold the same names and values."""
-    return one.keys() == other.keys() and all(
-        t is other[n] or torch.equal(t.to(other[n].device), other[n]) for n, t in one.items()
+    return a.keys() == b.keys() and all(
+        t is b[n] or torch.equal(t.to(b[n].device), b[n]) for n, t in a.items()
     )
 
 
@@ -290,42 +290,42 @@ def _form(tensor: Tensor) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    listed = ", ".join(f"'{n}'" for n in names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{listed} and {more} more" if more > 0 else listed
+    listed = ", ".join(f"'{n}'" for n in names[:_MAX_NAMES])
+    n_further = len(names) - _MAX_NAMES
+    return f"{listed} and {n_further} more" if n_further > 0 else listed
 
 
 def clipped(update: Update, clip: float, like: Update) -> dict[str, Tensor]:
-    """Return an update in float64 whose joint 2-norm is at most ``clip``.
+    """Return an update in float64, clipped to a joint 2-norm of at most ``clip``.
 
     Args:
-        update: by name.
-        clip: positive.
-        like: names and shapes that it must have.
+        update: the update by name.
+        clip: the clip norm, which is positive.
+        like: tensors with the names and shapes that the update must have.
 
     Raises:
-        UpdateError: other names or shapes, or a norm that is not finite.
+        UpdateError: names or shapes differ, or the norm is not finite.
     """
-    different = sorted(update.keys() ^ like.keys())
-    different += [n for n, t in update.items() if n in like and t.shape != like[n].shape]
-    if different:
-        raise UpdateError(f"'{different[0]}' has another name or shape than what is shared")
+    mismatches = sorted(update.keys() ^ like.keys())
+    mismatches += [n for n, t in update.items() if n in like and t.shape != like[n].shape]
+    if mismatches:
+        raise UpdateError(f"'{mismatches[0]}' has another name or shape than what is shared")
     norm = joint_norm(update)
     if not math.isfinite(norm):
         raise UpdateError("the update holds NaN or infinity, or numbers whose squares overflow")
-    # Rounding of the norm and of the products stays below this.
+    # Rounding errors of the norm and of the products are below 1e-12.
     scale = 1.0 if norm <= clip * (1 - 1e-12) else clip / norm * (1 - 1e-12)
     return {n: update[n].detach().double() * scale for n in like}
 
 
 @dataclass(frozen=True)
 class Release:
-    """What a round of client-level DP gives to the next model.
+    """The result of a round of client-level DP.
 
     Attributes:
-        update: mean of the clients' clipped updates with noise, by name, in the dtype of ``like``.
-        zeros: why clients counted as zero, by client. A fact about them that no noise hides: it is
-            the trusted server's, and not to be published.
+        update: the noised mean of the clients' clipped updates, by name, in the dtype of ``like``.
+        zeros: the reason for each client that counted as zero. No noise hides it, so the trusted
+            server must not publish it.
     """
 
     update: dict[str, Tensor]
@@ -333,20 +333,19 @@ class Release:
 
 
 class UpdateSum(Generic[C]):
-    """Adds up the clipped updates of a round one by one, so that one alone is in memory.
+    """Sums the clipped updates of a round, with one update at a time in memory.
 
     :meth:`~lightning_fedleak.federation.ClientDP.begin` makes it.
 
     Args:
-        clients: that were drawn.
-        like: names, shapes and dtypes of what is shared.
-        clip: largest norm of an update.
-        release: returns the noised mean of the sum, and accounts for it.
+        clients: the sampled clients of the round.
+        like: tensors with the names, shapes and dtypes of what is shared.
+        clip: the largest norm of an update.
+        release: a function that returns the noised mean of the sum, and accounts for it.
 
     Attributes:
         total: the sum so far, by name.
-        zeros: why clients count as zero so far, by client, at first all of them; an engine may say
-            more.
+        zeros: the reason for each client that counts as zero so far; at first for all of them.
     """
 
     def __init__(
@@ -363,11 +362,11 @@ class UpdateSum(Generic[C]):
         self._release = release
 
     def add(self, client: C, update: Update) -> None:
-        """Clip and add the update of a client; one that cannot be read counts as zero.
+        """Clip and add the update of a client; an update that cannot be read counts as zero.
 
         Raises:
-            UpdateError: the client was not drawn, or has sent an update before: two of one client
-                would move the sum by twice what is accounted.
+            UpdateError: the client was not sampled, or has sent an update before: two updates of a
+                client would change the sum by twice the accounted sensitivity.
         """
         if client not in self._waiting:
             raise UpdateError(
@@ -375,19 +374,19 @@ class UpdateSum(Generic[C]):
             )
         self._waiting.remove(client)
         try:
-            part = clipped(update, self.clip, self.like)
+            clipped_update = clipped(update, self.clip, self.like)
         except UpdateError as error:
             self.zeros[client] = str(error)
             return
         del self.zeros[client]
-        for name, tensor in part.items():
+        for name, tensor in clipped_update.items():
             self.total[name] += tensor.to(self.total[name].device)
 
     def add_returned(self, client: C, sent: State, returned: State) -> None:
-        """Add what a client made of what it was sent; zero where that cannot be read.
+        """Add the update between a sent and a returned state; zero if it cannot be read.
 
         Raises:
-            UpdateError: as :meth:`add`.
+            UpdateError: the same as in :meth:`add`.
         """
         try:
             update = difference(sent, returned, trained=self.like)

@@ -23,7 +23,7 @@ _SUPPORTED = (
 class DefendedStrategy(EitherStrategy):
     """A strategy in which defences act before an update leaves the client.
 
-    An optimizer step has three places, with the names of
+    An optimizer step has three stages, with the names of
     :class:`~lightning_fedleak.model.snapshots.Stage`:
 
     - ``client="rank"``, one device. *local* is the gradient after backward, accumulation and
@@ -52,9 +52,9 @@ class DefendedStrategy(EitherStrategy):
     own parameters, so a clip bounds each by itself. Without defences training is bit-identical to
     the plain strategy's.
 
-    A name is resolved when the Trainer takes the strategy, ``"auto"`` as the Trainer itself would.
-    From then on the object is also one of that strategy's class, an instance of ``DDPStrategy``
-    say: of ``lightning`` or of ``pytorch_lightning``, as the Trainer is.
+    A name is resolved when the Trainer takes the strategy; ``"auto"`` is resolved as by the
+    Trainer. From then on the object is also an instance of that strategy's class, for example of
+    ``DDPStrategy``, from the Trainer's package (``lightning`` or ``pytorch_lightning``).
 
     Examples:
         >>> import lightning as L
@@ -73,15 +73,15 @@ class DefendedStrategy(EitherStrategy):
 
     Args:
         strategy: a name or an instance, which is wrapped. Use the instance nowhere else.
-        defenses: act in this order.
-        client: ``"rank"``: each process is one. ``"world"``: all of them together.
+        defenses: the defences, in the order in which they act.
+        client: ``"rank"`` if each process is a client, ``"world"`` if all together are one client.
 
     Raises:
-        DefenseError: a strategy that is not supported, an instance of the other package than the
-            Trainer's, or defences that do not fit the strategy. Some of it is known only when a
-            Trainer has the strategy, or at ``trainer.fit``.
-        StepError: at ``trainer.fit``, an optimizer without one moment between its gradients and its
-            update (LBFGS, or a fused one under a GradScaler).
+        DefenseError: the strategy is not supported, is not from the Trainer's package, or does not
+            fit the defences. Some errors are raised only when a Trainer takes the strategy, or at
+            ``trainer.fit``.
+        StepError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
+            update (LBFGS, or a fused optimizer under a GradScaler).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DefendedStrategy(EitherStrategy):
         if strategy not in _RESOLVED_HERE:
             _registries(strategy)
         self._fedleak_name = strategy
-        # What the Trainer fills in before it calls `_configure_launcher`.
+        # The Trainer sets these attributes before it calls `_configure_launcher`.
         self.cluster_environment: Any = None
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
@@ -118,7 +118,7 @@ class DefendedStrategy(EitherStrategy):
     def separates_stages(self) -> bool:
         """Return whether ``p.grad`` shows local and shared, and taps are called for them.
 
-        False only where DDP reduces inside backward while each rank is a client of its own.
+        It is False only if DDP reduces inside backward and each rank is a client.
         """
         if type(self) is DefendedStrategy:
             _not_attached()
@@ -127,10 +127,10 @@ class DefendedStrategy(EitherStrategy):
     def add_tap(self, fn: Tap) -> Callable[[], None]:
         """Call ``fn(stage, optimizer)`` while ``p.grad`` holds that stage's gradient.
 
-        In every optimizer step, for local, shared and aggregate in this order where
-        ``separates_stages`` is True, for aggregate alone where it is False. ``fn`` runs without
-        autograd and must not write to ``p.grad``; the optimizer is the torch one. Nothing is
-        copied for it. Taps end with the fit (at teardown).
+        It is called in every optimizer step, for local, shared and aggregate in this order if
+        ``separates_stages`` is True, and only for aggregate otherwise. ``fn`` runs without autograd
+        and must not write to ``p.grad``, which is no copy. The optimizer is the torch optimizer.
+        Taps end with the fit (at teardown).
 
         Returns:
             A function that removes the tap; may be called twice.
@@ -140,9 +140,10 @@ class DefendedStrategy(EitherStrategy):
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
         """Call ``fn(defense, parameters, context)`` right before each defence acts on gradients.
 
-        Between the taps of local and shared, for every optimizer step. ``p.grad`` is what the
-        defence is about to get and must not be written to; ``defense.on_canary`` with the same
-        arguments says what the defence would do to layers that are not there. Ends with the fit.
+        It is called between the taps of local and shared, in every optimizer step. ``p.grad`` is
+        the input of the defence and must not be written to. ``defense.on_canary`` with the same
+        arguments returns what the defence would do to canary layers, which the model does not have.
+        It ends with the fit.
 
         Returns:
             A function that removes ``fn``; may be called twice.
@@ -155,10 +156,8 @@ class DefendedStrategy(EitherStrategy):
         state = {**vars(inner), "_fedleak": self._fedleak}
         vars(self).clear()
         vars(self).update(state)
-        kind = type(inner)
-        self.__class__ = combined(
-            f"Defended{kind.__name__}", _seam_of(kind), kind, DefendedStrategy
-        )
+        cls = type(inner)
+        self.__class__ = combined(f"Defended{cls.__name__}", _seam_of(cls), cls, DefendedStrategy)
         assert isinstance(self, Seam)
         self._check_combination()
 
@@ -183,9 +182,7 @@ class DefendedStrategy(EitherStrategy):
         self._configure_launcher()
 
     def _resolve(self) -> Any:
-        """Return the named strategy of the Trainer's package; for ``"auto"`` the Trainer's
-        choice.
-        """
+        """Return the named strategy of the Trainer's package; for ``"auto"`` its default choice."""
         accelerator = self.accelerator
         if self._fedleak_name not in _RESOLVED_HERE:
             return _by_name(self._fedleak_name, accelerator)
@@ -196,13 +193,13 @@ class DefendedStrategy(EitherStrategy):
                 f"DefendedStrategy('{self._fedleak_name}') runs on CPU, CUDA and MPS, and not on "
                 f"the accelerator {type(accelerator).__name__}"
             )
-        single = len(devices) == 1 and self.num_nodes == 1
-        if self._fedleak_name == "single_device" and not single:
+        is_single = len(devices) == 1 and self.num_nodes == 1
+        if self._fedleak_name == "single_device" and not is_single:
             raise DefenseError(
                 f"DefendedStrategy('single_device') was given to a Trainer with {len(devices)} "
                 f"devices on {self.num_nodes} nodes. Pass DefendedStrategy('ddp', ...)."
             )
-        if single:
+        if is_single:
             return twin("strategies.SingleDeviceStrategy", accelerator)(device=devices[0])
         interactive = twin("trainer.connectors.accelerator_connector._IS_INTERACTIVE", accelerator)
         forks = interactive and self.num_nodes == 1
@@ -245,8 +242,8 @@ def _registries(name: str) -> list[Any]:
     """
     registries = []
     for registry in both("strategies.StrategyRegistry"):
-        kind = registry[name]["strategy"] if name in registry else object
-        if issubclass(kind, both("strategies.DDPStrategy")) and _supported(kind):
+        cls = registry[name]["strategy"] if name in registry else object
+        if issubclass(cls, both("strategies.DDPStrategy")) and _is_supported(cls):
             registries.append(registry)
     if not registries:
         raise DefenseError(f"DefendedStrategy: strategy={name!r} is not supported. {_SUPPORTED}")
@@ -263,22 +260,25 @@ def _by_name(name: str, accelerator: object) -> Any:
     return registry.get(name)
 
 
-def _supported(kind: type) -> bool:
-    """Return whether a class is supported; DeepSpeed's and XLA's derive from those that are."""
-    native = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-    foreign = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
-    return issubclass(kind, both(*(f"strategies.{name}" for name in native))) and not issubclass(
-        kind, both(*(f"strategies.{name}" for name in foreign))
+def _is_supported(cls: type) -> bool:
+    """Return whether a class is supported, or derives from a supported class.
+
+    The classes of DeepSpeed and XLA derive from supported ones, and are not supported.
+    """
+    supported = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+    unsupported = ("DeepSpeedStrategy", "single_xla.SingleDeviceXLAStrategy", "xla.XLAStrategy")
+    return issubclass(cls, both(*(f"strategies.{name}" for name in supported))) and not issubclass(
+        cls, both(*(f"strategies.{name}" for name in unsupported))
     )
 
 
 def _check_inner(inner: EitherStrategy) -> None:
-    kind = type(inner).__name__
+    name = type(inner).__name__
     if isinstance(inner, DefendedStrategy):
         raise DefenseError("DefendedStrategy: `strategy` is already defended: give it all defenses")
-    if not _supported(type(inner)):
-        raise DefenseError(f"DefendedStrategy: {kind} is not supported. {_SUPPORTED}")
+    if not _is_supported(type(inner)):
+        raise DefenseError(f"DefendedStrategy: {name} is not supported. {_SUPPORTED}")
     if inner._launcher is not None or inner._lightning_module is not None:
         raise DefenseError(
-            f"DefendedStrategy: this {kind} has been used by a Trainer; pass a new one"
+            f"DefendedStrategy: this {name} has been used by a Trainer; pass a new one"
         )

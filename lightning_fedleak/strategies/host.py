@@ -1,4 +1,4 @@
-"""Lightning's Trainer as defences know it."""
+"""Lightning's Trainer as a host of defences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class LightningHost(Host):
-    """A Lightning Trainer whose strategy is a defended one; see :class:`Host`.
+    """A Lightning Trainer with a defended strategy; see :class:`Host`.
 
     Args:
-        trainer: of the fit.
+        trainer: the Trainer of the fit.
     """
 
     name = "the Trainer"
@@ -43,7 +43,7 @@ class LightningHost(Host):
 
     @property
     def finds_learning_rate(self) -> bool:  # type: ignore[override]
-        """Return whether Lightning's learning rate finder is at work."""
+        """Return whether Lightning's learning rate finder is running."""
         return any(type(c).__name__ == "_LRCallback" for c in self._trainer.callbacks)
 
     def refusals(self) -> Mapping[str, object]:
@@ -66,7 +66,7 @@ class LightningHost(Host):
         }
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """Return the smaller of what ``max_epochs`` and ``max_steps`` allow."""
+        """Return the smaller of the step counts that ``max_epochs`` and ``max_steps`` allow."""
         trainer, limit = self._trainer, self._trainer.limit_train_batches
         per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
         epochs, steps = trainer.max_epochs, trainer.max_steps
@@ -85,14 +85,14 @@ class LightningHost(Host):
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward by the Trainer's precision, without the hooks, which are for a batch."""
+        """Run backward in the Trainer's precision, without its hooks, which are for a batch."""
         trainer = self._trainer
         trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
 
     def merged_logs(
         self, pieces: Sequence[Piece]
     ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:
-        """Return a context in which what the pieces log becomes values of the batch."""
+        """Return a context that merges the logged values of the pieces into those of the batch."""
         results = self._trainer._results
         return super().merged_logs(pieces) if results is None else _merged(results, pieces)
 
@@ -101,30 +101,30 @@ class LightningHost(Host):
 def _merged(
     results: Any, pieces: Sequence[Piece]
 ) -> Iterator[Callable[[Piece], AbstractContextManager[None]]]:
-    """Merge what the pieces log into values of the logical batch.
+    """Merge the logged values of the pieces into values of the logical batch.
 
     It yields a context manager to run each piece in. Lightning keeps the last value of a step, and
-    weighs those of an epoch by the batch's size. While a piece runs it is Lightning's batch. At the
-    end a step's value is that of all pieces by its ``reduce_fx``; of a torchmetrics metric it is
-    that of the last piece.
+    weights the values of an epoch by the batch size. While a piece runs, it is Lightning's batch.
+    At the end the value of a step is the reduction of all pieces by its ``reduce_fx``. For a
+    torchmetrics metric it is the value of the last piece.
     """
     sums: dict[str, tuple[Tensor, int]] = {}
-    counts = any(piece.rows for piece in pieces)
+    has_rows = any(piece.rows for piece in pieces)
     earlier_keys, batch = set(results), results.batch
 
-    def steps() -> dict[str, Any]:
+    def step_metrics() -> dict[str, Any]:
         return {k: m for k, m in results.items() if m.is_tensor and m.meta.on_step}
 
-    earlier = {key: metric._forward_cache for key, metric in steps().items()}
+    earlier = {key: metric._forward_cache for key, metric in step_metrics().items()}
 
     @contextmanager
     def logging(piece: Piece) -> Iterator[None]:
-        for metric in steps().values():
+        for metric in step_metrics().values():
             metric._forward_cache = None
         results.batch, results.batch_size = piece.batch, None
         yield
-        for key, metric in steps().items():
-            if metric._forward_cache is not None and (piece.rows or not counts):
+        for key, metric in step_metrics().items():
+            if metric._forward_cache is not None and (piece.rows or not has_rows):
                 value, rows = metric._forward_cache.detach(), piece.rows or 1
                 sums[key] = _reduced(metric.meta, sums.get(key), value, rows)
 
@@ -132,7 +132,7 @@ def _merged(
         yield logging
     finally:
         results.batch, results.batch_size = batch, None
-        for key, metric in steps().items():
+        for key, metric in step_metrics().items():
             if key in sums:
                 value, rows = sums[key]
                 metric._forward_cache = value / rows if metric.meta.is_mean_reduction else value
@@ -145,9 +145,9 @@ def _merged(
 def _reduced(
     meta: Any, earlier: tuple[Tensor, int] | None, value: Tensor, rows: int
 ) -> tuple[Tensor, int]:
-    """Return a value reduced with those of the pieces before, and the rows of all.
+    """Return the reduction of a value with those of earlier pieces, and the rows of all pieces.
 
-    A mean is returned times its rows.
+    A mean is returned as a sum over the rows.
     """
     if earlier is None:
         return value * rows if meta.is_mean_reduction else value.clone(), rows

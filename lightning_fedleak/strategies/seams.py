@@ -1,4 +1,4 @@
-"""How a defended strategy differs from the strategy it wraps."""
+"""The methods that a defended strategy overrides in the strategy that it wraps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as L
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-else:  # what stands before a strategy, or a launcher, of one package or the other
-    DDPStrategy = ModelParallelStrategy = Strategy = ABC  # in memory as strategies are
+else:  # at run time `combined` adds the class of one of the two packages as a second base
+    DDPStrategy = ModelParallelStrategy = Strategy = ABC  # its memory layout is that of strategies
     _MultiProcessingLauncher = object
 
 CHECKPOINT_KEY = "lightning_fedleak_defenses"
-"""Where a checkpoint keeps the defences' states, by defence name."""
+"""Key in a checkpoint of the states of the defences, by defence name."""
 _FITTING = "fit"
 
-# Settings of DistributedDataParallel that change how its reducer works, not what it computes.
+# Settings of DistributedDataParallel that do not change the result of its reducer.
 _REDUCER_SETTINGS = {
     "batched_grad_copy",
     "broadcast_buffers",
@@ -53,31 +53,31 @@ def combined(name: str, *bases: type) -> type:
     """Return a class of several bases, whose instances can be pickled (for DDP's spawn).
 
     Args:
-        name: of the class.
-        bases: in the order of the method resolution.
+        name: the name of the class.
+        bases: the bases, in the method resolution order.
     """
     return type(name, bases, {"__module__": __name__, "__reduce_ex__": _reduce})
 
 
 def _reduce(strategy: Any, _protocol: Any) -> tuple[Any, ...]:
-    kind = type(strategy)
-    return _rebuild, (kind.__name__, *kind.__bases__), strategy.__getstate__()
+    cls = type(strategy)
+    return _rebuild, (cls.__name__, *cls.__bases__), strategy.__getstate__()
 
 
 def _rebuild(name: str, *bases: type) -> Any:
-    kind: Any = combined(name, *bases)
-    return kind.__new__(kind)
+    cls: Any = combined(name, *bases)
+    return cls.__new__(cls)
 
 
-class _BringsBackStates(_MultiProcessingLauncher):
-    """Goes before Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+class _StateReturningLauncher(_MultiProcessingLauncher):
+    """Extends Lightning's launcher for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
 
     Lightning's launcher returns the trained weights to the main process, but not the releases that
-    the defences counted: these would begin again at zero in the next fit.
+    the defences counted: the count would begin again at zero in the next fit.
     """
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, object]:
-        """Return, in the first process after a fit, the defences' states too."""
+        """Return also the states of the defences, in the first process after a fit."""
         extra = super().get_extra_results(trainer)
         if trainer.state.fn == _FITTING:
             buffer = io.BytesIO()
@@ -86,7 +86,7 @@ class _BringsBackStates(_MultiProcessingLauncher):
         return extra
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
-        """Give each defence in the main process its state."""
+        """Load the states of the defences in the main process."""
         super().update_main_process_results(trainer, extra)
         if CHECKPOINT_KEY in extra:
             states = torch.load(io.BytesIO(extra[CHECKPOINT_KEY]), weights_only=True)
@@ -95,7 +95,7 @@ class _BringsBackStates(_MultiProcessingLauncher):
 
 
 class Seam(Strategy):
-    """Goes before the wrapped strategy in the method resolution order."""
+    """The base of a defended strategy before the wrapped one in the method resolution order."""
 
     _fedleak: UpdateRelease
 
@@ -124,7 +124,7 @@ class Seam(Strategy):
                 self._guard(optimizer)
 
     def _open(self, trainer: L.Trainer) -> None:
-        """Open the release once in a fit: at setup, or when a module asks for its loader before."""
+        """Open the release once in a fit: at setup, or earlier if a module uses its loader."""
         if self._fedleak.is_open:
             return
         assert self.lightning_module is not None
@@ -145,7 +145,7 @@ class Seam(Strategy):
         self._fedleak.open(context, lambda: trainer.global_step)
 
     def _process(self) -> int:
-        """Return which share of its one client's data this process holds."""
+        """Return the index of this process's share of the data, if all processes are one client."""
         return 0
 
     def _check_model(self, model: nn.Module) -> None:
@@ -177,7 +177,7 @@ class Seam(Strategy):
         return self._fedleak.training_step(run, *args)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Guard the optimizer too where it was set after setup."""
+        """Guard an optimizer that was set after setup, and step it."""
         if id(optimizer) not in self._fedleak.guarded:
             self._guard(optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
@@ -206,7 +206,7 @@ class Seam(Strategy):
 
 
 class DDPSeam(Seam, DDPStrategy):
-    """What a defended DDPStrategy does, where the stages depend on who is a client."""
+    """The seam of a DDPStrategy, whose stages depend on who is a client."""
 
     _fedleak_buffers_differ = False
 
@@ -231,9 +231,10 @@ class DDPSeam(Seam, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         launcher = twin("strategies.launchers._MultiProcessingLauncher", self)
-        brings_back: Any = combined("_BringsBackStates", _BringsBackStates, launcher)
+        name = _StateReturningLauncher.__name__
+        returning: Any = combined(name, _StateReturningLauncher, launcher)
         if self._fedleak.defenses and type(self._launcher) is launcher:
-            self._launcher = brings_back(self, start_method=self._start_method)
+            self._launcher = returning(self, start_method=self._start_method)
 
     def _process(self) -> int:
         return int(self.global_rank)
@@ -241,20 +242,20 @@ class DDPSeam(Seam, DDPStrategy):
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:
             return
-        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        has_sync_norm = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         refusals = {
             "precision='16-mixed' cannot be used when each rank is a client and defences act on "
             "gradients: ranks could disagree about a skipped step. Use bf16-mixed or 32-true, or "
             "client='world'.": (getattr(self.precision_plugin, "scaler", None) is not None),
             "synchronised batch norm sends statistics of raw activations to other clients. Use "
             "Trainer(sync_batchnorm=False), or client='world'.": (
-                self._layer_sync is not None or synchronised
+                self._layer_sync is not None or has_sync_norm
             ),
         }
         refuse("DefendedStrategy: ", refusals)
 
     def configure_ddp(self) -> None:
-        """Wrap in DistributedDataParallel only where its reducer may run."""
+        """Wrap the model in DistributedDataParallel only if its reducer may run."""
         if self._fedleak.reduces:
             assert self.lightning_module is not None
             twin("overrides.distributed._sync_module_states", self)(self.lightning_module)
@@ -262,17 +263,17 @@ class DDPSeam(Seam, DDPStrategy):
             super().configure_ddp()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Send the buffers, as DistributedDataParallel would, and run the step."""
+        """Broadcast the buffers, as DistributedDataParallel would, and run the step."""
         self._send_buffers()
         return super().training_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Send the buffers, so that ranks validate with the same ones."""
+        """Broadcast the buffers, so that all ranks validate with the same ones."""
         self._send_buffers()
         super().on_validation_start()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; then buffers differ, and are sent once before the next batch."""
+        """Step. The buffers then differ, and are broadcast once before the next batch."""
         result = super().optimizer_step(*args, **kwargs)
         self._fedleak_buffers_differ = True
         return result
@@ -290,7 +291,7 @@ class DDPSeam(Seam, DDPStrategy):
 
 
 class ModelParallelSeam(Seam, ModelParallelStrategy):
-    """What a defended FSDP2 strategy does: all processes are one client, with sharded gradients."""
+    """The seam of FSDP2: all processes are one client, and gradients are sharded."""
 
     def _check_combination(self) -> None:
         release = self._fedleak
@@ -327,7 +328,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward before this fit leaves the outermost one whole
+                module.reshard()  # a forward pass before this fit leaves the root unsharded
         unsharded = [
             name
             for name, p in model.named_parameters()
@@ -340,7 +341,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state; torch creates a missing one by a step at a learning rate of 0."""
+        """Return the state. Torch creates a missing state by a step at a learning rate of 0."""
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
@@ -349,7 +350,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
 
 
 def inner_of(strategy: Seam) -> type:
-    """Return the class of the strategy that a seam was put before."""
+    """Return the class of the strategy that a seam wraps."""
     return type(strategy).__bases__[1]
 
 

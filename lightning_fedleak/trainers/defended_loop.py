@@ -7,7 +7,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,23 +15,29 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseError
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import UpdateRelease, one_client
+from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.engine import AUTOCAST
 from lightning_fedleak.private_files import load_state, save_state
-from lightning_fedleak.trainers.loop import check_whole, place, precision_of, torch_optimizers
+from lightning_fedleak.trainers.loop import (
+    autocast_dtype,
+    check_whole,
+    precision_of,
+    rank_and_world_size,
+    torch_optimizers,
+)
 
 DEFENSES = "defenses.safetensors"
-"""What a checkpoint holds of the defences: releases and account, no secret."""
+"""File in a checkpoint with the states of the defences: releases and account, no secret."""
 
 
 def save_defenses(release: UpdateRelease, folder: Path, rank: int) -> None:
-    """Write the defences' states into a checkpoint's folder, in the first process alone."""
+    """Write the states of the defences into a checkpoint's folder, only in the first process."""
     if rank == 0:
         save_state(folder / DEFENSES, release.state_dict())
 
 
 def load_defenses(release: UpdateRelease, folder: Path) -> None:
-    """Give the defences what :func:`save_defenses` wrote.
+    """Load the states of the defences that :func:`save_defenses` wrote.
 
     Raises:
         DefenseError: the folder holds no states.
@@ -78,19 +83,21 @@ class DefendedLoop(Host):
         (6, True)
 
     Args:
-        model: what the loop trains, in train mode; under DDP the wrapped one.
-        optimizer: the optimizer, or all of them; as Accelerate prepared them, too.
-        loader: of the training data, as torch makes it: Accelerate must not have prepared it.
-        defenses: act in this order.
-        epochs: how many the loop is to take, in this run and those that it goes on from.
-        steps: or how many optimizer steps. ``target_epsilon`` needs one of them.
-        precision: ``"bf16-mixed"`` where the loss is computed under autocast; default that of the
-            weights.
+        model: the model that the loop trains, in train mode; under DDP the wrapped model.
+        optimizer: the optimizer or the optimizers, also as Accelerate has prepared them.
+        loader: the loader of the training data, as torch makes it: Accelerate must not have
+            prepared it.
+        defenses: the defences, in the order in which they act.
+        epochs: the number of epochs of the loop, those of the runs that it resumes included.
+        steps: the number of optimizer steps of the loop, in place of ``epochs``.
+            ``target_epsilon`` needs one of the two.
+        precision: ``"bf16-mixed"`` if the loss is computed under autocast. The default is the
+            precision of the weights.
 
     Raises:
-        DefenseError: defences that do not fit each other; when the loop begins also a model, an
-            optimizer or a loader under which a guarantee cannot hold; in the loop a batch that
-            comes before the last was released or zeroed, or twice. Says what to change.
+        DefenseError: the defences do not fit each other. When the loop begins also: no guarantee
+            can hold under the model, the optimizer or the loader. In the loop also: a batch is
+            taken before the last one was released and its gradients set to None, or is taken twice.
     """
 
     name = "DefendedLoop"
@@ -108,7 +115,8 @@ class DefendedLoop(Host):
         steps: int | None = None,
         precision: str | None = None,
     ) -> None:
-        self._fedleak = UpdateRelease(defenses, "rank" if place()[1] == 1 else "world", self.name)
+        client: Client = "rank" if rank_and_world_size()[1] == 1 else "world"
+        self._fedleak = UpdateRelease(defenses, client, self.name)
         self.model, self._loader = model, loader
         self._root = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizers = torch_optimizers(optimizer)
@@ -130,7 +138,8 @@ class DefendedLoop(Host):
                 "DefendedLoop: several processes are one client, and nothing reduces their "
                 "gradients. Wrap the model in DistributedDataParallel."
             )
-        context = one_client(self._root, self, self._device, self._precision, *place())
+        processes = rank_and_world_size()
+        context = one_client(self._root, self, self._device, self._precision, *processes)
         try:
             self._fedleak.open(context, lambda: self._steps)
             self._fedleak.begin()
@@ -141,9 +150,9 @@ class DefendedLoop(Host):
         except BaseException:
             self._fedleak.end()
             raise
-        first = next(m for m in self._root.modules() if not [*m.children()])
+        leaf = next(m for m in self._root.modules() if not [*m.children()])
         self._handles = [
-            first.register_forward_pre_hook(self._check_autocast),
+            leaf.register_forward_pre_hook(self._check_autocast),
             self.optimizers[0].register_step_post_hook(self._stepped),
         ]
         return self
@@ -162,7 +171,7 @@ class DefendedLoop(Host):
         """Yield the batches of an epoch, until the budget is spent.
 
         Raises:
-            DefenseError: the batch before was not released, and examples are accounted.
+            DefenseError: examples are accounted, and the batch before was not released.
         """
         for batch in takewhile(lambda _: not self.should_stop, self._batches):
             self._check_released()
@@ -175,8 +184,9 @@ class DefendedLoop(Host):
         """Return the loss of a batch, computed within the defences.
 
         Args:
-            compute: takes the batch, or rows of it, and returns their loss: the forward pass.
-            batch: as this yielded it.
+            compute: a function that takes the batch, or rows of it, and returns their loss: the
+                forward pass.
+            batch: the batch that this loop has yielded.
 
         Raises:
             DefenseError: gradients of the last step are still there, autocast is not declared, or
@@ -194,14 +204,14 @@ class DefendedLoop(Host):
         return loss
 
     def save(self, folder: str | Path) -> None:
-        """Write account and noise into the folder of a checkpoint, in the first process alone."""
-        save_defenses(self._fedleak, Path(folder), place()[0])
+        """Write account and noise into a checkpoint's folder, only in the first process."""
+        save_defenses(self._fedleak, Path(folder), rank_and_world_size()[0])
 
     def restore(self, folder: str | Path) -> None:
-        """Go on from what :meth:`save` wrote, to be called before ``with``.
+        """Load the states that :meth:`save` wrote. Call it before ``with``.
 
         Raises:
-            DefenseError: the folder has no account.
+            DefenseError: the folder holds no account.
         """
         load_defenses(self._fedleak, Path(folder))
 
@@ -231,8 +241,7 @@ class DefendedLoop(Host):
         self._waiting = False
 
     def _check_autocast(self, *_: object) -> None:
-        kind = self._device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtype = autocast_dtype(self._device)
         if dtype not in (None, AUTOCAST.get(self._precision)):
             raise DefenseError(
                 f"DefendedLoop: the model runs under autocast to {dtype}, and precision is "

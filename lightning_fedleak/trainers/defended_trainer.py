@@ -23,27 +23,25 @@ from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.trainers.defended_loop import load_defenses, save_defenses
-from lightning_fedleak.trainers.loop import precision_of, unwrapped
+from lightning_fedleak.trainers.loop import STEPS_IN_BACKWARD, precision_of, unwrapped
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
 
-_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-_OWN_STEP = (
-    "transformers.",
-    "trl.",
-)  # homes of trainers whose `training_step` adds nothing to a loss
-_ON_A_METRIC = {"ReduceLROnPlateau", "GreedyLR"}  # the latter is not in every transformers
-_PAIRS = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+_PLAIN_STEPS = ("transformers.", "trl.")
+"""Packages of trainers whose ``training_step`` adds nothing to a loss."""
+_METRIC_SCHEDULERS = {"ReduceLROnPlateau", "GreedyLR"}  # not every transformers has GreedyLR
+_PAIRWISE = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+"""TRL's trainers whose examples hold several texts."""
 
 
 class _TrainerHost(Host):
-    """transformers' Trainer as defences know it; see :class:`Host`.
+    """transformers' Trainer as a :class:`Host` of defences.
 
     Args:
-        trainer: with :class:`DefendedMixin`.
+        trainer: the Trainer in which defences act.
     """
 
     name = "the Trainer"
@@ -55,18 +53,18 @@ class _TrainerHost(Host):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:  # type: ignore[override]
-        """Return the Trainer's optimizer, without what Accelerate wraps it in."""
+        """Return the Trainer's optimizer, unwrapped from Accelerate."""
         optimizer = self._trainer.optimizer
         return [] if optimizer is None else [unwrapped(optimizer)]
 
     @property
     def batch_number(self) -> int:  # type: ignore[override]
-        """Return the number of the batch in all trainings."""
+        """Return the number of the batch, counted over all calls of ``train``."""
         return self._trainer._batches
 
     @property
     def model(self) -> object:  # type: ignore[override]
-        """Return the model in what Accelerate has wrapped it."""
+        """Return the model as Accelerate has wrapped it."""
         return self._trainer.model_wrapped
 
     def refusals(self) -> Mapping[str, object]:
@@ -75,23 +73,21 @@ class _TrainerHost(Host):
         callbacks = trainer.callback_handler.callbacks
         schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         scheduler = type(trainer.lr_scheduler)
-        choices = {
+        selections = {
             "load_best_model_at_end": args.load_best_model_at_end,
             "save_strategy='best'": args.save_strategy == "best",
             "EarlyStoppingCallback": any(
-                isinstance(one, transformers.EarlyStoppingCallback) for one in callbacks
+                isinstance(c, transformers.EarlyStoppingCallback) for c in callbacks
             ),
             "metric_for_best_model with save_total_limit": (
                 args.metric_for_best_model and args.save_total_limit
             ),
             f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
             f"the scheduler {scheduler.__name__}": (
-                _ON_A_METRIC.intersection(kind.__name__ for kind in scheduler.__mro__)
+                _METRIC_SCHEDULERS.intersection(cls.__name__ for cls in scheduler.__mro__)
             ),
         }
-        used = [
-            name for name, is_used in choices.items() if is_used and not trainer.outside_epsilon
-        ]
+        used = [name for name, is_used in selections.items() if is_used]
         grouped = getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential")
         return {
             ": auto_find_batch_size=True repeats steps when memory runs out, which depends on the "
@@ -108,7 +104,9 @@ class _TrainerHost(Host):
                 args.torch_compile
             ),
             f": {', '.join(used)} decides by evaluations, which epsilon does not cover on private "
-            "data. Evaluate on public data and pass outside_epsilon=True, or leave it out.": used,
+            "data. Evaluate on public data and pass outside_epsilon=True, or leave it out.": (
+                used and not trainer.outside_epsilon
+            ),
             ": a packed or padding-free batch joins examples in one row, where no example has a "
             "gradient of its own. Use SFTConfig(packing=False, padding_free=False).": (
                 getattr(args, "packing", False) or getattr(args, "padding_free", False)
@@ -116,7 +114,7 @@ class _TrainerHost(Host):
         }
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """Return the Trainer's number of steps; a part of an epoch is rounded up as it does."""
+        """Return the Trainer's number of steps. It rounds a fraction of an epoch up."""
         args = self._trainer.args
         return (
             args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
@@ -134,8 +132,8 @@ class _TrainerHost(Host):
 class DefendedMixin(Trainer):
     """Lets defences act in a Trainer of transformers, before an update leaves the client.
 
-    Stands before the Trainer: ``class T(DefendedMixin, SFTTrainer)``; :func:`defended` writes that
-    line. What a step's places are, and what each defence does there, is as under
+    It is a base class before the Trainer: ``class T(DefendedMixin, SFTTrainer)``. :func:`defended`
+    makes such a class. The stages of a step, and what each defence does in them, are those of
     :class:`~lightning_fedleak.DefendedStrategy`. Several processes, started by torchrun, are one
     client (``client="world"`` there).
 
@@ -145,16 +143,16 @@ class DefendedMixin(Trainer):
     ``defenses.safetensors``. A run that is resumed goes on with it and draws new samples.
 
     Args:
-        args: of the Trainer, as they are.
-        defenses: act in this order.
-        outside_epsilon: allow what chooses or stops by evaluations (``load_best_model_at_end``,
-            early stopping, a scheduler on a metric) under an account: epsilon does not cover it,
-            unless the data of evaluation are public.
-        kwargs: of the Trainer, as they are.
+        args: the Trainer's positional arguments.
+        defenses: the defences, in the order in which they act.
+        outside_epsilon: whether settings that select or stop by evaluations are allowed under an
+            account: ``load_best_model_at_end``, early stopping, a scheduler on a metric. Epsilon
+            does not cover them, unless the evaluation data are public.
+        kwargs: the Trainer's keyword arguments.
 
     Raises:
-        DefenseError: defences that do not fit each other or this kind of Trainer; when training
-            begins also a setting under which a guarantee cannot hold. Says what to change.
+        DefenseError: the defences do not fit each other or this class of Trainer. When training
+            begins also: no guarantee can hold under a setting. The message says what to change.
     """
 
     _batches = 0
@@ -170,7 +168,7 @@ class DefendedMixin(Trainer):
         self._per_sample = any(defense.per_sample for defense in self.defenses)
         if self._per_sample:
             self._join_batches()
-        self.add_callback(_Moments(self))
+        self.add_callback(_DefenseEvents(self))
 
     @property
     def defenses(self) -> tuple[Defense, ...]:
@@ -178,11 +176,13 @@ class DefendedMixin(Trainer):
         return self._fedleak.defenses
 
     def _join_batches(self) -> None:
-        """Take over what the Trainer would do to gradients of several examples."""
+        """Join accumulated batches, and replace what the Trainer does to gradients of a batch."""
         self.args = args = copy.copy(self.args)  # the user's may serve other runs
         steps = args.gradient_accumulation_steps
-        plain = getattr(args, "loss_type", "") == "nll" and not getattr(self, "aux_loss_enabled", 0)
-        if plain and self.compute_loss_func is None:  # SFTTrainer's, of all words of a batch
+        is_nll = getattr(args, "loss_type", "") == "nll" and not getattr(
+            self, "aux_loss_enabled", 0
+        )
+        if is_nll and self.compute_loss_func is None:  # SFTTrainer's mean over a batch's tokens
             self.compute_loss_func = _mean_of_texts
             rank_zero_info(f"{self._fedleak.owner}: the loss is the mean of each text's own mean")
         if args.max_grad_norm:
@@ -222,14 +222,14 @@ class DefendedMixin(Trainer):
             self._fedleak.end()
 
     def _check(self, trial: Any) -> None:
-        """Refuse what no defence can act in."""
-        args, kinds = self.args, type(self).__mro__
+        """Raise an error for a setting under which defences cannot act."""
+        args, classes = self.args, type(self).__mro__
         root: nn.Module = self.model  # type: ignore[assignment]
-        after = kinds.index(DefendedMixin) + 1
-        outer = _overriding(kinds[: after - 1], "training_step", "compute_loss")
-        inner = _overriding(kinds[after:], "training_step")
+        position = classes.index(DefendedMixin)
+        outer = _overriding(classes[:position], "training_step", "compute_loss")
+        inner = _overriding(classes[position + 1 :], "training_step")
         hidden = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
-        pairs = _PAIRS.intersection(kind.__name__ for kind in kinds) if self._per_sample else ()
+        pairwise = _PAIRWISE.intersection(cls.__name__ for cls in classes)
         refusals = {
             f"{', '.join(hidden)} acts on hidden states, which needs Lightning's Trainer and "
             "DefendedStrategy": hidden,
@@ -247,7 +247,7 @@ class DefendedMixin(Trainer):
             "fp16 steps by a function of Accelerate's own and skips steps by the gradients: use "
             "bf16=True": self.accelerator.mixed_precision == "fp16",
             f"optim={args.optim} steps while backward runs, before a defence could act: use "
-            "another": any(name in str(args.optim).lower() for name in _IN_BACKWARD),
+            "another": any(name in str(args.optim).lower() for name in STEPS_IN_BACKWARD),
             "each try of hyperparameter_search would be a run of its own, and choosing among them "
             "is outside of every account: choose on public data, and call train()": (
                 trial is not None
@@ -255,8 +255,8 @@ class DefendedMixin(Trainer):
             f"{', '.join(outer)} changes the loss outside of the defences: write a Trainer with "
             "that method, and pass it to defended(...)": outer or "compute_loss" in vars(self),
             f"{', '.join(inner)}.training_step is not known: change compute_loss instead": inner,
-            f"{', '.join(pairs)} compares several texts in one example, whose rows DPSGD would "
-            "clip apart: train on single texts": pairs,
+            f"{', '.join(pairwise)} compares several texts in one example, whose rows DPSGD would "
+            "clip apart: train on single texts": pairwise and self._per_sample,
             "push_to_hub would send losses from before the defence (README.md, runs, "
             "trainer_state.json): leave it out, and call trainer.model.push_to_hub(...) "
             "afterwards, which sends the weights": args.push_to_hub and self._per_sample,
@@ -264,11 +264,11 @@ class DefendedMixin(Trainer):
         refuse(f"{self._fedleak.owner}: ", refusals)
 
     def get_train_dataloader(self) -> data.DataLoader[Any]:
-        """Return the loader that the defences make, where training sets up."""
+        """Return the loader that the defences make, if training is being set up."""
         if not self._setting_up:
             return super().get_train_dataloader()
         accelerator: Any = self.accelerator
-        accelerator.prepare = lambda loader: loader  # its samplers would replace the draw
+        accelerator.prepare = lambda loader: loader  # its samplers would replace Poisson sampling
         try:
             plain = super().get_train_dataloader()
         finally:
@@ -289,8 +289,8 @@ class DefendedMixin(Trainer):
         root: nn.Module = self.model  # type: ignore[assignment]
         root.train()
         precision = precision_of(self.accelerator.mixed_precision, root)
-        place = self.args.process_index, self.args.world_size
-        context = one_client(root, _TrainerHost(self), self.args.device, precision, *place)
+        processes = self.args.process_index, self.args.world_size
+        context = one_client(root, _TrainerHost(self), self.args.device, precision, *processes)
         self._fedleak.open(context, lambda: int(self.state.global_step))
         self._fedleak.begin()
 
@@ -302,7 +302,7 @@ class DefendedMixin(Trainer):
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next batches; none where the budget was spent before the first."""
+        """Return the next batches; none if the budget was spent before the first."""
         if self._fedleak.is_open and self.control.should_training_stop:
             return [], None
         return super().get_batch_samples(*args, **kwargs)
@@ -313,7 +313,7 @@ class DefendedMixin(Trainer):
         """Run the Trainer's step, whose loss is computed within the defences."""
         self._batches += 1
         if self._per_sample:
-            num_items_in_batch = None  # it counts what the other examples hold
+            num_items_in_batch = None  # it counts the tokens of the other examples too
         self._in_step = True
         try:
             return super().training_step(model, inputs, num_items_in_batch, **kwargs)
@@ -335,13 +335,9 @@ class DefendedMixin(Trainer):
 
         return self._fedleak.training_step(run, inputs)
 
-    def _save_states(self) -> None:
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        save_defenses(self._fedleak, folder, self.args.process_index)
-
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
-        if self._per_sample:  # again: a `create_scheduler` may have made one of another kind
+        if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
@@ -353,14 +349,14 @@ def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = No
     return mean_of_sample_means(outputs.logits, labels, causal=True)
 
 
-def _overriding(kinds: Sequence[type], *names: str) -> list[str]:
-    """Return the names of those classes, but for known ones, that have one of these methods."""
-    overriding = [kind for kind in kinds if not kind.__module__.startswith(_OWN_STEP)]
-    return [kind.__name__ for kind in overriding if any(name in vars(kind) for name in names)]
+def _overriding(classes: Sequence[type], *methods: str) -> list[str]:
+    """Return the names of the classes, but for :data:`_PLAIN_STEPS`, that have such a method."""
+    others = [cls for cls in classes if not cls.__module__.startswith(_PLAIN_STEPS)]
+    return [cls.__name__ for cls in others if any(name in vars(cls) for name in methods)]
 
 
-class _Moments(transformers.TrainerCallback):
-    """What only a callback is called at."""
+class _DefenseEvents(transformers.TrainerCallback):
+    """The events of a training that the Trainer reports only to callbacks."""
 
     def __init__(self, trainer: DefendedMixin) -> None:
         self._trainer = trainer
@@ -370,8 +366,10 @@ class _Moments(transformers.TrainerCallback):
         self._trainer._begin()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Write the defences' states beside the checkpoint."""
-        self._trainer._save_states()
+        """Write the states of the defences into the checkpoint."""
+        args, step = self._trainer.args, self._trainer.state.global_step
+        folder = Path(str(args.output_dir)) / f"checkpoint-{step}"
+        save_defenses(self._trainer._fedleak, folder, args.process_index)
 
 
 @functools.cache
@@ -398,7 +396,7 @@ def defended(kind: type[transformers.Trainer]) -> Any:
     if issubclass(kind, DefendedMixin):
         return kind
     name = f"Defended{kind.__name__}"
-    # It is found by its name, as `datasets` asks of what maps its rows.
+    # `datasets` pickles functions that map rows, with the class of their Trainer by its name.
     defended_kind = type(name, (DefendedMixin, kind), {"__module__": __name__})
     globals().setdefault(name, defended_kind)
     return defended_kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -33,6 +33,9 @@ from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.zero import ZeROStep
 
+STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
+
 T = TypeVar("T")
 
 
@@ -42,22 +45,23 @@ class Loop:
 
     Attributes:
         model: the trained model.
-        optimizers: unwrapped from Accelerate; a DP optimizer of another library stays wrapped, see
-            ``inner_optimizers``.
-        loader: of the training data; None: not known.
-        precision: as in :class:`WatchSettings`.
+        optimizers: the optimizers, unwrapped from Accelerate. A DP optimizer of another library
+            stays wrapped, see ``inner_optimizers``.
+        loader: the loader of the training data; None if it is not known.
+        precision: the precision, as in :class:`WatchSettings`.
         scaler: the GradScaler, if there is one.
-        tokenizer: the run's.
-        epochs: of the run; None: not known.
-        planned_steps: of the run; None: not known.
+        tokenizer: the tokenizer of the run.
+        epochs: the planned number of epochs; None if it is not known.
+        planned_steps: the planned number of optimizer steps; None if it is not known.
         utility: the user's metrics by name.
-        steps: optimizer steps so far, skipped ones included.
-        batches: batches so far.
-        watched: metrics that something other than a gate stops training or selects checkpoints by.
-        stage_reached: called by an integration when ``p.grad`` holds the gradient of the next
-            optimizer step.
-        zero: the only optimizer, where DeepSpeed's engine trains the model.
-        temperature: that the loss divides logits by.
+        steps: the number of optimizer steps so far, skipped ones included.
+        batches: the number of batches so far.
+        watched: the metrics by which something other than a gate stops training or selects
+            checkpoints.
+        stage_reached: a function that an integration calls when ``p.grad`` holds the gradient of
+            the next optimizer step.
+        zero: the only optimizer if DeepSpeed's engine trains the model.
+        temperature: the divisor of the logits in the loss.
     """
 
     model: nn.Module
@@ -84,20 +88,21 @@ class Loop:
     @property
     def inner_model(self) -> nn.Module:
         """Return the model, unwrapped from Fabric, DDP and DeepSpeed's engine."""
-        model: Any = self.model._modules.get("_forward_module", self.model)  # of Fabric
+        # Fabric keeps the model that it has prepared as `_forward_module`.
+        model: Any = self.model._modules.get("_forward_module", self.model)
         wraps = isinstance(model, DistributedDataParallel) or self.zero is not None
         return model.module if wraps else model  # type: ignore[no-any-return]
 
     @property
     def sharded_by(self) -> str:
-        """Return the engine that leaves a part of each gradient to each process; empty for none."""
+        """Return the name of what shards gradients over the processes; empty if nothing does."""
         if self.zero is not None:
             return f"ZeRO-{self.zero.stage}"
-        return "FSDP2" * any(hasattr(p, "full_tensor") for p in self.model.parameters())
+        return "FSDP2" if any(isinstance(p, DTensor) for p in self.model.parameters()) else ""
 
     @property
     def release(self) -> UpdateRelease | None:
-        """Return where defences act before the optimizers' updates; None without any."""
+        """Return the release in which defences act before an optimizer step; None without any."""
         releases = map(release_of, self.optimizers)
         return next((release for release in releases if release is not None), None)
 
@@ -121,9 +126,10 @@ class LoopRun(Run):
         """Return the run of a loop on a model, against an adversary with these capabilities.
 
         Raises:
-            ValueError: defences, and a DP optimizer of another library beside them.
+            ValueError: defences act in the loop, and its optimizer is a DP optimizer of another
+                library.
         """
-        rank, processes = place()
+        rank, processes = rank_and_world_size()
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
         noising = declared(loop.optimizers, under_ddp=under_ddp)
         if noising and loop.release is not None:
@@ -167,19 +173,14 @@ class LoopRun(Run):
     epochs = property(attrgetter("loop.epochs"), doc="Planned number of epochs, if known.")
     planned_steps = property(attrgetter("loop.planned_steps"), doc="Planned steps, if known.")
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return autocast if the loop uses it."""
-        dtype = AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
     @property
     def is_sharded(self) -> bool:
-        """Return whether each process holds a part of every layer, or of its gradient."""
+        """Return whether every layer, or its gradient, is sharded over the processes."""
         return self.loop.zero is not None or super().is_sharded
 
     @property
     def progress(self) -> tuple[int, float] | None:
-        """Return the epoch and the processed share of its batches; None: not known."""
+        """Return the epoch and the processed share of its batches; None if not known."""
         try:
             length = len(self.loop.loader)
         except TypeError:
@@ -199,23 +200,22 @@ class LoopRun(Run):
         return is_compiled(self.loop.model)
 
     def check_first_forward(self) -> Callable[[], None]:
-        """Check on the next forward with a graph that autocast matches ``precision``.
+        """Check in the next forward pass that records a graph that autocast matches ``precision``.
 
-        Forwards before it, such as those of TRL's trainers that write texts, may have none.
+        Passes without a graph are ignored: TRL's trainers generate texts in them.
 
         Returns:
             A function that removes the check.
 
         Raises:
-            ValueError: raised in that forward if they differ; the message names the argument.
+            ValueError: the two differ. That forward pass raises it; the message names the argument.
         """
-        kind = self.device.type
 
         def check(*_: object) -> None:
             if not torch.is_grad_enabled():
                 return
             handle.remove()
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            dtype = autocast_dtype(self.device)
             if dtype != AUTOCAST.get(self.precision):
                 raise ValueError(
                     f"the model runs under autocast to {dtype}, and {self.watcher} has precision="
@@ -229,13 +229,13 @@ class LoopRun(Run):
     def broadcast(self, value: T) -> T:
         """Return the first process's value on every process."""
         values = [value]
-        if _is_distributed():
+        if self.processes > 1:
             distributed.broadcast_object_list(values, device=self.device)
         return values[0]
 
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum over processes."""
-        if _is_distributed():
+        if self.processes > 1:
             value = value.clone()
             distributed.all_reduce(value)
         return value
@@ -249,25 +249,30 @@ class LoopRun(Run):
         return chosen_metrics(self.loop.utility, names)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None if autocast is off."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
 def precision_of(mixed: str | None, model: nn.Module) -> str:
-    """Return a precision as Lightning spells it.
+    """Return the precision of a model as Lightning spells it.
 
     Args:
-        mixed: as Accelerate spells it: ``"bf16"``, ``"fp16"``, or anything for none.
-        model: whose weights decide where none is mixed.
+        mixed: the mixed precision as Accelerate spells it: ``"bf16"`` or ``"fp16"``. With any other
+            value the dtype of the weights is the precision.
+        model: the model.
     """
     weights = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
     by_weights = weights.get(next(model.parameters()).dtype, "32-true")
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed or "", by_weights)
 
 
-def place() -> tuple[int, int]:
-    """Return the number of this process, and how many there are."""
-    return (distributed.get_rank(), distributed.get_world_size()) if _is_distributed() else (0, 1)
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+def rank_and_world_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    if not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def show_messages() -> None:
@@ -287,13 +292,13 @@ def check_whole(
     """Refuse a model whose gradients are sharded over processes, or that each step replicates.
 
     Args:
-        model: as the loop trains it.
-        watcher: the class that watches it, for the message.
-        wrappers: names of classes that will wrap it.
+        model: the model that the loop trains.
+        watcher: the name of the class that watches or defends it, for the message.
+        wrappers: the names of classes that will wrap it.
         takes_fsdp2: whether gradients may be shards of FSDP2 over one mesh of all processes.
 
     Raises:
-        ValueError: says why, and what to do.
+        ValueError: the model is such a model. The message says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -311,7 +316,7 @@ def check_whole(
         f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
             "FullyShardedDataParallel" in names or (sharded and not fsdp2)
         ),
-        (why := explain_shards(model, place()[1]) if fsdp2 else ""): bool(why),
+        (shards := explain_shards(model, rank_and_world_size()[1]) if fsdp2 else ""): bool(shards),
         "DataParallel copies the model at each step: start one process a card by torchrun": (
             "DataParallel" in names
         ),
@@ -341,12 +346,12 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
         ValueError: Accelerate steps them under fp16.
     """
     optimizers = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    if any(getattr(each, "scaler", None) is not None for each in optimizers):
+    if any(getattr(wrapper, "scaler", None) is not None for wrapper in optimizers):
         raise ValueError(
             "Watch cannot observe the optimizer step that Accelerate patches under fp16: use "
             "mixed_precision='bf16', or transformers' Trainer with LeakageCallback"
         )
-    return [unwrapped(each) for each in optimizers]
+    return [unwrapped(wrapper) for wrapper in optimizers]
 
 
 def holds_unreduced(model: nn.Module) -> bool:
@@ -366,10 +371,13 @@ def holds_unreduced(model: nn.Module) -> bool:
 
 
 def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
-    """Return whether there is a gradient.
+    """Return whether a parameter of the optimizers has a gradient.
 
-    With ``zeros`` an all-zero gradient counts, so values are not read. Opacus' accumulated
-    ``summed_grad`` of a virtual batch counts.
+    Args:
+        optimizers: the optimizers. The ``summed_grad`` in which Opacus accumulates a virtual batch
+            is a gradient too.
+        zeros: whether a gradient of zeros counts. Otherwise values are read, which waits for the
+            device.
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     gradients = [(p.grad, getattr(p, "summed_grad", None)) for g in groups for p in g["params"]]
@@ -380,11 +388,11 @@ def has_gradients(optimizers: Sequence[Optimizer], *, zeros: bool) -> bool:
 
 @contextmanager
 def before_backward(on_backward: Callable[[], object]) -> Iterator[None]:
-    """Call ``on_backward`` before every torch.autograd.backward of the loop within."""
+    """Call ``on_backward`` before every ``torch.autograd.backward`` in the block."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        torch.autograd.backward = original  # a checkpoint's backward calls it again
+        torch.autograd.backward = original  # activation checkpointing calls it in its backward
         try:
             if not is_observed():
                 on_backward()

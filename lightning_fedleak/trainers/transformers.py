@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -38,16 +37,21 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
-from lightning_fedleak.trainers.loop import Loop, LoopRun, before_backward, precision_of, unwrapped
+from lightning_fedleak.trainers.loop import (
+    STEPS_IN_BACKWARD,
+    Loop,
+    LoopRun,
+    before_backward,
+    precision_of,
+    unwrapped,
+)
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
-"""What a checkpoint holds for a run that goes on from it."""
+"""File in a checkpoint with the state that a resumed run loads."""
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
-_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""Parts of the names of optimizers that step while backward runs, and keep no gradient."""
 _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 
@@ -55,20 +59,20 @@ _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "
 class LeakageCallback(TrainerCallback, Reported):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
-    It is given the Trainer, whose ``training_step`` it borrows while training goes on, since a
-    callback is shown neither the batch nor the Trainer; ``train`` it wraps for good, so that the
-    files end where anything raises. What is found goes to ``trainer.log``, and
-    to the same files as those of :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and
-    random numbers are bit-identical to the run without it.
+    It takes the Trainer, because a callback gets neither the batch nor the Trainer. It wraps
+    ``training_step`` during training, and ``train`` permanently, so that the files are closed after
+    any exception. Results go to ``trainer.log``, and to the same files as those of
+    :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and random numbers are bit-identical
+    to the run without it.
 
     It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP,
     accelerate's FSDP2, and DeepSpeed's ZeRO without offload. FSDP1 and optimizers that step inside
     backward are refused. Under a Trainer in which defences act, see
     :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
 
-    A gate stops the run after a checkpoint. One on the trained weights adds
-    ``eval_leakage/choose`` to the metrics of each evaluation: the loss where it allows the weights,
-    infinity elsewhere; ``metric_for_best_model="leakage/choose"`` keeps the best that it allows.
+    A gate stops the run after a checkpoint. A gate on the trained weights adds
+    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it allows the weights,
+    and infinity otherwise. ``metric_for_best_model="leakage/choose"`` keeps the best allowed model.
 
     Examples:
         >>> import torch
@@ -86,21 +90,21 @@ class LeakageCallback(TrainerCallback, Reported):
         1
 
     Args:
-        trainer: the Trainer that this is a callback of.
+        trainer: the Trainer to which the callback is added.
         attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
-        gates: thresholds on what is logged.
-        folder: of the files; default the Trainer's ``output_dir``.
-        every_n_steps: as :class:`~lightning_fedleak.trainers.Watch` has it.
-        max_overhead: as there.
-        games: as there.
-        settings: what is rarely changed: :class:`~lightning_fedleak.trainers.WatchSettings`.
+        gates: thresholds on logged metrics.
+        folder: the folder of the files; by default the Trainer's ``output_dir``.
+        every_n_steps: the same as in :class:`~lightning_fedleak.trainers.Watch`.
+        max_overhead: the same as in ``Watch``.
+        games: the same as in ``Watch``.
+        settings: the rarely changed settings: :class:`~lightning_fedleak.trainers.WatchSettings`.
             Precision and scaler are the Trainer's.
 
     Raises:
-        TypeError: no Trainer was passed; shows the line that passes one.
-        ValueError: contradictory arguments, or attacks on the trained weights under a trainer of
-            preferences or of reinforcement learning; when training begins also a Trainer, a gate or
-            an attack that does not fit.
+        TypeError: no Trainer was passed. The message shows the line that passes one.
+        ValueError: arguments contradict each other, or attacks on the trained weights are listed
+            under a trainer of preferences or of reinforcement learning. When training begins also:
+            the Trainer, a gate or an attack does not fit.
     """
 
     engine: Engine
@@ -121,27 +125,27 @@ class LeakageCallback(TrainerCallback, Reported):
             raise TypeError(f"LeakageCallback needs the Trainer, which callbacks= has not: {_LINE}")
         self.trainer = trainer
         (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
-        place, looks = folder or str(trainer.args.output_dir), (every_n_steps, max_overhead)
+        folder = folder or str(trainer.args.output_dir)
         self.watch = _TransformersWatch(
-            trainer, attacks, gates, None, place, *looks, games, settings
+            trainer, attacks, gates, None, folder, every_n_steps, max_overhead, games, settings
         )
         self.engine = self.watch.engine
-        kinds = _PREFERS.intersection(kind.__name__ for kind in type(trainer).__mro__)
-        asked = [a.name for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        if kinds and asked and attacks != "auto":
+        bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
+        listed = [a.name for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        if bases and listed and attacks != "auto":
             raise ValueError(
-                f"{kinds.pop()} makes rejected texts less likely, or writes the texts itself, so "
+                f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
                 "that likelihoods do not show what the weights were trained on: leave "
-                f"{', '.join(asked)} out of attacks="
+                f"{', '.join(listed)} out of attacks="
             )
         train = trainer.train
 
-        def train_to_an_end(*arguments: Any, **more: Any) -> Any:
-            place = more.get("resume_from_checkpoint", next(iter(arguments), None))
-            self.watch.resumed_from = None if isinstance(place, bool) else place
+        def train_to_an_end(*args: Any, **kwargs: Any) -> Any:
+            checkpoint = kwargs.get("resume_from_checkpoint", next(iter(args), None))
+            self.watch.resumed_from = None if isinstance(checkpoint, bool) else checkpoint
             try:
-                return train(*arguments, **more)
-            except BaseException as error:  # also of an evaluation, or of another callback
+                return train(*args, **kwargs)
+            except BaseException as error:  # an evaluation or another callback may raise it too
                 self.watch.end(type(error))
                 raise
 
@@ -152,7 +156,7 @@ class LeakageCallback(TrainerCallback, Reported):
         raise ValueError(f"LeakageCallback is added to the Trainer that it is given: {_LINE}")
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Find the model's parts, calibrate the attacks, and borrow ``training_step``."""
+        """Find the model's parts, calibrate the attacks, and wrap ``training_step``."""
         self.watch.__enter__()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -160,27 +164,27 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.before_step()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """End a batch; after an optimizer step log a look, and let the gates judge."""
+        """End a batch. After an optimizer step log the look, and let the gates decide."""
         self.watch.batch_ends()
 
     on_substep_end = on_step_end
 
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
-        """Note the Trainer's own numbers that are logged beside leakage."""
+        """Take those of the Trainer's metrics that are logged next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
         self.watch.note(chosen_metrics(values, self.watch.engine.options.metric_names))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
-        """Add what a checkpoint may be chosen by to the metrics; unknown is the worst."""
+        """Add to the metrics the values that select a checkpoint; unknown is infinite."""
         if metrics is not None and self.watch.engine.fit is not None:
             metrics.update(self.watch.choices(metrics))
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Write what a resumed run goes on with beside the checkpoint."""
+        """Write the state that a resumed run loads into the checkpoint."""
         self.watch.save_state()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Log what was spent; look at the last weights while they are there, before the best."""
+        """Log the spent budget; look at the last weights before the best ones are loaded."""
         self.watch.engine.metrics_changed(epoch_ended=True)
         if self.trainer.control.should_training_stop:
             self.watch.engine.look_at_end()
@@ -199,8 +203,6 @@ class _TransformersRun(LoopRun):
 
     watcher: ClassVar[str] = "LeakageCallback"
 
-    position = property(attrgetter("loop.steps"), doc="Steps so far, as the Trainer counts.")
-
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
@@ -212,7 +214,7 @@ class _TransformersRun(LoopRun):
 
 
 class _TransformersWatch(Watch):
-    """Watch the run of a Trainer, whose callback says when."""
+    """A :class:`Watch` of a Trainer's run. :class:`LeakageCallback` calls its methods."""
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
     utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
@@ -249,8 +251,8 @@ class _TransformersWatch(Watch):
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
-            epochs, rest = divmod(steps, updates)
-            self.loop.batches = epochs * len(loader) + rest * args.gradient_accumulation_steps
+            epochs, remaining = divmod(steps, updates)
+            self.loop.batches = epochs * len(loader) + remaining * args.gradient_accumulation_steps
         self._saved = None
         if steps:
             path = Path(self.resumed_from or self._checkpoint()) / FILE
@@ -261,22 +263,22 @@ class _TransformersWatch(Watch):
         super()._begin()
         if (best := self._best_metric()) is None:
             return
-        known = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
-        if args.greater_is_better is not False or best not in known:
+        logged = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
+        if args.greater_is_better is not False or best not in logged:
             raise ValueError(
                 f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
                 f"for '{CHOOSE}' a gate on the trained weights"
-                + names_there_are(best, known, self.run.watcher)
+                + names_there_are(best, logged, self.run.watcher)
             )
 
     def _best_metric(self) -> str | None:
-        """Return the leakage that the Trainer keeps its best checkpoint by, if it does so."""
+        """Return the name of the leakage by which the Trainer selects its best checkpoint."""
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
     @property
     def _is_fsdp2(self) -> bool:
-        """Whether FSDP2 shards the model, whose policy casts in place of autocast."""
+        """Whether FSDP2 shards the model. Its policy then casts, and autocast does not."""
         return bool(getattr(self.trainer.accelerator, "is_fsdp2", False))
 
     def _check(self, *_: str) -> None:
@@ -287,7 +289,7 @@ class _TransformersWatch(Watch):
         }
         super()._check(*(name for name, wraps in wrappers.items() if wraps))
         problem = None
-        if any(name in optim.lower() for name in _IN_BACKWARD):
+        if any(name in optim.lower() for name in STEPS_IN_BACKWARD):
             problem = (
                 f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
                 "runs: use another"
@@ -298,10 +300,9 @@ class _TransformersWatch(Watch):
             raise ValueError(problem)
 
     def _hook_optimizers(self) -> None:
-        """Borrow ``training_step`` until the run is over."""
-        self._follow_engine()
+        """Wrap ``training_step`` until the run is over."""
         trainer = self.trainer
-        original, own = trainer.training_step, "training_step" in vars(trainer)
+        original, is_attribute = trainer.training_step, "training_step" in vars(trainer)
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
@@ -310,7 +311,7 @@ class _TransformersWatch(Watch):
 
         def put_back() -> None:
             if vars(trainer).get("training_step") is training_step:
-                if own:
+                if is_attribute:
                     trainer.training_step = original  # type: ignore[method-assign]
                 else:
                     del trainer.training_step
@@ -337,10 +338,10 @@ class _TransformersWatch(Watch):
     def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
         if self._look is None:
-            return  # whether the scaler found infinities is known once the device is done
+            return  # reading the scaler's infinities would wait for the device
         if scaler is not None and scaler.is_enabled():
             state = scaler._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:  # without clipping nobody has unscaled
+            if state["stage"] is OptState.READY:  # without clipping gradients are still scaled
                 scaler.unscale_(optimizer)
             if any(map(bool, state["found_inf_per_device"].values())):
                 return
@@ -361,18 +362,18 @@ class _TransformersWatch(Watch):
 
     @contained
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Log numbers of the Trainer's own beside leakage."""
+        """Log metrics of the Trainer next to leakage."""
         self.utility.update(metrics)
         self.engine.metrics_changed()
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect numbers until the moment is over; the Trainer logs its own metrics itself."""
+        """Collect values until :meth:`_flush`, but for the metrics that the Trainer logs itself."""
         if not all(name.startswith("utility/") for name in metrics):
             self._values.update(metrics)
 
     def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
-        """Give the settings to W&B where the Trainer reports to it, and have it keep the worst."""
+        """Send the settings to W&B if the Trainer reports to it; W&B keeps the highest leakage."""
         worst = [f"train/{WORST}/{family}" for family in self.engine.results.families]
         for run in self._hosts("_wandb", "run"):
             run.config.update(dict(settings), allow_val_change=True)
@@ -382,23 +383,23 @@ class _TransformersWatch(Watch):
         """Attach the report to the runs of W&B and MLflow that the Trainer reports to."""
         for run in self._hosts("_wandb", "run"):
             upload_to_wandb(run, page)
-        for mlflow in self._hosts("_ml_flow"):  # whose run has ended by now
+        for mlflow in self._hosts("_ml_flow"):  # its run has ended by now
             run = mlflow.last_active_run()
             mlflow.MlflowClient().log_artifact(run.info.run_id, str(page))
 
     def _hosts(self, *names: str) -> list[Any]:
-        """Return what the Trainer's callbacks have under these names, one in the other."""
+        """Return the attributes of these names, each of the one before, of all callbacks."""
         hosts: list[Any] = list(self.trainer.callback_handler.callbacks)
         for name in names:
             hosts = [getattr(host, name, None) for host in hosts]
         return [host for host in hosts if host is not None]
 
     def _flush(self) -> None:
-        """Log what was collected, and leave it to the Trainer whether it logs its own."""
+        """Log the collected values; whether the Trainer logs its metrics does not change."""
         values, self._values = self._values, {}
         if values:
             due = self.trainer.control.should_log
-            # Not by a method of a subclass, which may log and clear means of its own with it.
+            # The `log` of a subclass may log and clear its own means at the same time.
             transformers.Trainer.log(self.trainer, values)
             self.trainer.control.should_log = due
 
@@ -406,7 +407,7 @@ class _TransformersWatch(Watch):
         return [*super()._log_to(run), *([self] if run.rank == 0 else [])]
 
     def _save(self, gate: Threshold, name: str) -> Path | None:
-        """Have the Trainer save a checkpoint after this step, and return where."""
+        """Have the Trainer save a checkpoint after this step, and return its path."""
         if self._ending or gate.action == "raise":
             return None
         self.trainer.control.should_save = True
@@ -420,11 +421,11 @@ class _TransformersWatch(Watch):
         super()._stop()
         self.trainer.control.should_training_stop = True
 
-    def _facts(self, run: LoopRun) -> dict[str, object]:
+    def _training_facts(self, run: LoopRun) -> dict[str, object]:
         args, zero = self.trainer.args, self.loop.zero
         engine = " under DDP" if run.under_ddp else ""
         engine = f" under {self.loop.sharded_by}" if run.is_sharded else engine
-        return super()._facts(run) | {
+        return super()._training_facts(run) | {
             "strategy": f"{type(self.trainer).__name__}{engine}",
             "max_steps": self.trainer.state.max_steps,
             "max_epochs": self.trainer.state.num_train_epochs,
@@ -434,24 +435,24 @@ class _TransformersWatch(Watch):
         }
 
     def choices(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what a checkpoint may be chosen by, for the metrics of an evaluation."""
+        """Return the values that select a checkpoint, to be added to an evaluation's metrics."""
         chosen: dict[str, float] = {}
         loss, best = metrics.get("eval_loss"), self._best_metric()
         if loss is not None and self._on_weights:
             chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
-            old = (
+            is_old = (
                 self.engine.results.is_looks_dependent(best)
                 and weights
                 and weights.looked_at != step
             )
-            value = math.nan if old else self.latest.get(best, math.nan)
+            value = math.nan if is_old else self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
         return {f"eval_{name}": value for name, value in chosen.items()}
 
     def save_state(self) -> None:
-        """Write what a resumed run goes on with into the newest checkpoint."""
+        """Write the state that a resumed run loads into the newest checkpoint."""
         folder = self._checkpoint()
         if self.engine.fit is not None and self.engine.run.rank == 0 and folder.is_dir():
             save_state(folder / FILE, self.state_dict())

@@ -87,27 +87,27 @@ class Watch(Reported):
         (1.0, 0)
 
     Args:
-        model: what the loop trains; the compiled one under ``torch.compile``.
-        optimizer: the optimizer, or all of them; as Accelerate prepared them, too.
+        model: the model that the loop trains; under ``torch.compile`` the compiled model.
+        optimizer: the optimizer or the optimizers, also as Accelerate has prepared them.
         attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
         gates: thresholds on what is logged.
         loader: the loader of the training data, whose length is an epoch. With it the trained
             weights are tested as well: before the first step, at shares of an epoch, at its end.
-        folder: of ``leakage.jsonl``, ``run.jsonl`` and the report; ``version_<n>`` in it where it
-            holds those of another run that this one does not resume.
+        folder: the folder of ``leakage.jsonl``, ``run.jsonl`` and the report. If it holds those of
+            another run, which this one does not resume, a new ``version_<n>`` in it is used.
         every_n_steps: look at optimizer steps 0, n, 2n, ...
-        max_overhead: largest share of the training time that looks take; either this or
-            ``every_n_steps``. Default: neither, but steps 1, 2, 4, 8, ... for 30 s of looks, and
-            then .005.
+        max_overhead: the largest share of the training time that looks take, in place of
+            ``every_n_steps``. With neither there are looks at steps 1, 2, 4, 8, ... until they have
+            taken 30 s, and then this share is .005.
         games: how membership games are played.
-        settings: what is rarely changed: :class:`WatchSettings`.
+        settings: the rarely changed settings: :class:`WatchSettings`.
 
     Attributes:
-        should_stop: a gate has stopped the loop.
+        should_stop: whether a gate has stopped the loop.
 
     Raises:
-        ValueError: contradictory arguments, or a gate on what is not logged; also a model, a gate
-            or an attack that does not fit, when the loop begins.
+        ValueError: arguments contradict each other, or the metric of a gate is not logged. When the
+            loop begins also: the model, a gate or an attack does not fit.
     """
 
     engine: Engine
@@ -132,54 +132,53 @@ class Watch(Reported):
         games: Games | None = None,
         settings: WatchSettings | None = None,
     ) -> None:
-        self.settings = one = settings or WatchSettings()
-        parts = parts_of(
-            attacks, one, games, every_n_steps, max_overhead, utility=self.utility_names
+        self.settings = settings = settings or WatchSettings()
+        names = self.utility_names
+        self.engine = Engine(
+            *parts_of(attacks, settings, games, every_n_steps, max_overhead, utility=names)
         )
-        self.engine = Engine(*parts)
         self.gates = tuple(gates)
         self._check_gates()
         self.folder = Path(folder)
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.run.watcher)
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
-        self.loop = Loop(
-            model, optimizers, loader, one.precision, one.scaler, one.tokenizer, zero=zero
-        )
+        self.loop = Loop(model, optimizers, loader, settings.precision, zero=zero)
+        self.loop.scaler, self.loop.tokenizer = settings.scaler, settings.tokenizer
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return what was measured so far; see :meth:`LeakageMonitor.to_dataframe`."""
+        """Return the results so far as a table; see :meth:`LeakageMonitor.to_dataframe`."""
         return to_dataframe(self.engine.jsonl)
 
     @property
     def utility(self) -> dict[str, float]:
-        """The user's own numbers by name, such as ``"val_loss"``, to be set by the loop."""
+        """The user's metrics by name, such as ``"val_loss"``. The loop sets them."""
         return self.loop.utility
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a loop that is resumed goes on with: plain numbers, strings and tensors."""
+        """Return the state that a resumed loop loads: plain numbers, strings and tensors."""
         gates = {gate.name: gate.state_dict() for gate in self.gates}
         state = {"engine": self.engine.state_dict(), "gates": gates}
         counts = {"steps": self.loop.steps, "batches": self.loop.batches}
         return {**state, **counts, "utility": dict(self.loop.utility)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from what :meth:`state_dict` returned; call it before ``with``."""
+        """Load a state that :meth:`state_dict` returned. Call it before ``with``."""
         self._saved = state
 
     def choose(self, loss: float) -> float:
-        """Log and return ``leakage/choose``, by which to keep weights: the lower the better.
+        """Log and return ``leakage/choose``, a value to select a checkpoint by: lower is better.
 
-        It is the loss where every gate on the trained weights allows them, and infinity elsewhere.
-        Call it on every process, once the step is over that the loss is of.
+        It is the loss if every gate on the trained weights allows them, and infinity otherwise.
+        Call it on every process, after the optimizer step that made these weights.
 
         Args:
-            loss: the validation loss of the weights as they are.
+            loss: the validation loss of the current weights.
 
         Raises:
-            ValueError: no gate is on the trained weights.
+            ValueError: no gate watches the trained weights.
         """
         if not self._on_weights:
             raise ValueError(
@@ -196,7 +195,7 @@ class Watch(Reported):
 
     def __enter__(self) -> Watch:
         """Begin the run: find the model's parts, calibrate the attacks, install the taps."""
-        self.end(InterruptedError)  # a run that was left without an end
+        self.end(InterruptedError)  # if the run before was left without an end
         try:
             with shaped(self.loop.model.parameters()):
                 self._begin()
@@ -211,8 +210,8 @@ class Watch(Reported):
         self._check()
         anatomy = find_anatomy(loop.inner_model, **dict(settings.anatomy or {}))
         shards = loop.sharded_by
-        client = "rank" if loop.release is None else loop.release.client
-        client = settings.client or ("world" if shards else client)
+        default = "rank" if loop.release is None else loop.release.client
+        client = settings.client or ("world" if shards else default)
         if shards and client == "rank":
             raise ValueError(
                 f"{self.run.watcher}: {shards} reduces gradients over all processes before any can "
@@ -222,9 +221,12 @@ class Watch(Reported):
         engine.reset()
         self.should_stop = self._stepped = self._backward = self._open = self._inside = False
         for gate in self.gates:
-            log, save, words = self._log, partial(self._save, gate), (self.resume, self.mend)
             defenses = run.defenses if loop.release and gate.action == "harden" else ()
-            gate.watch(engine, GateActions(log, save, self._stop, run.processes, defenses, *words))
+            save = partial(self._save, gate)
+            actions = GateActions(
+                self._log, save, self._stop, run.processes, defenses, self.resume, self.mend
+            )
+            gate.watch(engine, actions)
         if (saved := self._saved) is not None:
             loop.steps, loop.batches = saved["steps"], saved["batches"]
             loop.utility |= saved.get("utility", {})
@@ -232,24 +234,29 @@ class Watch(Reported):
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
         engine.open(run)
+        if loop.zero is not None:
+            self._removers.append(loop.zero.follow_engine())
         self._hook_optimizers()
         self.folder = engine.own_folder(run, self.folder)
         self._loggers = self._log_to(run)
-        boards = [one.writer for one in self._loggers if isinstance(one, BoardLogger)]
-        training = {"optimizers": optimizers_of(loop.optimizers), **self._facts(run)}
-        loggers = [one for one in self._loggers if not isinstance(one, BoardLogger)]
-        place = Destination(self.folder, loggers, boards, training)
-        engine.begin(run, place)
+        boards = [logger.writer for logger in self._loggers if isinstance(logger, BoardLogger)]
+        loggers = [logger for logger in self._loggers if not isinstance(logger, BoardLogger)]
+        training = {"optimizers": optimizers_of(loop.optimizers), **self._training_facts(run)}
+        engine.begin(run, Destination(self.folder, loggers, boards, training))
         self._report_begins()
         self._first_batch = loop.batches
         engine.training_begins()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the run, with its report where it is asked for; an exception inside goes on."""
+        """End the run, and write its report if it is asked for. Exceptions are not suppressed."""
         self.end(kind)
 
     def end(self, error: type[BaseException] | None = None) -> None:
-        """End the run; ``error`` is the class of what ended the loop, None where it is finished."""
+        """End the run.
+
+        Args:
+            error: the class of the exception that ended the loop; None if the loop is finished.
+        """
         if self.engine.fit is None:
             return
         ending = "finished" if error is None else error.__name__
@@ -278,11 +285,15 @@ class Watch(Reported):
         self.engine.close()
 
     def _check(self, *wrappers: str) -> None:
-        """Refuse what the loop cannot be watched under."""
+        """Raise an error for a model that cannot be watched.
+
+        Args:
+            wrappers: the names of classes that will wrap the model.
+        """
         check_whole(self.loop.inner_model, self.run.watcher, wrappers, takes_fsdp2=True)
 
     def _check_gates(self) -> None:
-        """Refuse gates on what is not logged, and two of one name."""
+        """Raise an error for a gate whose metric is not logged, and for two gates of one name."""
         logged = self.engine.metric_names()
         for gate in self.gates:
             if gate.metric not in logged:
@@ -303,7 +314,7 @@ class Watch(Reported):
                     self.engine.report.leave_boards(error)
 
     def fail(self, error: Exception) -> None:
-        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        """Make the current look, or the next one, unknown after an error of this package."""
         self.engine.fail(error)
 
     def _save(self, gate: Threshold, name: str) -> Path | None:
@@ -319,24 +330,23 @@ class Watch(Reported):
         self._removers.append(board.writer.close)
         return [board]
 
-    def _facts(self, run: LoopRun) -> dict[str, object]:
+    def _training_facts(self, run: LoopRun) -> dict[str, object]:
         """Return how the model is trained, for the record."""
-        strategy = "DistributedDataParallel" if run.under_ddp else "loop"
-        strategy = self.loop.sharded_by or strategy
+        strategy = self.loop.sharded_by or ("DistributedDataParallel" if run.under_ddp else "loop")
         return {"strategy": strategy, "precision": run.precision, "processes": run.processes}
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[Watch]:
-        """Hold what the loop does with one batch.
+        """Return a context for everything that the loop does with one batch.
 
         Args:
-            batch: as the loop gives it to the model.
+            batch: the batch that the loop gives to the model.
 
         Raises:
-            BatchError: neither the graph of the first look nor its batch can be read; shows a
-                ``batch_adapter`` to copy.
-            LeakageLimitExceeded: a gate with ``action="raise"`` found too much.
-            RuntimeError: the run has not begun; or an optimizer steps outside of this block.
+            BatchError: neither the graph of the first look nor its batch can be read. The message
+                shows a ``batch_adapter`` to copy.
+            LeakageLimitExceeded: a metric is above the limit of a gate with ``action="raise"``.
+            RuntimeError: the run has not begun, or an optimizer steps outside of this block.
         """
         if self.engine.fit is None:
             raise RuntimeError("no run has begun: put the loop into `with Watch(...) as watch:`")
@@ -355,7 +365,7 @@ class Watch(Reported):
         self._inside = False
 
     def batch_begins(self, batch: Any) -> None:
-        """Start a look where one is due."""
+        """Start a look if one is due."""
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
             self._removers.append(self._run.check_first_forward())
@@ -373,12 +383,12 @@ class Watch(Reported):
 
     @property
     def _look(self) -> Look | None:
-        """The look at work; None between looks."""
+        """The current look; None between looks."""
         return None if self.engine.fit is None else self.engine.fit.look
 
     def _backward_begins(self) -> None:
         if self._open and self._gradients_are_gone():
-            # The step of the batches before was skipped: what is accumulated begins here.
+            # The last optimizer step was skipped: a new accumulation begins with this batch.
             self._skip()
             self.loop.steps += 1
             self.engine.batch_ends(trained=False)
@@ -389,11 +399,11 @@ class Watch(Reported):
 
     @contained
     def _gradients_are_gone(self) -> bool:
-        """Return whether no gradient is there to be stepped with.
+        """Return whether there is no gradient for a step.
 
-        Whether they are zeros is read where a look is at work alone: that waits for the device.
+        Gradients of zeros count as none only during a look: reading them waits for the device.
         """
-        if self.loop.zero is not None:  # which keeps gradients out of sight
+        if self.loop.zero is not None:  # ZeRO keeps gradients in internal buffers
             return self.loop.zero.is_empty
         has_some = has_gradients(self.loop.optimizers, zeros=self._look is None)
         return not (has_some or holds_unreduced(self.loop.model))
@@ -403,7 +413,7 @@ class Watch(Reported):
             self.optimizer_steps(optimizer)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer steps, or skips its step."""
+        """Record that an optimizer steps, or skips its step."""
         if not self._inside:
             raise RuntimeError(
                 "an optimizer stepped outside of `with watch.step(batch):`, where Watch cannot see "
@@ -413,11 +423,6 @@ class Watch(Reported):
         self.engine.optimizer_steps(optimizer)
 
     def _hook_optimizers(self) -> None:
-        self._follow_engine()
         for optimizer in self.loop.inner_optimizers:
             steps = partial(self.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, steps))
-
-    def _follow_engine(self) -> None:
-        if self.loop.zero is not None:
-            self._removers.append(self.loop.zero.follow_engine())

@@ -10,7 +10,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-_OPTIMIZERS = {n: f"DeepSpeedZeroOptimizer{'_Stage3' * (n == 3)}" for n in (1, 2, 3)}
+_OPTIMIZERS = {
+    1: "DeepSpeedZeroOptimizer",
+    2: "DeepSpeedZeroOptimizer",
+    3: "DeepSpeedZeroOptimizer_Stage3",
+}
+"""The class of ZeRO's optimizer by stage."""
 _QUANTIZED = [f"zero_quantized_{n}" for n in ("weights", "nontrainable_weights", "gradients")]
 
 
@@ -18,8 +23,8 @@ class ZeROStep(Optimizer):
     """The step of a DeepSpeed engine, as an optimizer of the model's own parameters.
 
     ZeRO's own optimizer has shards in their place. :meth:`step` changes nothing: it is called right
-    before the engine's step, the last moment at which gradients can be asked for. After it ZeRO-1
-    aborts the process that asks.
+    before the engine's step, the last moment at which gradients can be gathered. After that step
+    ZeRO-1 aborts a process that gathers them.
     """
 
     engine: Any
@@ -29,16 +34,19 @@ class ZeROStep(Optimizer):
 
     @classmethod
     def of_engine(cls, engine: nn.Module, watcher: str) -> ZeROStep | None:
-        """Return the step of an engine, named and set as the optimizer inside it is.
+        """Return the step of an engine, with the class name and settings of its inner optimizer.
 
         Args:
-            engine: the model; None is returned where it is no DeepSpeedEngine.
-            watcher: the class that watches it, for messages.
+            engine: the model that the loop trains.
+            watcher: the name of the class that watches it, for messages.
+
+        Returns:
+            None if the model is no DeepSpeedEngine.
 
         Raises:
-            ValueError: gradients cannot be read under its settings; names the one to change.
+            ValueError: gradients cannot be read under its settings. The message names the setting.
         """
-        if "DeepSpeedEngine" not in _classes(engine):
+        if "DeepSpeedEngine" not in _class_names(engine):
             if any(hasattr(p, "_hp_mapping") or hasattr(p, "ds_id") for p in engine.parameters()):
                 raise ValueError(
                     f"{watcher}: DeepSpeed shards this model: give the engine that "
@@ -48,22 +56,24 @@ class ZeROStep(Optimizer):
         check_engine(engine, watcher)
         sharded: Any = engine.optimizer
         inner = sharded.optimizer
-        in_parts = hasattr(sharded, "sub_group_to_group_id")
+        has_sub_groups = hasattr(sharded, "sub_group_to_group_id")  # of ZeRO-3
+        sub_groups = sharded.fp16_groups if has_sub_groups else sharded.bit16_groups
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in inner.param_groups]
-        for n, parameters in enumerate(sharded.fp16_groups if in_parts else sharded.bit16_groups):
-            groups[sharded.sub_group_to_group_id[n] if in_parts else n]["params"] += parameters
+        for n, parameters in enumerate(sub_groups):
+            group = sharded.sub_group_to_group_id[n] if has_sub_groups else n
+            groups[group]["params"] += parameters
         step: ZeROStep = type(type(inner).__name__, (cls,), {})(groups, inner.defaults)
         step.engine = engine
         return step
 
     @property
     def stage(self) -> int:
-        """Return which ZeRO it is: 1, 2 or 3."""
+        """Return the stage of ZeRO: 1, 2 or 3."""
         return int(self.engine.zero_optimization_stage())
 
     @property
     def clip_norm(self) -> float:
-        """Return the norm that the gradient of all parameters is clipped to; 0 for none."""
+        """Return the norm to which the gradient of all parameters is clipped; 0 for none."""
         return float(self.engine.gradient_clipping() or 0)
 
     @property
@@ -78,17 +88,17 @@ class ZeROStep(Optimizer):
         }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let what runs before a real step run."""
+        """Do nothing: only the hooks of a step run."""
 
     def follow_engine(self) -> Callable[[], None]:
-        """Step before each step of the engine that is at the end of an accumulation.
+        """Call :meth:`step` before each step of the engine that ends an accumulation.
 
         Returns:
-            A function that ends it.
+            A function that ends this.
         """
         engine = self.engine
         take_step, zero_gradients = engine.step, engine.optimizer.zero_grad
-        earlier = vars(engine).get("step"), vars(engine.optimizer).get("zero_grad")
+        previous = vars(engine).get("step"), vars(engine.optimizer).get("zero_grad")
 
         def step(*args: Any, **kwargs: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():
@@ -101,12 +111,12 @@ class ZeROStep(Optimizer):
             return zero_gradients(*args, **kwargs)
 
         def put_back() -> None:
-            things, functions = (engine, engine.optimizer), (step, zero_grad)
-            for thing, function, own in zip(things, functions, earlier, strict=True):
-                if vars(thing).get(name := function.__name__) is function:
-                    delattr(thing, name)
-                    if own is not None:  # of another watch
-                        setattr(thing, name, own)
+            owners, wrappers = (engine, engine.optimizer), (step, zero_grad)
+            for owner, wrapper, attribute in zip(owners, wrappers, previous, strict=True):
+                if vars(owner).get(name := wrapper.__name__) is wrapper:
+                    delattr(owner, name)
+                    if attribute is not None:  # another watch has set it
+                        setattr(owner, name, attribute)
 
         engine.step, engine.optimizer.zero_grad = step, zero_grad
         return put_back
@@ -114,7 +124,8 @@ class ZeROStep(Optimizer):
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the mean over processes of a parameter's gradient, clipped, in float32.
 
-        Every process must ask for the same parameters in one order. None: there is no gradient.
+        It is a collective: every process must call it for the same parameters in the same order.
+        None is returned if there is no gradient.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -128,8 +139,8 @@ class ZeROStep(Optimizer):
         return gradient.float() * self._clip
 
 
-def _classes(thing: object) -> set[str]:
-    return {kind.__name__ for kind in type(thing).__mro__}
+def _class_names(engine: object) -> set[str]:
+    return {cls.__name__ for cls in type(engine).__mro__}
 
 
 def check_engine(engine: Any, watcher: str) -> None:
@@ -137,24 +148,26 @@ def check_engine(engine: Any, watcher: str) -> None:
 
     Args:
         engine: the DeepSpeedEngine.
-        watcher: the class that watches it, for the message.
+        watcher: the name of the class that watches it, for the message.
 
     Raises:
-        ValueError: names the setting to change.
+        ValueError: there is such a setting. The message names it.
     """
     if not hasattr(engine, "managed_gradient_accumulation"):
         raise ValueError(f"{watcher} takes DeepSpeed 0.19.8 or newer: older ones are not tested")
     config, stage = engine._config.zero_config, engine.zero_optimization_stage()
     offloads = {n: getattr(config, n) for n in ("offload_optimizer", "offload_param")}
     optimizer = engine.optimizer
-    kind, inner = (type(one).__name__ for one in (optimizer, getattr(optimizer, "optimizer", None)))
-    parts = engine.dp_world_size != distributed.get_world_size() or engine.autotp_size() > 1
+    outer_name = type(optimizer).__name__
+    inner_name = type(getattr(optimizer, "optimizer", None)).__name__
+    is_data_parallel = engine.dp_world_size == distributed.get_world_size()
     settings = {
-        "a PipelineModule": "PipelineEngine" in _classes(engine),
+        "a PipelineModule": "PipelineEngine" in _class_names(engine),
         f"'stage': {stage}": stage not in _OPTIMIZERS,
         **{
-            f"'{name}'": one is not None and getattr(one.device, "value", one.device) != "none"
-            for name, one in offloads.items()
+            f"'{name}'": offload is not None
+            and getattr(offload.device, "value", offload.device) != "none"
+            for name, offload in offloads.items()
         },
         **{f"'{name}'": getattr(config, name) for name in _QUANTIZED},
         "'zero_hpz_partition_size'": config.zero_hpz_partition_size > 1,
@@ -164,8 +177,12 @@ def check_engine(engine: Any, watcher: str) -> None:
         "'compile'": engine.is_deepcompile_enabled(),
         "'zenflow'": bool(engine.zenflow),
         "'managed_gradient_accumulation': false": not engine.managed_gradient_accumulation(),
-        "tensor, sequence or expert parallelism": parts or engine.has_moe_layers,
-        f"{kind} of {inner}": kind != _OPTIMIZERS.get(stage) or "muon" in inner.lower(),
+        "tensor, sequence or expert parallelism": (
+            not is_data_parallel or engine.autotp_size() > 1 or engine.has_moe_layers
+        ),
+        f"{outer_name} of {inner_name}": (
+            outer_name != _OPTIMIZERS.get(stage) or "muon" in inner_name.lower()
+        ),
     }
     if name := next((name for name, applies in settings.items() if applies), None):
         raise ValueError(

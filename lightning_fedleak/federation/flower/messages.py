@@ -20,14 +20,14 @@ ROUND = "server-round"
 WEIGHT = "num-examples"
 
 LISTED, _LISTED_BACK = "fitins.parameters", "fitres.parameters"
-"""Where messages of the older interface hold a model."""
+"""Keys of the model in messages of the older interface."""
 
 
 class _Arrays(Mapping[str, Tensor]):
-    """Reads each array of a record when it is asked for, so that no whole model is in memory.
+    """Reads each array of a record on access, so that the whole model is never in memory.
 
     Args:
-        record: of a message.
+        record: the record of a message.
     """
 
     def __init__(self, record: ArrayRecord) -> None:
@@ -47,8 +47,8 @@ class NamedArrays:
     """Reads and writes the model in the messages of a round, which hold it by name.
 
     Attributes:
-        round_: number of the round.
-        sent: what the client got.
+        round_: the number of the round.
+        sent: the state that the client got.
     """
 
     def __init__(self, message: Message) -> None:
@@ -57,7 +57,7 @@ class NamedArrays:
         self.round_ = _round_of(message)
 
     def returned(self, reply: Message) -> State:
-        """Return the model as the client has trained it."""
+        """Return the model that the client has trained."""
         return dict(arrays_of(reply)[1])
 
     def put(self, state: State, reply: Message) -> None:
@@ -78,9 +78,9 @@ class _ListedArrays(NamedArrays):
         group = message.metadata.group_id  # the round, in Flower's own workflows
         self.round_ = int(group) if group.isdecimal() else _round_of(message)
         arrays = arrays_in(message, LISTED)
-        whole = {n: t.detach() for n, t in observer.model.state_dict().items()}
+        full_state = {n: t.detach() for n, t in observer.model.state_dict().items()}
         shapes = [a.shape for a in arrays]
-        for like in (trained_state(observer.model), whole):
+        for like in (trained_state(observer.model), full_state):
             if [tuple(t.shape) for t in like.values()] == shapes:
                 self._names = list(like)
                 # A mean over clients is float64 in Flower; a client trains in its model's dtype.
@@ -110,10 +110,10 @@ class _ListedArrays(NamedArrays):
 
 
 def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
-    """Return the reader of a training message, and of its reply, in the form that they have.
+    """Return the reader for the form of a training message and its reply.
 
     Raises:
-        UpdateError: the message holds no model, or another one than the observer's.
+        UpdateError: the message holds no model, or a model that does not fit the observer's.
     """
     if LISTED in message.content:
         return _ListedArrays(message, observer)
@@ -121,10 +121,10 @@ def read_sent(message: Message, observer: RoundObserver) -> NamedArrays:
 
 
 def arrays_of(message: Message) -> tuple[str, _Arrays]:
-    """Return the key of the one model of a message, and the model.
+    """Return the key of the model in a message, and the model.
 
     Raises:
-        UpdateError: it holds none, or several.
+        UpdateError: the message holds no model, or several.
     """
     records = message.content.array_records
     if len(records) != 1:

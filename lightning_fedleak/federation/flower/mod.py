@@ -18,7 +18,7 @@ from lightning_fedleak.federation.updates import State
 
 _Watch = tuple[federation.RoundObserver, tuple[federation.RoundGate, ...]]
 _WATCHES: dict[str, tuple[int, _Watch]] = {}
-"""The newest run of each mod, and what looks at its updates in this process."""
+"""The newest run of each mod, with its observer and gates in this process."""
 _STATE = "lightning-fedleak"
 _MEMORY = f"{_STATE}-compression"
 
@@ -26,9 +26,9 @@ MIN_MODULUS = 2**32
 """SecAgg+ draws masks below its modulus less one, so that a modulus of 2 masks nothing. This is
 Flower's default; one number in so many then shows that its mask was not uniform."""
 MIN_CLIENTS = 2
-"""Whose sum a mask may hide where no ClientDP says how many there are."""
-SURE_DEVIATIONS = 8.0
-"""Noise is beyond so many standard deviations once in 10**15 numbers."""
+"""The smallest number of clients in an unmasked sum if no ClientDP requires more."""
+MAX_DEVIATIONS = 8.0
+"""Gaussian noise exceeds so many standard deviations once in 10**15 numbers."""
 
 
 class FedLeakMod:
@@ -39,24 +39,23 @@ class FedLeakMod:
         app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
                                                                    at_most=0.3)])])
 
-    Beside the model leaves a code of this client's logs so far, which says nothing without their
-    key, for :class:`ClientHeads` or :class:`Observed` on the server; none where the client adds
-    noise of its own.
+    With the model leaves a code of this client's logs so far, which no one can read without their
+    key, for :class:`ClientHeads` or :class:`Observed` on the server. There is none if the client
+    adds noise.
 
-    Of training messages it lets leave what may. The train function reports what it trains on, by
-    :func:`~lightning_fedleak.federation.trained_on` in a loop of its own, or by the callback
-    :class:`~lightning_fedleak.federation.TrainedOn`. One that does not leaves every result unknown,
-    and unknown does not pass a gate.
+    The train function reports its batches, by :func:`~lightning_fedleak.federation.trained_on` in a
+    training loop, or by the callback :class:`~lightning_fedleak.federation.TrainedOn`. Without
+    reports every result is unknown, and an unknown result passes no gate.
 
     A client of the older interface (``NumPyClient``) sends arrays without names. They must be the
     values of ``trained_state(model)``, or of ``model.state_dict()``, in that order.
 
     A withheld update is answered with an error: the round goes on without this client, and says so.
-    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also where the
-    train function fails, which data may provoke. Every reply has the same form then: the model, and
-    a weight of 1 in place of metrics, which would tell of the data. Every other message (evaluate,
-    query, parameters of the older interface) is answered with an error before the client's app sees
-    it: an exact loss of a model that the server chose is under no noise.
+    Under a ``dp`` whose noise the client adds, zero with that noise leaves instead, also if the
+    train function fails, which the data may cause. Every reply then has the same form: the model,
+    and a weight of 1 in place of metrics, which would reveal the data. Every other message
+    (evaluate, query, parameters of the older interface) is answered with an error before the
+    client's app sees it: the loss of a model that the server chose would leave without noise.
 
     **Secure aggregation** (``SecAgg+``): ``mods=[secaggplus_mod, FedLeakMod(...)]``, in this order,
     looks at the update before it is masked. A withheld update, or one that cannot be read, leaves
@@ -67,15 +66,16 @@ class FedLeakMod:
     examples and the metrics are not masked by Flower, and leave as they are.
 
     Args:
-        observer: makes the :class:`RoundObserver` of this process, once in a run, given the first
-            context.
-        gates: of each client; or what makes them of the first context, of the run's configuration
-            say.
-        dp: makes a client's own :class:`ClientDP`, in every round, given its context; None for
-            none. It needs a ledger, since Flower may run each round in another process.
+        observer: a function that makes the :class:`RoundObserver` of this process from the first
+            context of a run.
+        gates: the gates of each client, or a function that makes them from the first context, for
+            example from the run's configuration.
+        dp: a function that makes a client's :class:`ClientDP` from its context in every round; None
+            for no ClientDP. It needs a ledger, because Flower may run each round in another
+            process.
         weight: the metric by which the server's strategy weighs clients.
-        secure_aggregation: what leaves is masked by other means than Flower's SecAgg+, which is
-            known by its messages.
+        secure_aggregation: whether updates are masked by other means than Flower's SecAgg+. SecAgg+
+            is detected in the messages.
     """
 
     def __init__(
@@ -101,27 +101,28 @@ class FedLeakMod:
         """Let the client train, and return what may leave.
 
         Raises:
-            DefenseError: differential privacy of the client without a ledger, a share of its noise
-                on what is not masked, or masks of a SecAgg+ that hide too little.
-            ValueError: this mod stands before that of a secure aggregation.
-            UpdateError: the message holds no model, or another one than the observer's.
+            DefenseError: the ClientDP has no ledger, an update with a share of its noise is not
+                masked, or the masks of a SecAgg+ hide the sum of too few clients.
+            ValueError: this mod comes before the mod of a secure aggregation.
+            UpdateError: the message holds no model, or a model that does not fit the observer's.
         """
-        kind = message.metadata.message_type
+        message_type = message.metadata.message_type
         dp = None if self._dp is None else self._dp(context)
-        noises = dp is not None and dp.trust != "central"
-        if kind.split(".")[0] != MessageType.TRAIN:
-            if noises:
+        adds_noise = dp is not None and dp.trust != "central"
+        if message_type.split(".")[0] != MessageType.TRAIN:
+            if adds_noise:
                 return _refuse(
                     message,
-                    f"under a ClientDP that adds noise of its own this client answers training "
-                    f"alone, and not '{kind}': evaluate on the server (fraction_evaluate=0)",
+                    "under a ClientDP that adds noise of its own this client answers training "
+                    f"alone, and not '{message_type}': evaluate on the server "
+                    "(fraction_evaluate=0)",
                 )
             return call_next(message, context)
         protocol = read_masks(message, context)
-        masked = self._secure or protocol is not None
-        if dp is not None and noises:
+        is_masked = self._secure or protocol is not None
+        if dp is not None and adds_noise:
             dp.check_client(
-                masked=masked,
+                masked=is_masked,
                 mend="say mods=[secaggplus_mod, FedLeakMod(...)] and run SecAggPlusWorkflow on the "
                 "server, or FedLeakMod(secure_aggregation=True) where something else masks it",
             )
@@ -131,7 +132,7 @@ class FedLeakMod:
             gates,
             dp,
             client=context.node_config.get("partition-id", context.node_id),
-            secure_aggregation=masked,
+            secure_aggregation=is_masked,
         )
         codec = read_sent(message, observer)
         if protocol is not None:
@@ -145,7 +146,7 @@ class FedLeakMod:
             _remember(outgoing, context)
 
     def _watch_run(self, context: Context) -> _Watch:
-        """Return the observer of a run and its gates; each round may build this mod again."""
+        """Return the observer of a run and its gates; each round may make a new mod."""
         run, watch = _WATCHES.get(self._id, (None, None))
         if run != context.run_id or watch is None:
             observer = self._make(context)
@@ -188,7 +189,7 @@ class FedLeakMod:
 
 
 def _recall(outgoing: federation.OutgoingUpdates, context: Context) -> None:
-    """Take up what the node's state keeps: the next round may run in another process."""
+    """Load this client's memory from the node: each round may run in another process."""
     outgoing.recall(context.state.config_records.get(_STATE))
     if outgoing.compression is not None and _MEMORY in context.state.array_records:
         tensors = context.state.array_records[_MEMORY].to_torch_state_dict()
@@ -196,7 +197,7 @@ def _recall(outgoing: federation.OutgoingUpdates, context: Context) -> None:
 
 
 def _remember(outgoing: federation.OutgoingUpdates, context: Context) -> None:
-    """Keep in the node's state what the client's next round needs."""
+    """Store this client's memory on the node, for its next round."""
     if outgoing.compression is not None and outgoing.compression.memory:
         context.state.array_records[_MEMORY] = ArrayRecord(outgoing.compression.memory)
     context.state.config_records[_STATE] = ConfigRecord(outgoing.memory())
@@ -208,19 +209,19 @@ def _refuse(message: Message, why: str) -> Message:
     return Message(error, reply_to=message)
 
 
-# ---- what Flower's SecAgg+ masks a reply with -----------------------------------------------
+# ---- the masks of Flower's SecAgg+ ----------------------------------------------------------
 
 
 def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
-    """Return what SecAgg+ masks the reply to a training message with; None without SecAgg+.
+    """Return the settings by which SecAgg+ masks the reply to a training message; None without it.
 
-    Its mod acts on messages of the type ``"train"`` alone, takes their stage out, and keeps its own
-    state on the node, where the last stage before the masks is written until they are applied. A
-    server can send any record, but not these together.
+    The mod of SecAgg+ acts only on messages of the type ``"train"``. It removes their stage, and
+    keeps its own state on the node. There the last stage before masking is stored until the masks
+    are applied. A server can send any one of these records, but cannot make all of them agree.
 
     Raises:
-        ValueError: this mod stands before that of SecAgg+.
-        DefenseError: the node takes part in SecAgg+, whose mod lets this message pass.
+        ValueError: this mod comes before the mod of SecAgg+.
+        DefenseError: the node takes part in SecAgg+, and its mod does not mask this message.
     """
     configs = message.content.config_records.get(secagg.RECORD_KEY_CONFIGS)
     if configs is not None and secagg.Key.STAGE in configs:
@@ -230,11 +231,11 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
     node_state = context.state.config_records.get(secagg.RECORD_KEY_STATE)
     if node_state is None:
         return None
-    kind, stage = message.metadata.message_type, node_state.get("current_stage")
-    if configs is None or kind != MessageType.TRAIN or stage != secagg.Stage.SHARE_KEYS:
+    message_type, stage = message.metadata.message_type, node_state.get("current_stage")
+    if configs is None or message_type != MessageType.TRAIN or stage != secagg.Stage.SHARE_KEYS:
         raise DefenseError(
             f"FedLeakMod: this node takes part in SecAgg+, whose mod would not mask the reply to "
-            f"this message of type '{kind}': train by SecAggPlusWorkflow alone"
+            f"this message of type '{message_type}': train by SecAggPlusWorkflow alone"
         )
     # What the server sends now does not change the set-up.
     return dict(configs) | dict(node_state)
@@ -243,37 +244,38 @@ def read_masks(message: Message, context: Context) -> dict[str, Any] | None:
 def check_masks(
     protocol: Mapping[str, Any], dp: federation.ClientDP | None, trained: Sequence[Tensor]
 ) -> None:
-    """Refuse masks behind which the server sees more than the sum that the noise is made for.
+    """Refuse masks that hide the sum of fewer clients than the noise is made for.
 
-    All of it is the server's to choose: who shares masks with this client, of how many at least a
-    sum is unmasked, and how numbers are clipped and rounded to whole ones.
+    The server chooses all settings: the clients that share masks with this client, the smallest
+    number of clients whose sum is unmasked, and the clipping and rounding of numbers.
 
     Args:
-        protocol: from :func:`read_masks`.
-        dp: of the client.
-        trained: what was sent of what is trained.
+        protocol: the settings that :func:`read_masks` returns.
+        dp: the client's ClientDP.
+        trained: the trained tensors that were sent.
 
     Raises:
-        DefenseError: says which setting of the server's to change.
+        DefenseError: the masks hide too little. The message names the server's setting to change.
     """
-    needed, share = MIN_CLIENTS, dp is not None and dp.trust == "secure_aggregation"
-    if dp is not None and share:
-        needed = max(needed, int(dp.per_round) - dp.dropouts)
-    together = len({*protocol[secagg.Key.SOURCE_LIST], protocol["nid"]})
+    min_clients, adds_share = MIN_CLIENTS, dp is not None and dp.trust == "secure_aggregation"
+    if dp is not None and adds_share:
+        min_clients = max(min_clients, int(dp.per_round) - dp.dropouts)
+    n_clients = len({*protocol[secagg.Key.SOURCE_LIST], protocol["nid"]})
     modulus = protocol["mod_range"]
-    if min(together, protocol["threshold"]) < needed or modulus < MIN_MODULUS:
+    if min(n_clients, protocol["threshold"]) < min_clients or modulus < MIN_MODULUS:
         raise DefenseError(
-            f"FedLeakMod: SecAgg+ masks this update among {together} clients by numbers below "
-            f"{modulus}, and unmasks the sum of {protocol['threshold']}, where at least {needed} "
-            "are needed: give SecAggPlusWorkflow(num_shares=, reconstruction_threshold=, "
-            f"modulus_range={MIN_MODULUS}), or ClientReleaseSettings(dropouts=) of one at least"
+            f"FedLeakMod: SecAgg+ masks this update among {n_clients} clients by numbers below "
+            f"{modulus}, and unmasks the sum of {protocol['threshold']}, where at least "
+            f"{min_clients} are needed: give SecAggPlusWorkflow(num_shares=, "
+            f"reconstruction_threshold=, modulus_range={MIN_MODULUS}), or "
+            "ClientReleaseSettings(dropouts=) of one at least"
         )
-    if dp is None or not share:
+    if dp is None or not adds_share:
         return
     largest = max((float(t.abs().max()) for t in trained), default=0.0) + dp.clip
-    largest = (largest + SURE_DEVIATIONS * dp.own_noise_std) / abs(protocol["max_weight"])
-    whole = 0 < protocol["target_range"] < 2**31  # its whole numbers have 32 bits
-    if not (whole and largest <= protocol["clipping_range"]):
+    largest = (largest + MAX_DEVIATIONS * dp.own_noise_std) / abs(protocol["max_weight"])
+    fits_int32 = 0 < protocol["target_range"] < 2**31  # SecAgg+ rounds to integers of 32 bits
+    if not (fits_int32 and largest <= protocol["clipping_range"]):
         raise DefenseError(
             f"FedLeakMod: SecAgg+ clips numbers at {protocol['clipping_range']}, and noise as "
             f"large as {largest:.3g} would be cut off: give SecAggPlusWorkflow(clipping_range=..., "

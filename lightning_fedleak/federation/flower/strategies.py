@@ -28,17 +28,17 @@ log = logging.getLogger("flwr")
 
 
 def _hand_on(name: str) -> Callable[..., Any]:
-    """Return a method that calls that of the strategy inside."""
+    """Return a method that calls the method of the same name of the inner strategy."""
 
-    def method(self: _Around, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.strategy, name)(*arguments, **named)
+    def method(self: _Around, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.strategy, name)(*args, **kwargs)
 
-    method.__doc__ = f"Hand ``{name}`` on to the strategy inside."
+    method.__doc__ = f"Call ``{name}`` of the inner strategy."
     return method
 
 
 class _Around(Strategy):  # type: ignore[misc, unused-ignore]
-    """A strategy that hands everything on to another one."""
+    """A strategy that calls an inner strategy."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -51,21 +51,21 @@ class _Around(Strategy):  # type: ignore[misc, unused-ignore]
 
 
 class Observed(_Around):
-    """What a curious server reads off each client's update, and off their mean.
+    """Attacks of a curious server on each client's update, and on their mean.
 
-    A reply that holds no model is *unknown*. Those that can be added up make the mean, weighted as
-    the strategy inside weighs them.
+    A reply that holds no model is *unknown*. The others make the mean, with the weights of the
+    inner strategy.
 
     **The order of wrappers is the threat model**, and is written to the log: ``Observed(X)`` sees
     what arrives, before ``X`` acts on it. Under a defence of the server, it still sees every raw
     update.
 
     Args:
-        strategy: any; what it returns is not changed. Where it returns no model, since every client
-            withheld say, the one that was sent is kept and the log says so.
-        observer: with ``side="server"``.
-        learning_rate: of a round, the mean over its local steps, where a schedule changes it; by
-            default that of the observer's optimizer.
+        strategy: the inner strategy, whose results are not changed. If it returns no model, for
+            example because every client withheld, the sent model is kept, which is logged.
+        observer: the observer, with ``side="server"``.
+        learning_rate: a function that returns the mean learning rate over a round's local steps, if
+            a schedule changes it. By default it is that of the observer's optimizer.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Observed(_Around):
         self._round_start = 0.0
 
     def summary(self) -> None:
-        """Log who sees what."""
+        """Log which updates are seen."""
         inside = type(self.strategy).__name__
         log.info("Observed(%s): sees each client's update as it arrives, before %s", inside, inside)
         self.strategy.summary()
@@ -91,7 +91,7 @@ class Observed(_Around):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Remember what is sent."""
+        """Begin the round with the model that is sent."""
         self._arrays, self._sent = arrays, arrays.to_torch_state_dict()
         self.observer.begin(server_round, self._sent)
         self._round_start = time.perf_counter()
@@ -101,10 +101,10 @@ class Observed(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Look at each client's update, then at their mean, then let the strategy work.
+        """Attack each client's update, then their mean, then call the inner strategy.
 
-        Where no client has sent a model, the one that was sent is the result: without it a
-        federation in which every client always withholds would end with an empty one.
+        If no client has sent a model, the result is the model that was sent. Otherwise a federation
+        in which every client always withholds would end with an empty model.
         """
         arrived = list(replies)
         for reply in _by_node(arrived):
@@ -156,14 +156,14 @@ class Observed(_Around):
 
 
 class ClientHeads(_Around):
-    """Writes to ``run.jsonl`` how far each client's logs went in each round.
+    """Writes a code of each client's logs to ``run.jsonl`` in each round.
 
-    What a client's mod sends is a code that the server cannot read. ``fedleak verify`` compares it
-    with that client's logs: one who changes them later is found. :class:`Observed` does it as well.
+    A client's mod sends the code, which the server cannot read. ``fedleak verify`` compares it with
+    that client's logs, and so detects later changes of them. :class:`Observed` does the same.
 
     Args:
-        strategy: any; it is started through this one, which must be the outermost.
-        folder: of the server's log.
+        strategy: the inner strategy. This one must be the outermost, and starts it.
+        folder: the folder of the server's log.
     """
 
     def __init__(self, strategy: Strategy, folder: str | Path) -> None:
@@ -175,7 +175,7 @@ class ClientHeads(_Around):
         """Check that this strategy is the outermost one.
 
         Raises:
-            ValueError: another one is around it, so that its log would not be closed.
+            ValueError: it is inside another strategy, so that its log would not be closed.
         """
         if self._record is None:
             raise ValueError(
@@ -194,7 +194,7 @@ class ClientHeads(_Around):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Write down the codes of the clients, each by its node's number."""
+        """Log the code of each client, by the id of its node."""
         arrived = list(replies)
         assert self._record is not None, "start() has been called"
         for reply in arrived:
@@ -206,21 +206,22 @@ class ClientHeads(_Around):
 class PrivateMean(_Around):
     """Federated averaging under a :class:`ClientDP` of central trust, by a trusted server.
 
-    Draws clients as the account says, and takes the noised mean of their updates. A client that
-    fails, withholds, is gone or returns what cannot be read counts as zero. Metrics of training are
-    not published: they are not covered.
+    It samples clients as the account assumes, and takes the noised mean of their updates. A client
+    counts as zero if it fails, withholds, has disconnected, or returns an update that cannot be
+    read. Metrics of training are not published, because no epsilon covers them.
 
-    The first round waits for all clients to be there, and no more, since the account depends on
-    their number. One that is gone later is drawn like every other; a node that comes takes a free
-    place.
+    The first round waits until exactly all clients are connected, because the account depends on
+    their number. A client that disconnects later is still sampled. A new node takes the place of a
+    client that has disconnected.
 
     Args:
-        strategy: for everything but training: evaluation, say.
-        dp: with ``trust="central"`` and a ledger.
-        minutes: to wait for all clients to be there.
+        strategy: the inner strategy for everything except training, such as evaluation.
+        dp: the ClientDP, with ``trust="central"`` and a ledger.
+        minutes: the time to wait until all clients are connected.
 
     Raises:
-        DefenseError: another trust, no ledger, or a strategy inside that was to be watched.
+        DefenseError: the ClientDP has another trust or no ledger, or the inner strategy is an
+            :class:`Observed`, which would see nothing.
     """
 
     def __init__(self, strategy: Strategy, dp: ClientDP, *, minutes: float = 10.0) -> None:
@@ -234,27 +235,27 @@ class PrivateMean(_Around):
         self.dp = dp
         self._seconds = 60 * minutes
         self._sent: dict[str, Tensor] = {}
-        self._places: list[int] = []
+        self._slots: list[int] = []  # the node of each client
         self._nodes: list[int] = []
 
     def summary(self) -> None:
-        """Log what is guaranteed."""
+        """Log the guarantee."""
         log.info("PrivateMean: %s", self.dp.guarantee)
         self.strategy.summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the clients of a round, and send them the model.
+        """Sample the clients of a round, and send them the model.
 
         Raises:
-            DefenseError: not all clients came in time, or more of them.
-            BudgetSpent: the account allows no more.
+            DefenseError: the number of clients that connected in time is not that of the account.
+            BudgetSpent: one more release would cost more than the budget.
         """
         self.dp.check_affords_another()
         self._sent = arrays.to_torch_state_dict()
         connected = self._arrived(grid)
-        self._nodes = self.dp.drawn(self._places)
+        self._nodes = self.dp.drawn(self._slots)
         config[ROUND] = server_round
         record = RecordDict({"arrays": arrays, "config": config})
         return [
@@ -264,19 +265,19 @@ class PrivateMean(_Around):
         ]
 
     def _arrived(self, grid: Grid) -> set[int]:
-        """Return the connected nodes; each has a place, and keeps it when it disconnects."""
+        """Return the connected nodes. A node that disconnects keeps its slot until it is needed."""
         connected = set(grid.get_node_ids())
         until = time.monotonic() + self._seconds
-        while not self._places and len(connected) != self.dp.clients and time.monotonic() < until:
+        while not self._slots and len(connected) != self.dp.clients and time.monotonic() < until:
             time.sleep(0.2)
             connected = set(grid.get_node_ids())
-        if not self._places:
-            self._places = sorted(connected)
-        new = sorted(connected.difference(self._places))
-        for place, node in enumerate(self._places):
+        if not self._slots:
+            self._slots = sorted(connected)
+        new = sorted(connected.difference(self._slots))
+        for slot, node in enumerate(self._slots):
             if node not in connected and new:
-                self._places[place] = new.pop(0)
-        if new:  # one that comes back may do so before its old node is seen to be gone
+                self._slots[slot] = new.pop(0)
+        if new:  # a client may reconnect before Flower notices that its old node has disconnected
             log.info("lightning-fedleak: %d nodes wait for a place to be free", len(new))
         return connected
 
@@ -286,18 +287,18 @@ class PrivateMean(_Around):
         """Return the next model, which is one release, and no metrics.
 
         Raises:
-            BudgetSpent: the account allows no more.
+            BudgetSpent: one more release would cost more than the budget.
         """
         like = {n: t for n, t in self._sent.items() if t.is_floating_point()}
         sums = self.dp.begin(self._nodes, like)
         arrived = {r.metadata.src_node_id: r for r in replies if not r.has_error()}
-        for node in self._nodes:  # in their order: the same replies make the same sum
+        for node in self._nodes:  # in a fixed order: the same replies give the same sum
             if node in arrived:
                 sums.add_returned(node, self._sent, _state_of(arrived[node]))
         release = sums.end()
         for node, zero in release.zeros.items():
-            place = self._nodes.index(node)
-            log.info("lightning-fedleak: drawn client %d counts as zero: %s", place, zero)
+            position = self._nodes.index(node)
+            log.info("lightning-fedleak: drawn client %d counts as zero: %s", position, zero)
         return ArrayRecord(moved(self._sent, release.update)), None
 
 
@@ -307,7 +308,7 @@ def _state_of(reply: Message) -> State:
         _, arrays = arrays_of(reply)
         for name in arrays:
             arrays[name]
-    except Exception as error:  # whatever a client's bytes provoke
+    except Exception as error:  # a client's bytes may cause any error
         log.info("lightning-fedleak: a reply holds no model: %s", reason(error))
         return {}
     return arrays
@@ -331,7 +332,7 @@ def _can_be_averaged(state: State, sent: State) -> bool:
 
 
 def _weight_of(reply: Message, strategy: Strategy) -> float:
-    """Return a reply's weight in the mean of a strategy; 1 where it does not say."""
+    """Return a reply's weight in the mean of a strategy; 1 if the reply has none."""
     if isinstance(strategy, PrivateMean):
         return 1.0
     if isinstance(strategy, _Around):

@@ -170,7 +170,7 @@ def _mean_log_wide(theta: _Array, mean: float, mean_square: float) -> float:
     log_odds, _, m1, _, log_v1 = theta.tolist()
     log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
     distance = mean_square - 2 * m1 * mean + m1 * m1
-    return log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1))
+    return float(log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1)))
 
 
 def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _Step:

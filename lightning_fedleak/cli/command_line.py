@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if options.command in ("report", "compare", "verify", "sign"):
-        module, function = "logs", options.command
+        module, function = "logs", f"run_{options.command}"
     else:
         import transformers
 

@@ -38,7 +38,7 @@ class _ReleaseCheck:
 
     def __init__(self, content: Mapping[str, Any], printed: str, notes: list[str]) -> None:
         pools = [content, content.get("short_answers", {})]
-        attacks: dict[str, Any] = {}
+        attacks: dict[str, dict[str, float | None]] = {}
         for pool in pools:
             attacks |= pool.get("attacks", {})
         for name, values in content.get("entities", {}).items():

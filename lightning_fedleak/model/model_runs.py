@@ -57,20 +57,14 @@ def is_observed() -> bool:
 
 @contextmanager
 def restored_once(anatomy: Anatomy) -> Iterator[None]:
-    """Save the contents of the modules once for every :func:`undisturbed` within.
-
-    Modes stay as they are between these. :func:`is_observed` is True meanwhile.
-
-    Raises:
-        RuntimeError: a parameter was written to and could not be restored.
-    """
+    """Restore the contents of the modules after a block, once for all :func:`undisturbed` in it."""
     before = _open.get()
-    with model_state.preserve_model(anatomy.root, anatomy.model):
-        _open.set((*before, anatomy.root))
-        try:
+    _open.set((*before, anatomy.root))
+    try:
+        with model_state.preserve_model(anatomy.root, anatomy.model):
             yield
-        finally:
-            _open.set(before)
+    finally:
+        _open.set(before)
 
 
 @contextmanager
@@ -87,31 +81,27 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     name that the model's forward has for them.
 
     It may be nested: the outermost one of a root restores its modules, each one modes and random
-    generators. :func:`is_observed` is True meanwhile.
-
-    It cannot restore what no module holds: files, global variables, closures, class attributes, and
-    objects whose state cannot be read.
+    generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds: files,
+    global variables, closures, class attributes, and objects whose state cannot be read.
 
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
     """
-    root, before = anatomy.root, _open.get()
+    root = anatomy.root
     modules = model_state.modules_of(root)
     flags = [m.training for m in modules]
-    # Linear4bit of bitsandbytes packs its weights for some CPUs in eval mode, for good, and has no
-    # backward any more.
+    # Linear4bit of bitsandbytes would pack its weights in eval mode, and have no backward any more.
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in before):
-            stack.enter_context(model_state.preserve_model(root, anatomy.model))
+        if not any(root is other for other in _open.get()):
+            stack.enter_context(restored_once(anatomy))
         stack.enter_context(_reshard(root))
         if is_compiled(root):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Older torch would store weights that are cast without gradient for training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        _open.set((*before, root))
         try:
             for module in modules:
                 if module.training:  # setting an attribute of a module is slow
@@ -127,7 +117,6 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
                     module.training = flag
             for module in packing:
                 module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
-            _open.set(before)
 
 
 def hidden_states(
@@ -464,10 +453,9 @@ def reset_compiled(root: nn.Module) -> None:
 
 @contextmanager
 def _reshard(root: nn.Module) -> Iterator[None]:
-    """Shard after it what was sharded: FSDP2 leaves the outermost module whole, ZeRO-3 what a
-    forward that was stopped would have read next.
+    """Shard again after a block: an optimizer would change whole parameters in place of shards.
 
-    A ``zero_grad`` or an optimizer would then change the whole parameters in place of the shards.
+    FSDP2 leaves the outermost module whole, ZeRO-3 what a stopped forward would have read next.
     """
     groups = [
         m for m in model_state.modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")
@@ -610,11 +598,3 @@ def logits_in(output: Any) -> Tensor:
             "first of a tuple, or as `.logits`"
         )
     return logits
-
-
-@contextmanager
-def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs that a module is called with."""
-    inputs: list[Tensor] = []
-    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
-        yield inputs

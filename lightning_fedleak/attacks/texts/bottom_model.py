@@ -29,6 +29,7 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.taps.hooks import inputs_of
 from lightning_fedleak.model.whole_models import (
     ParameterPlace,
     parameter_places,
@@ -364,7 +365,7 @@ class NextTokens:
         length = min(_TRIAL_PREFIX, self._bottom.context or _TRIAL_PREFIX)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self._bottom.vocab_size, (2, length), generator=generator)
-        with model_runs.inputs_of(self._head) as head_inputs:
+        with inputs_of(self._head) as head_inputs:
             batch = TokenBatch(ids.to(anatomy.device), None, None, "causal")
             logits = model_runs.run_logits(anatomy.model, batch)[:, -length:]
         states = head_inputs[-1][:, -length:]

@@ -27,6 +27,7 @@ from lightning_fedleak.model.anatomy import (
 )
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import whole_tensor
+from lightning_fedleak.model.taps.hooks import inputs_of
 from lightning_fedleak.progress import track
 
 
@@ -232,7 +233,7 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
     tied = inputs and anatomy.tied and projection is None
     with model_runs.undisturbed(anatomy) as model, torch.set_grad_enabled(tied):
         for part in model_runs.micro_batches(anatomy, batch):
-            with model_runs.inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
+            with inputs_of(head) as head_calls, _lookups(anatomy, tied) as lookups:
                 all_logits = model_runs.run_logits(model, part, frozen)
             logits, labels = model_runs.predicting(all_logits, part)
             states, _ = model_runs.predicting(head_calls[-1].detach(), part)

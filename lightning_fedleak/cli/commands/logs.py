@@ -15,7 +15,7 @@ from lightning_fedleak.report import ReportError, findings, print_card, read, wr
 _STATUS_WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
 
 
-def report(options: Namespace) -> int:
+def run_report(options: Namespace) -> int:
     """Write the report of runs, or print a model card, and return 0.
 
     Raises:
@@ -29,7 +29,7 @@ def report(options: Namespace) -> int:
     return 0
 
 
-def compare(options: Namespace) -> int:
+def run_compare(options: Namespace) -> int:
     """Print the runs in some log folders side by side, and return 0.
 
     Raises:
@@ -42,7 +42,7 @@ def compare(options: Namespace) -> int:
     return 0
 
 
-def verify(options: Namespace) -> int:
+def run_verify(options: Namespace) -> int:
     """Print the checks of a run, and return 0, 2 if the verdict is open, or 3 if one contradicts.
 
     Raises:
@@ -67,7 +67,7 @@ def verify(options: Namespace) -> int:
     return verdict.status
 
 
-def sign(options: Namespace) -> int:
+def run_sign(options: Namespace) -> int:
     """Sign a run's files, print where the statement is, and return 0.
 
     Raises:

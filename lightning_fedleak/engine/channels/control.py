@@ -475,9 +475,7 @@ class Controls:
 
         Where an attack reads a part, the whole holds more than it can distinguish.
         """
-        shapes = [call.shapes for call in whole.calls if call.shapes is not None]
-        counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
-        n_labels = int(self._run.summed(counts) / self._run.processes if self._together else counts)
+        n_labels = self._count_labels(whole)
         names = {plan.attack.name for plan in plans}
         last = {n: part for n, part in self._parts.items() if n in names and part.labels < n_labels}
         low, first = list(plans), 0
@@ -492,6 +490,11 @@ class Controls:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
         for name in self._parts.keys() & {plan.attack.name for plan in low}:  # which read no part
             self._parts[name] = self._parts[name]._replace(labels=LEAST_LABELS)
+
+    def _count_labels(self, whole: Step) -> int:
+        shapes = [call.shapes for call in whole.calls if call.shapes is not None]
+        counts = torch.stack([(rows[0] != 0).sum() for rows in shapes]).sum()
+        return int(self._run.summed(counts) / self._run.processes if self._together else counts)
 
     def _ask_part(
         self,

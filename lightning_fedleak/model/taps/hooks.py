@@ -1,13 +1,14 @@
-"""Hooks in the user's own forward and backward, which must not end them."""
+"""Hooks in a forward and a backward; in the user's own they must not end them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,3 +50,11 @@ def set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
         torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the inputs that a module is called with."""
+    inputs: list[Tensor] = []
+    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+        yield inputs

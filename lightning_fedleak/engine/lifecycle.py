@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -96,6 +97,7 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
+        self._set_up_seconds = 0.0
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._names: list[str] = []
@@ -203,6 +205,7 @@ class Engine(StepEngine):
         Raises:
             ValueError: an attack does not fit the model or the run.
         """
+        started = time.perf_counter()
         options, folder = self.options, destination.folder
         self.jsonl = log.JsonLines(folder / "leakage.jsonl")
         self.record = None
@@ -221,6 +224,7 @@ class Engine(StepEngine):
         calibrations, self._calibrations = self._calibrations, {}
         earlier, self.earlier = self.earlier, {}
         self._fit.calibrate(calibrations, self._stage_reached, self._before_defense)
+        self._set_up_seconds = time.perf_counter() - started
         self.results.playing = {s for s in self.series if s.attack in lineup.playing}
         if self.weights is not None and not self.selection.auto:
             self.results.playing |= self.weights.series
@@ -311,7 +315,7 @@ class Engine(StepEngine):
                 channel.load_state_dict({})
         self._is_over = False
         self.first_step, cadence = run.step, self.options.cadence
-        cadence.begin(run.step, run.planned_steps)
+        cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
         if run.unit == "step" and self._fit.series:
             looks = cadence.describe(self._fit.lineup.look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")

@@ -24,10 +24,10 @@ class Cadence:
     """Decide at which optimizer steps the engine measures.
 
     These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks below a share
-    of training time, or those of a curve: ten looks, evenly, where they fit into the larger of 5%
-    of training and 30 s, and as many as fit where they do not; the last step is always one. Where
-    the number of steps is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of looks.
-    More looks are made where the share allows them.
+    of training time, or those of a curve: ten looks, evenly, if they and the set-up fit into the
+    larger of 5% of training and 30 s, and as many as fit if they do not. The last step is always
+    one. If the number of steps is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of
+    looks. More looks are made where the share allows them.
 
     The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
     look's results and no step needs a message of its own.
@@ -39,7 +39,9 @@ class Cadence:
         is_curve: at least the looks of a curve are made.
         next_step: the next step to measure.
         steps: planned steps of the run; None: not known.
-        spent: seconds that looks have taken.
+        spent: seconds that set-up and looks have taken.
+        unpaid: seconds of set-up that no look has paid for yet.
+        last_look: step and seconds of the last look.
     """
 
     every_n_steps: int | None = None
@@ -48,10 +50,13 @@ class Cadence:
     next_step: int = 0
     steps: int | None = None
     spent: float = 0.0
+    unpaid: float = 0.0
+    last_look: tuple[int, float] = (0, 0.0)
 
-    def begin(self, step: int, steps: int | None) -> None:
-        """Begin a run at a step, of so many planned steps in all."""
-        self.next_step, self.steps, self.spent = step, steps, 0.0
+    def begin(self, step: int, steps: int | None, set_up_seconds: float = 0.0) -> None:
+        """Begin a run at a step, of so many planned steps in all, after a set-up."""
+        self.next_step, self.steps = step, steps
+        self.spent = self.unpaid = set_up_seconds
 
     def due(self, step: int) -> bool:
         """Return whether optimizer step ``step`` (from 0) is to be measured."""
@@ -68,19 +73,26 @@ class Cadence:
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
         self.spent += look_seconds
+        self.last_look = step, look_seconds
         if step_seconds <= 0:
             return step + 1
-        by_share = step + max(1, math.ceil(look_seconds / (self.share * step_seconds)))
+        price, self.unpaid = look_seconds + self.unpaid, 0.0
+        by_share = step + max(1, math.ceil(price / (self.share * step_seconds)))
         if not self.is_curve:
             return by_share
         if self.steps is None or step >= self.steps - 1:
             within = self.spent + look_seconds <= CURVE_SECONDS
             return min(by_share, 2 * step + 1) if within else by_share
-        last = self.steps - 1
-        seconds = max(CURVE_SHARE * self.steps * step_seconds, CURVE_SECONDS)
-        looks = max(1.0, (seconds - self.spent) // max(look_seconds, 1e-9))
-        by_price = step + math.ceil((last - step) / looks)
-        return min(by_share, max(by_price, self._even_step(step)), last)
+        by_price = max(self._affordable_step(step_seconds), self._even_step(step))
+        return min(by_share, by_price, self.steps - 1)
+
+    def _affordable_step(self, step_seconds: float) -> int:
+        """Return the step of the next look where the remaining seconds are spread evenly."""
+        assert self.steps is not None
+        step, look_seconds = self.last_look
+        seconds = max(CURVE_SHARE * self.steps * step_seconds, CURVE_SECONDS) - self.spent
+        looks = max(1.0, seconds // max(look_seconds, 1e-9))
+        return step + math.ceil((self.steps - 1 - step) / looks)
 
     def _even_step(self, step: int) -> int:
         """Return the first step after ``step`` of ten that are evenly spread over all steps."""
@@ -95,10 +107,12 @@ class Cadence:
             retry_seconds: cost of the retry.
             step_seconds: cost of a step without a look.
         """
-        if self.every_n_steps is not None or self.is_curve:
-            self.spent += retry_seconds
+        if self.every_n_steps is None and not self.is_curve:
+            return self.after_look(self.next_step, retry_seconds, step_seconds)
+        self.spent += retry_seconds
+        if self.every_n_steps is not None or self.steps is None:
             return self.next_step
-        return self.after_look(self.next_step, retry_seconds, step_seconds)
+        return max(self.next_step, self._affordable_step(step_seconds))
 
     @property
     def argument(self) -> str:
@@ -131,9 +145,11 @@ class Cadence:
         even, step = 1, self.next_step
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
-        looks = min(even, max(2, int(CURVE_SECONDS // max(look_seconds, 1e-9))))
+        seconds = max(0.0, CURVE_SECONDS - self.spent)
+        looks = min(even, max(2, int(seconds // max(look_seconds, 1e-9))))
         price = f"; a look takes about {look_seconds:.2g} s" if look_seconds else ""
-        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s{price}"
+        set_up = f", {self.unpaid:.2g} s of them for set-up" if self.unpaid >= 1 else ""
+        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s{set_up}{price}"
         certain = f"{looks} of {own}, the last among them; at more as {share} pays for them"
         return f"looks at {certain}, at fewer if they take more than {limit}"
 

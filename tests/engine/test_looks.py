@@ -532,12 +532,25 @@ def test_looks_are_at_multiples_of_n_or_at_powers_of_two_for_30_seconds() -> Non
     assert looks_of(cadence, 1500, 4.0, 1.0) == [0, 1, 3, 7, 15, 31, 63, 863]
 
 
-def test_a_retry_does_not_move_the_looks_of_a_curve() -> None:
+def test_a_retry_moves_the_looks_of_a_curve_where_it_leaves_too_little_for_ten() -> None:
     cadence = Cadence(share=0.005, is_curve=True)
     cadence.begin(0, 100)
     cadence.next_step = cadence.after_look(0, 1.0, 1.0)
     assert cadence.after_retry(3.0, 1.0) == 11
     assert cadence.spent == 4.0
+    assert cadence.after_retry(20.0, 1.0) == math.ceil(99 / 6)  # 6 of 30 s are left
+
+
+@given(steps=st.integers(2, 3000), look=st.floats(0.01, 10), set_up=st.floats(0, 100))
+def test_set_up_is_paid_from_the_seconds_of_looks(steps: int, look: float, set_up: float) -> None:
+    curve = Cadence(share=1e-6, is_curve=True)
+    curve.begin(0, steps, set_up)
+    n = len(looks_of(curve, steps, look, 0.1))
+    assert set_up + n * look <= max(0.05 * steps * 0.1, 30.0) + 2 * look or n == 2
+    share = Cadence(share=0.1)
+    share.begin(0, steps, set_up)
+    n = len(looks_of(share, steps, look, 0.1))
+    assert set_up + n * look <= 0.1 * steps * 0.1 + look or n == 1
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -25,6 +25,9 @@ from benchmarks.papers.lemma import (
 from lightning_fedleak.evaluation.metrics.rates import Rate, proportion
 
 Law = Literal["one_hot", "spherical", "gaussian"]
+"""The distribution of a token. One-hot: a random basis vector, no two alike, as the lemma asks of
+data that the target is not in (i.i.d. ones would collide, and then Delta is 0). Spherical: uniform
+on the unit sphere. Gaussian: independent standard normal components."""
 LAWS: tuple[Law, ...] = ("one_hot", "spherical", "gaussian")
 LENGTHS = (5, 10, 15)  # tokens of a sentence in Fig. 5
 
@@ -33,10 +36,6 @@ def beta_of(law: Law, d: int) -> float:
     """Return the beta of Table 6."""
     return 10 / d if law == "gaussian" else 10.0
 
-
-"""Of a token. One-hot: a random basis vector, no two alike, as the lemma asks of data that the
-target is not in (i.i.d. ones would collide, and then Delta is 0). Spherical: uniform on the unit
-sphere. Gaussian: independent standard normal components."""
 
 _NEGLIGIBLE = 1e-6
 

@@ -1,7 +1,7 @@
 """Whether a training that was repeated gave the same, bit for bit.
 
-A training is the same with and without a monitor, so that who does not trust the one who trained
-can run the same script on the same data again.
+A training is the same with and without a monitor. So anyone who doubts a run can run the same
+script on the same data again.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _compare_values(values: Values, repeated: Values, verdict: Verdict, first_ap
     ]
     for step, names in alone[:1]:
         verdict.leave_open(
-            f"step {step}: {', '.join(names)} is in the logs of one of both alone; so are "
-            f"{len(alone)} values"
+            f"step {step}: only one run logged {', '.join(names)}, and {len(alone)} such values "
+            "in all"
         )
 
 
@@ -169,7 +169,8 @@ def _attacks_of(begin: BeginLine) -> object:
 
 
 def _has_budget(config: JsonObject | None) -> bool:
-    return any("seconds" in setting for setting in config or ())
+    """Return whether an attack stops after some seconds, so that its results may differ."""
+    return any("seconds" in key and value is not None for key, value in (config or {}).items())
 
 
 def _losses(fit: FitLog) -> Values:

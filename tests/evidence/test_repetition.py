@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,23 @@ def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
     change(first, file, number, lambda line: line[name].update(invented_loss=value))
     verdict = verify_run(first, repetition=train(tmp_path / "again", first)).verdict
     assert verdict.status == OPEN
-    assert "invented_loss is in the logs of one of both alone" in verdict.open[0]
+    assert "only one run logged" in verdict.open[0]
+    assert "invented_loss, and " in verdict.open[0]
+
+
+@pytest.mark.parametrize(("seconds", "is_timed"), [(None, False), (5.0, True)])
+def test_results_are_not_compared_if_a_budget_of_seconds_is_set(
+    run: Path, tmp_path: Path, seconds: float | None, is_timed: bool
+) -> None:
+    first, again = shutil.copytree(run, tmp_path / "first"), train(tmp_path / "again", run)
+    for folder in (first, again):
+        change(
+            folder, RECORD, 0, lambda line: line["attacks"][0].update(config={"s_seconds": seconds})
+        )
+        for number in range(len(read_lines(folder, RESULTS))):
+            change(folder, RESULTS, number, lambda line: line.update(config={"s_seconds": seconds}))
+    notes = verify_run(first, repetition=again).verdict.notes
+    assert any("because of a budget of seconds" in note for note in notes) == is_timed
 
 
 def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path) -> None:

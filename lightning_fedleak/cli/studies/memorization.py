@@ -146,6 +146,7 @@ class ReleasedPool:
         now: TokenSnapshot,
         attacks: Sequence[memorization.MemorizationAttack] = (),
         *,
+        look: int = 1,
         alpha: float = 0.05,
     ) -> Comparison:
         """Return what the scores of both sides show.
@@ -154,7 +155,8 @@ class ReleasedPool:
             base: what the base said of the texts.
             now: what the trained model says of them.
             attacks: those that are played; none plays :func:`all_attacks`, or those of the part.
-            alpha: The probability of error of each interval.
+            look: The number of the look at these texts, counted from 1.
+            alpha: The probability of error over all looks together.
         """
         alone = self.alone
         model = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
@@ -172,11 +174,11 @@ class ReleasedPool:
                 guess, memorization.ExtractionGuess
             ):
                 values[attack.name] = released.extraction_values(
-                    guess, attack, self.members, self.times, alpha=alpha
+                    guess, attack, self.members, self.times, look=look, alpha=alpha
                 )
             elif isinstance(guess, memorization.MemorizationGuess):
                 values[attack.name] = released.membership_values(
-                    guess.scores, members, alpha=alpha, exact=self.is_short
+                    guess.scores, members, look=look, alpha=alpha, exact=self.is_short
                 )
         n_members, n_others = int(members.sum()), int((~members).sum())
         texts = [text for text, once in zip(self.texts, alone.tolist(), strict=True) if once]
@@ -186,8 +188,8 @@ class ReleasedPool:
             released.blind_aucs(blind, members),
             n_members,
             n_others,
-            released.visible_tpr(n_members, n_others, alpha=alpha),
-            released.others_needed(look=1, alpha=alpha),
+            released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
+            released.others_needed(look, alpha),
         )
 
     def list_records(

@@ -39,7 +39,7 @@ settings.load_profile("fedleak")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first: no worker waits for the other's long last one."""
+    """Run files that start processes first, so that no long file is left for the end."""
     first = {item.path for item in items if item.get_closest_marker("ddp")}
     items.sort(key=lambda item: item.path not in first)
 
@@ -82,7 +82,7 @@ def _nothing_is_left_where_tests_run() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_random_numbers() -> None:
-    """Else what a test draws and says would depend on which tests its worker has run before."""
+    """Seed each test, so that its results do not depend on the tests before it."""
     _begin_anew()
 
 

@@ -1,4 +1,4 @@
-"""What commands share: tables, errors, folders of results, and names of what is embedded."""
+"""What commands share: tables, errors, folders of results, names of the embedded model and text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_fedleak.report.records.utility import title_of
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
 
 _ANY_WIDTH = 100_000  # characters, more than any table has
-_LABELS = 22  # characters of the first column of a comparison, with its borders
+_LABEL_WIDTH = 22  # characters of the first column of a comparison, with its borders
 
 
 def model_name(model: str | None) -> str:
@@ -79,7 +79,7 @@ def print_comparison(console: Console, content: Findings) -> None:
         title.replace(compared.metric, title_of(compared.metric)) for title in compared.columns
     ]
     table = Table(show_lines=True)
-    width = max(20, (console.width - _LABELS) // len(content.runs) - 3)
+    width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
     table.add_column("run")
     for name, *_ in compared.rows:
         table.add_column(escape(name), overflow="fold", max_width=width)

@@ -40,8 +40,8 @@ class GradientCompression(Defense):
 
     With error feedback (Seide et al. 2014) a client adds to each update what compression left out
     of the ones before. So all of an update leaves in time, and one step shows a part. A monitor
-    then reads what *goes into* the compression: its numbers are those of the update that leaves
-    sooner or later, and compression lowers none of them. Where several clients' compressed updates
+    then reads the update *before* compression: its numbers describe all that leaves sooner or
+    later, and compression never lowers them. Where several clients' compressed updates
     are averaged, the aggregate is *unknown*.
 
     It acts after every other defence of gradients, :class:`~lightning_fedleak.DPSGD` too. The
@@ -173,7 +173,7 @@ class GradientCompression(Defense):
         return replace(
             canary,
             noise=sent - canary.samples.sum(0),
-            noise_std=math.hypot(canary.noise_std, level),
+            noise_std=math.hypot(canary.noise_std, level),  # an adversary sees the error as noise
         )
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:

@@ -388,14 +388,14 @@ class _TransformersWatch(Watch):
             mlflow.MlflowClient().log_artifact(run.info.run_id, str(page))
 
     def _hosts(self, *names: str) -> list[Any]:
-        """Return the attributes of these names, each of the one before, of all callbacks."""
+        """Follow a chain of attribute names from each callback, and return what is there."""
         hosts: list[Any] = list(self.trainer.callback_handler.callbacks)
         for name in names:
             hosts = [getattr(host, name, None) for host in hosts]
         return [host for host in hosts if host is not None]
 
     def _flush(self) -> None:
-        """Log the collected values; whether the Trainer logs its metrics does not change."""
+        """Log the collected values, and leave ``control.should_log`` as it was."""
         values, self._values = self._values, {}
         if values:
             due = self.trainer.control.should_log

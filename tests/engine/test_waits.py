@@ -173,7 +173,7 @@ def test_what_one_attack_recovers_is_gated_while_another_waits(tmp_path: Path) -
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("waits", [1000, 4])
 def test_a_wait_that_ends_without_a_result_is_unknown(
-    strict: bool, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strict: bool, waits: int, tmp_path: Path
 ) -> None:
     """It ends with the run, or beyond the largest number of steps."""
 
@@ -201,7 +201,7 @@ def test_a_run_that_resumes_goes_on_waiting(tmp_path: Path) -> None:
 # ---- calibrations -------------------------------------------------------------------------------
 
 
-def test_auto_calibrates_once_and_leaves_training_as_it_is(
+def test_auto_calibrates_for_b_and_again_for_a_and_leaves_training_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibrated: list[int | None] = []

@@ -49,7 +49,7 @@ def test_the_auc_is_that_of_mann_whitney(seed: int) -> None:
     assert values["auc_provable"] == pytest.approx(0.0125 ** (1 / 30))
 
 
-def test_an_interval_and_a_test_hold_where_rows_hold_several_alike_values() -> None:
+def test_clustered_auc_is_calibrated_for_correlated_values() -> None:
     generator = np.random.default_rng(0)
     wrong, errors = 0, []
     for _ in range(120):

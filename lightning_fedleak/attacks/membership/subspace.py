@@ -32,7 +32,7 @@ from lightning_fedleak.threats import ThreatModelError
 
 # None of these was tuned.
 SMALLEST_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
-SMALLEST_GAIN = 1e-2  # of the rows that random states explain; smaller gains count as this one
+SMALLEST_GAIN = 1e-2  # lower bound of a gain, relative to that of a random state
 FREE_DIMENSIONS = 20  # that rows must leave to a block's states for a distance to mean anything
 ABSENT_WEIGHT = 10.0  # subtracted from the score of a text with a token that is surely absent
 SMALLEST_DISTANCE = 1e-10  # squared, of a unit state from the span of the rows; rounding
@@ -309,7 +309,17 @@ def _scores(candidates: Tensor, public: Tensor) -> Tensor:
 
 
 def _mean_log_gain(rows: row_space.SharedRows, white: Tensor, x: Tensor, counted: Tensor) -> Tensor:
-    """Return (G,) the mean logarithm of what a token's state explains beyond those before it."""
+    """Return (G,) the mean logarithm of what a token's state explains beyond those before it.
+
+    The Cholesky factor of the states' Gram matrix orthogonalises them in their order, as
+    Gram-Schmidt does. Its pivots are their shares outside of the span of those before.
+
+    Args:
+        rows: The shared rows.
+        white: The whitening matrix, (d, d).
+        x: The states of the candidates, (G, L, d).
+        counted: Which of them are tokens of a text, (G, L).
+    """
     g = rows.whole.float() @ white
     g = g / g.norm()
     x = (x @ white).masked_fill(~counted[..., None], 0.0)

@@ -175,7 +175,7 @@ class AlignedFlatChat(Attack):
         return None if self.steps is None or self.steps.linear else self.steps
 
     @property
-    def _rehearsed(self) -> Compression | None:
+    def _fitted_compression(self) -> Compression | None:
         """Return the compression that the readout is fitted on; None for none."""
         plain = self.steps is None or self.steps.plain
         reads = self._compression is not None and self._compression.method in self.reads_compressed
@@ -217,7 +217,7 @@ class AlignedFlatChat(Attack):
         check_integer("public texts to learn from", parts.n_sentences, at_least=4, hint="give more")
         if steps is None:
             weight, bias = head_parameters(anatomy)
-            return rehearse(parts, weight, bias, generator, self._rehearsed)
+            return rehearse(parts, weight, bias, generator, self._fitted_compression)
         with whole_model(anatomy.root):
             batches = self._public_batches(anatomy, generator)
             return rehearse_updates(anatomy, parts, steps, batches, generator)
@@ -288,7 +288,7 @@ class AlignedFlatChat(Attack):
         gradient = whole_tensor(view.gradient(self._role))
         last = view.gradients[-1]
         steps = self._adaptive_steps
-        if last.compression not in ("", getattr(self._rehearsed, "method", "")):
+        if last.compression not in ("", getattr(self._fitted_compression, "method", "")):
             raise Inapplicable(explain_compression(last.compression))
         if isinstance(last, UpdateSnapshot):
             gradient = self._readable(gradient, last)
@@ -370,7 +370,7 @@ class AlignedFlatChat(Attack):
 
     def arguments(self) -> dict[str, object]:
         """Return the settings, local steps and compression that the readout is fitted on."""
-        steps, compression = self._adaptive_steps, self._rehearsed
+        steps, compression = self._adaptive_steps, self._fitted_compression
         compressed = {} if compression is None else {"compression": str(compression)}
         return self.config() | compressed | ({} if steps is None else steps.describe())
 

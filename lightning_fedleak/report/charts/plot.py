@@ -70,9 +70,9 @@ class Plot:
     ) -> None:
         """Draw what guessing reaches, where that is above 0, and the limits of gates."""
         for chance in sorted({chance for chance in chances if chance}):
-            self.level("chance", chance, "guessing" * are_named)
+            self.level("chance", chance, "guessing" if are_named else "")
         for limit in limits:
-            self.level("gate", limit, f"gate {brief(limit)}" * are_named)
+            self.level("gate", limit, f"gate {brief(limit)}" if are_named else "")
 
     def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
         """Write a text at a pixel."""

@@ -125,7 +125,7 @@ def exact_sum(run: Pieces, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("half", ["weights", "autocast"])
-def test_half_precision_counts_that_no_name_of_a_precision_shows(half: str) -> None:
+def test_removal_holds_where_no_precision_flag_says_half(half: str) -> None:
     """Lightning calls it 32-true where weights are in bf16, or training_step has an autocast."""
     run = in_bf16(precision="32-true", dropout=0.0)
     if half == "weights":

@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import row_space
+from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
 from tests.helpers.commands import printed_by
@@ -107,7 +108,8 @@ def save_config(
 def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_rate", lambda _: 1e6)
+    for module in (plan, explanation):
+        monkeypatch.setattr(module, "operations_per_second", lambda _: 1e6)
     output = printed(model=save_config(tmp_path), batch=(2, 4), lora_r=rank)
     seconds: dict[str, list[float]] = {}
     gigabytes: dict[str, list[float]] = {}
@@ -120,8 +122,14 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     # which no more than 64 count.
     rows = 16 if rank else 64
     capacity = 64 / (1 + math.log(1000) / (2.5 * rows))
-    of_a_type = plan.PER_SQUARE * 64**2 + plan.PER_WORD * 1000 * 64
-    look = [min(types, capacity) * of_a_type / 1e6 for types in (8, 64, 64)]
+
+    def pursue(types: float) -> float:
+        """Scorings of the vocabulary and of candidates, and two exact terms, at .35 of the rate."""
+        scores = 2 * types * 64 * 0.33 * (min(rows, types) + 60) * (1000 / 8 + 1000)
+        return (scores + 4 * types * 32 * 64 * (64 + types) + 40 * 64 * types**2) / 0.35e6
+
+    spans = 2 * 1000 * 64**2 / 0.35e6  # of whole rows: each token once
+    look = [pursue(min(n, capacity)) if rank else spans for n in (8, 64, 64)]
     assert seconds["a look adds"] == pytest.approx(look, rel=0.05)
     numbers = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
     numbers += 2 * 2 * rank * (64 + 64)

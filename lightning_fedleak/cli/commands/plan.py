@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from argparse import Namespace
 
 import torch
@@ -17,14 +16,15 @@ from lightning_fedleak.cli.studies import models
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
+from lightning_fedleak.progress import operations_per_second
 from lightning_fedleak.trainers import Watch
 
 RANKS = 8
 """Processes over which a sharded model is planned."""
-PER_SQUARE, PER_WORD = 100, 24
-"""Operations for each type found, by width squared and by numbers of the dictionary.
+DICTIONARY = 4
+"""Products of the vocabulary with the width squared that a calibration takes.
 
-Fitted to looks of 126 types on one core of x86-64, at 49,152 x 576 and 16,384 x 4,096, rank 8.
+Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one core (November 2026).
 """
 SECONDS = 30.0
 """After which no other set of tokens is planted; not tuned."""
@@ -97,47 +97,37 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
     # Three matrices of logits in float32.
     control = 12 * min(n_tokens * anatomy.vocab_size, LOGITS_AT_ONCE)
     numbers = sum(p.numel() for p in parameters)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rate = _rate(device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rate = operations_per_second(device)
     processes = (1, RANKS, RANKS)
-    operations_per_type = PER_SQUARE * width**2 + PER_WORD * tokens * width
     passes = (4 + 2 * (trained == weights)) * numbers * n_tokens
-    looks = [min(n * n_tokens, capacity) * operations_per_type for n in processes]
-    controls = [passes + look for look in looks]
+    types = [min(n * n_tokens, capacity) for n in processes]
+    looks = [row_space.pursuit_seconds(device, width, tokens, rows, n) for n in types]
+    controls = [passes / rate + look for look in looks]
     printed = Table("per process", "one device", f"FSDP2 over {RANKS}", f"ZeRO-3 over {RANKS}")
     training = [(weights + 3 * trained) / n / 1e9 for n in processes]
     printed.add_row("weights, gradients, AdamW", *(f"{size:.3g} GB" for size in training))
     by_rows = 2 * words  # a ring brings each row of a sum twice
     by_layers = (2 + (trained == weights)) * weights  # as a training step does
-    for name, memory, sent, operations in (
-        ("calibration adds", basis + making, by_rows, [2.25 * tokens * width**2] * 3),
+    for name, memory, sent, seconds in (
+        ("calibration adds", basis + making, by_rows, [DICTIONARY * tokens * width**2 / rate] * 3),
         ("a look adds", basis + products, by_rows, looks),
         ("its control adds at least", basis + max(control, products), by_layers, controls),
     ):
         cells = [
-            f"{memory / 1e9:.3g} GB, {float(f'{each / rate + sent_bytes / LINK:.2g}'):g} s"
-            for each, sent_bytes in zip(operations, (0, sent, sent), strict=True)
+            f"{memory / 1e9:.3g} GB, {float(f'{here + sent_bytes / LINK:.2g}'):g} s"
+            for here, sent_bytes in zip(seconds, (0, sent, sent), strict=True)
         ]
         printed.add_row(name, *cells)
     print_table(console, printed)
     console.print(
         f"Estimated, for SubspaceWords on {numbers / 1e9:.3g} billion parameters, {batch[0]} x "
         f"{batch[1]} tokens a process, without activations, at {rate / 1e9:.3g} GFLOP/s measured "
-        f"on this machine's {device}, and {LINK / 1e9:.0f} GB/s of gathering. A control is counted "
-        "as one backward pass and one attack; often it is two, and more on parts. Attacks "
+        f"on this machine's {device.type}, and {LINK / 1e9:.0f} GB/s of gathering. A control is "
+        "counted as one backward pass and one attack; often it is two, and more on parts. Attacks "
         "that run the model, which this one does not, gather all of it.\n",
         soft_wrap=True,
     )
-
-
-def _rate(device: str) -> float:
-    """Return the operations a second of a product in float32, after one that is not timed."""
-    matrix = torch.ones(1024, 1024, device=device)
-    float((matrix @ matrix)[0, 0])
-    started = time.perf_counter()
-    for _ in range(4):
-        float((matrix @ matrix)[0, 0])
-    return 4 * 2 * 1024**3 / (time.perf_counter() - started)
 
 
 def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
@@ -180,10 +170,7 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
 
 
 def show_attacks(anatomy: Anatomy) -> None:
-    """Calibrate the attacks that a run on this model would choose, and log what each takes.
-
-    A look is tried on a batch of 8 texts of 64 tokens.
-    """
+    """Calibrate the attacks that a run on this model would choose, and log what each takes."""
     trained = [p for p in anatomy.model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0)
     with (

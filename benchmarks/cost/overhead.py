@@ -27,19 +27,18 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.shared import FineTuning, fit, read_texts, tokens_of, with_lora
-from lightning_fedleak import AlignedFlatChat, FlatChat, LeakageMonitor, PublicText
-from lightning_fedleak.attacks.membership.fc import FCMembership
+from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
-    "--model {model} --steps 1 --shape 2x8 --attacks flatchat,aligned,membership "
-    "--layer 1 --device cpu --out {out}",
+    "--model {model} --steps 1 --shape 2x8 --device cpu --out {out}",
     "--size 1 32 --vocabulary 128 --steps 1 --shape 2x8 --lora 2 --fits 3 --device cpu --out {out}",
 )
 
@@ -141,19 +140,6 @@ def model_name(arguments: argparse.Namespace) -> str:
     return f"{arguments.model or random}{lora}"
 
 
-def attacks(arguments: argparse.Namespace) -> Any:
-    if arguments.attacks == "auto":
-        return "auto"
-    generator, vocab = torch.Generator().manual_seed(1), build(arguments).config.vocab_size
-    public = PublicText(torch.randint(0, vocab, (64, 64), generator=generator))
-    chosen = {
-        "flatchat": lambda: FlatChat(public, shapes=((2, 16), (4, 32))),
-        "aligned": lambda: AlignedFlatChat(public),
-        "membership": lambda: FCMembership(layer=arguments.layer),
-    }
-    return [chosen[name]() for name in arguments.attacks.split(",")]
-
-
 def token_rows(arguments: argparse.Namespace, n: int, length: int, vocab: int) -> torch.Tensor:
     """Return (n, length) tokens of texts that are long enough, or random ones without --text."""
     if not arguments.text:
@@ -178,20 +164,15 @@ def run(arguments: argparse.Namespace, callbacks: list[L.Callback], steps: int) 
 
 def interval(looked: list[float], plain: list[float]) -> tuple[float, float]:
     """Bootstrap 95% interval of the ratio of medians."""
-    generator = torch.Generator().manual_seed(3)
-    a, b = torch.tensor(looked), torch.tensor(plain)
-    ratios = []
-    for _ in range(2000):
-        i = torch.randint(len(a), (len(a),), generator=generator)
-        j = torch.randint(len(b), (len(b),), generator=generator)
-        ratios.append((a[i].median() / b[j].median()).item())
-    ratios.sort()
-    return ratios[50], ratios[1950]
+    draw = np.random.default_rng(3).choice
+    a, b = (np.median(draw(x, (2000, len(x))), 1) for x in (looked, plain))
+    low, high = np.quantile(a / b, [0.025, 0.975])
+    return low, high
 
 
 def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, float]]]:
     """Elapsed seconds, processor seconds and the monitor's own of every step, by arm."""
-    monitor = InTurn(ARMS, attacks(arguments))
+    monitor = InTurn(ARMS)
     clock = Clock(monitor, torch.device(arguments.device), warmup=2 * len(ARMS))
     with patch.object(Controls, "_is_due", lambda *_: monitor.now == "control"):
         run(arguments, [clock, monitor], len(ARMS) * (arguments.steps + 2) + 1)
@@ -249,7 +230,7 @@ def time_fits(arguments: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|")
     for steps in arguments.fits:
         plain_set_up, plain = time_fit(arguments, [], steps)
-        monitor = LeakageMonitor(attacks(arguments))
+        monitor = LeakageMonitor()
         set_up, watched = time_fit(arguments, [monitor], steps)
         cells = f"{watched / plain:.2f} | {set_up - plain_set_up:.1f} | {monitor.looks}"
         print(f"| {steps:,} | {plain:.1f} | {watched:.1f} | {cells} |", flush=True)
@@ -269,8 +250,6 @@ def parser() -> argparse.ArgumentParser:
         "--text", help="texts for --model, named or a file; random tokens without it"
     )
     parser.add_argument("--fits", type=int, nargs="*", default=[], help="steps of whole fits")
-    parser.add_argument("--attacks", default="auto", help="or of: flatchat,aligned,membership")
-    parser.add_argument("--layer", type=int, default=6, help="of membership")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default="fedleak_runs/overhead")
@@ -285,7 +264,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
     print(f"{datetime.date.today()}, {model_name(arguments)}, batch")
-    print(f"{arguments.shape}, {arguments.precision}, attacks {arguments.attacks}\n")
+    print(f"{arguments.shape}, {arguments.precision}\n")
     if arguments.steps:
         time_steps(arguments)
     if arguments.fits:

@@ -38,8 +38,8 @@ from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
 
 SMOKE = (
-    "--model {model} --steps 1 --shape 2x8 --device cpu --out {out}",
-    "--size 1 32 --vocabulary 128 --steps 1 --shape 2x8 --lora 2 --fits 3 --device cpu --out {out}",
+    "--model {model} --lora 2 --steps 1 --shape 2x8 --device cpu --out {out}",
+    "--size 1 32 --vocabulary 128 --steps 0 --shape 2x8 --fits 3 --device cpu --out {out}",
 )
 
 ARMS = ("off", "idle", "look", "control")

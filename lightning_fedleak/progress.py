@@ -78,7 +78,7 @@ def operations_per_second(device: torch.device) -> float:
     Args:
         device: the device of the product.
     """
-    matrix = torch.ones(512, 512, device=device)
+    matrix = torch.ones(512, 512, dtype=torch.float32, device=device)
     float((matrix @ matrix)[0, 0])  # what the device sets up for its first product is not timed
     products = 4
     seconds = measure_seconds(lambda: [matrix @ matrix for _ in range(products)], device)

@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.words.direct import BiasSign as BiasSign
     from lightning_fedleak.attacks.words.flatchat import FlatChat as FlatChat
     from lightning_fedleak.attacks.words.public_gradients import gradient_of as gradient_of
-    from lightning_fedleak.attacks.words.public_gradients import (
-        gradient_through_blocks as gradient_through_blocks,
-    )
     from lightning_fedleak.attacks.words.public_gradients import nonzero_starts as nonzero_starts
     from lightning_fedleak.attacks.words.reveal_labels import RevealLabels as RevealLabels
     from lightning_fedleak.attacks.words.subspace import SubspaceWords as SubspaceWords
@@ -101,7 +98,7 @@ _HOMES = {
     "attacks.words.aligned": ("AlignedFlatChat",),
     "attacks.words.direct": ("BagOfWords", "BiasSign"),
     "attacks.words.flatchat": ("FlatChat",),
-    "attacks.words.public_gradients": ("gradient_of", "gradient_through_blocks", "nonzero_starts"),
+    "attacks.words.public_gradients": ("gradient_of", "nonzero_starts"),
     "attacks.words.reveal_labels": ("RevealLabels",),
     "attacks.words.subspace": ("SubspaceWords",),
     "threats": (

@@ -200,7 +200,7 @@ class Attack(ABC):
         """Calibrate on what the adversary knows (public text, the model)."""
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float | None:
-        """Return the seconds that a look will take; None if only a trial can tell.
+        """Return the seconds that a run at a look will take; None if that is not known, or little.
 
         Args:
             anatomy: the model, before :meth:`prepare`.

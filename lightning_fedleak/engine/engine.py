@@ -144,18 +144,17 @@ class StepEngine:
                 look.followed &= not fit.follow_changes()
             if fit.scheduler.still_waits(look):
                 return
-            with fit.restored_once():
-                fit.refresh(look)
-                fit.admit_held(look)
-                for channel in fit.channels_in(look):
-                    try:
-                        channel.at_stages(look)
-                    except Exception as error:
-                        failed = [s for s, owner in fit.series.items() if owner is channel]
-                        look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
-                is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-                if is_last or step.round is not None:
-                    fit.controls.play(look, fit.lineup.exposed)
+            fit.refresh(look)
+            fit.admit_held(look)
+            for channel in fit.channels_in(look):
+                try:
+                    channel.at_stages(look)
+                except Exception as error:
+                    failed = [s for s, owner in fit.series.items() if owner is channel]
+                    look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
+            is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
+            if is_last or step.round is not None:
+                fit.controls.play(look, fit.lineup.exposed)
 
     # ---- score ------------------------------------------------------------------------------
 

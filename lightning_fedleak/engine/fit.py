@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +35,6 @@ from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.model_runs import restored_once
 from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, UnusableObservation, shaped
 from lightning_fedleak.model.taps import StepTap, is_uneven
 
@@ -164,13 +162,6 @@ class Fit:
         self.tap.read_gradients(parameters, self.run.gradient_of, keeps_local=self.keeps_local)
         return True
 
-    def restored_once(self) -> AbstractContextManager[object]:
-        """Return a block after which the model's state is restored, once for all runs of it within.
-
-        A sharded model is restored after each run, since some of them gather its parts.
-        """
-        return nullcontext() if self.lineup.is_sharded else restored_once(self.run.anatomy)
-
     def refresh(self, look: Look) -> None:
         """Let the attacks that a look is of follow the model, once in a look."""
         if look.followed:
@@ -272,6 +263,7 @@ class Fit:
         if look is None:
             return
         self.run.spent.clear()  # of a look that was not written
+        self.run.longest.clear()
         with look.clock(self.run.device):
             if look.scope is None:
                 if self.lineup.is_sharded:  # an evaluation leaves layers of FSDP2 whole
@@ -286,7 +278,7 @@ class Fit:
     def end_look(self, look: Look) -> None:
         """End a look: the taps rest until the next one, and channels free what it used."""
         self.look = None
-        self.lineup.leave_out_slow(self.run.spent)
+        self.lineup.leave_out_slow(self.run.longest)
         self.each(self.tap.end, *(partial(channel.disarm, look) for channel in self.channels))
 
     def drop_look(self) -> None:

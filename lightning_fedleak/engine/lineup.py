@@ -34,6 +34,9 @@ from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
+SLOW = 2.0
+"""A run of so many times ``look_seconds`` ends an attack's part in a fit: other programs, too, slow
+one down. Larger: slow attacks go on; smaller: a busy moment ends attacks that are fast enough."""
 _FEW_TEXTS = 8
 """Largest number of texts of a batch that a look's seconds are estimated for."""
 _NOT_SHARED = "what it reads is not trained, and so not shared"
@@ -299,7 +302,8 @@ class Lineup:
             if attack.restores_fully:
                 self.prepared.add(attack.name)
             self._meet()
-        seconds = attack.estimate(self._run.anatomy, self._texts) if self._choosing else None
+        is_priced = self._choosing and not self.is_sharded
+        seconds = attack.estimate(self._run.anatomy, self._texts) if is_priced else None
         if seconds is None or seconds <= self._most_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
@@ -335,23 +339,19 @@ class Lineup:
                     failed[plan.attack.name] = reason(error)
         return failed
 
-    def leave_out_slow(self, spent: Mapping[str, float]) -> None:
-        """Let attacks that chose themselves, and took too long in a look, give no more results.
-
-        An attack may run a second time in a look, on its control: it may take twice as long.
+    def leave_out_slow(self, longest: Mapping[str, float]) -> None:
+        """Let attacks that chose themselves, and were far slower than estimated, not run any more.
 
         Args:
-            spent: the seconds of the look by the name of each attack.
+            longest: the seconds of the longest run of each attack in a look, by its name.
         """
-        if not self._choosing:
+        if not self._choosing or self.is_sharded:
             return
-        slow = {
-            n: s for n, s in self._run.broadcast(dict(spent)).items() if s > 2 * self._most_seconds
-        }
-        for name, seconds in slow.items():
-            why = f"a look took {seconds:.2g} s, and look_seconds={self._most_seconds:g}"
-            self._too_slow[name] = f"not run any more: {why}"
-            rank_zero_warn(f"{self._run.watcher}: '{name}' is not run any more: {why}")
+        for name, seconds in self._run.broadcast(dict(longest)).items():
+            if seconds > SLOW * self._most_seconds:
+                why = f"a run took {seconds:.2g} s, and look_seconds={self._most_seconds:g}"
+                self._too_slow[name] = f"not run any more: {why}"
+                rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which attacks that follow a sharded model find what they read."""

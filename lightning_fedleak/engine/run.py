@@ -61,6 +61,7 @@ class Run(ABC):
         gradient_of: returns what a parameter's next step is taken with.
         casts: as :attr:`policies`, where it is not FSDP2 that casts.
         spent: seconds of each attack in looks that are not written yet.
+        longest: seconds of the longest run of each attack in the newest look.
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
@@ -87,6 +88,7 @@ class Run(ABC):
     gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
     casts: Mapping[int, Any] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, attack: str) -> Iterator[None]:
@@ -97,6 +99,7 @@ class Run(ABC):
                 yield
         finally:
             self.spent[attack] = self.spent.get(attack, 0.0) + block.seconds
+            self.longest[attack] = max(self.longest.get(attack, 0.0), block.seconds)
 
     @property
     @abstractmethod

@@ -56,18 +56,6 @@ def is_observed() -> bool:
 
 
 @contextmanager
-def restored_once(anatomy: Anatomy) -> Iterator[None]:
-    """Restore the contents of the modules after a block, once for all :func:`undisturbed` in it."""
-    before = _open.get()
-    _open.set((*before, anatomy.root))
-    try:
-        with model_state.preserve_model(anatomy.root, anatomy.model):
-            yield
-    finally:
-        _open.set(before)
-
-
-@contextmanager
 def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     """Yield ``anatomy.model`` in eval mode, and restore everything after, also on an exception.
 
@@ -87,21 +75,22 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
     """
-    root = anatomy.root
+    root, before = anatomy.root, _open.get()
     modules = model_state.modules_of(root)
     flags = [m.training for m in modules]
     # Linear4bit of bitsandbytes would pack its weights in eval mode, and have no backward any more.
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in _open.get()):
-            stack.enter_context(restored_once(anatomy))
+        if not any(root is other for other in before):
+            stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Older torch would store weights that are cast without gradient for training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
+        _open.set((*before, root))
         try:
             for module in modules:
                 if module.training:  # setting an attribute of a module is slow
@@ -117,6 +106,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
                     module.training = flag
             for module in packing:
                 module.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
+            _open.set(before)
 
 
 def hidden_states(

@@ -253,7 +253,7 @@ def test_an_attack_whose_look_takes_too_long_is_not_run_again(
     assert lines.pop(min(lines)) is None
     assert len(lines) >= 2
     for reason in lines.values():
-        assert reason.startswith("not run any more: a look took")
+        assert reason.startswith("not run any more: a run took")
         assert reason.endswith("s, and look_seconds=0.2")
 
 

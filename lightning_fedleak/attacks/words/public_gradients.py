@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy, Place, unwrap
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
@@ -73,52 +72,6 @@ def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) ->
     with whole_model(anatomy.root):
         for batch in track(batches, "gradients of public text"):
             yield gradient_of(anatomy, batch, [role])[role]
-
-
-def gradient_through_blocks(
-    anatomy: Anatomy,
-    ids: Tensor,
-    roles: Sequence[str],
-    generator: torch.Generator,
-    *,
-    instead: Mapping[str, Tensor] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Return the gradient of a random linear function of the last block's output.
-
-    It needs neither head nor labels.
-
-    Args:
-        anatomy: the model, with blocks.
-        ids: (B, L) texts, moved to the model's device.
-        roles: see :func:`gradient_of`; the gradient is zero where the blocks do not depend on one.
-        generator: CPU generator, of the function.
-        instead: see :func:`gradient_of`.
-
-    Returns:
-        role -> gradient, detached, in the parameter's shape.
-
-    Raises:
-        ValueError: the model has no parameter of that role.
-    """
-    views, leaf_of = _leaves(anatomy, roles, instead)
-    place = Place("", unwrap(anatomy.blocks[-1]), "output")
-    with (
-        model_runs.undisturbed(anatomy) as model,
-        torch.enable_grad(),
-        model_runs.only_needed_hooks(anatomy.root),
-    ):
-
-        def run(**text: Any) -> Any:
-            return model_runs.call_with(model, views, **text)
-
-        states: Tensor = model_runs.stop_at(run, place)(input_ids=ids.to(anatomy.device))
-        weights = torch.randn(states.shape, generator=generator).to(states)
-        leaves = list(leaf_of.values())
-        grads = torch.autograd.grad((states * weights).sum(), leaves, allow_unused=True)
-    return {
-        role: torch.zeros_like(leaf) if grad is None else grad
-        for (role, leaf), grad in zip(leaf_of.items(), grads, strict=True)
-    }
 
 
 def _leaves(

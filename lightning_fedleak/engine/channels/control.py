@@ -90,7 +90,7 @@ class _Newest:
 
 
 class _Part(NamedTuple):
-    """The newest part of a control that an attack was asked about.
+    """The newest part of a control that an attack read, or the smallest one if it read none.
 
     Attributes:
         labels: the number of its labels.
@@ -488,8 +488,8 @@ class Controls:
             n_labels = max(n_labels // SMALLER, LEAST_LABELS)
             if n_labels != first:
                 low = self._ask_part(look, low, whole.part(n_labels), n_labels, remainder)
-        for name in self._parts.keys() & {plan.attack.name for plan in low}:  # which read no part
-            self._parts[name] = self._parts[name]._replace(labels=LEAST_LABELS)
+        for plan in low:  # which read no part: the smallest one is asked next
+            self._parts[plan.attack.name] = _Part(LEAST_LABELS, False, self._control_of(plan))
 
     def _count_labels(self, whole: Step) -> int:
         shapes = [call.shapes for call in whole.calls if call.shapes is not None]
@@ -522,10 +522,10 @@ class Controls:
             is_read = known.get(channel.headline, math.nan) > need
             if is_read and name in look.controls:
                 self._keep(look, plan, replace(look.controls[name], part=known))
-            is_read = not self._anywhere(not is_read)
-            self._parts[name] = _Part(n_labels, is_read, self._control_of(plan))
-            if not is_read:
+            if self._anywhere(not is_read):
                 unread.append(plan)
+            else:
+                self._parts[name] = _Part(n_labels, True, self._control_of(plan))
         return unread
 
     def _may_read_another(self, plan: Plan, last: Mapping[str, _Part]) -> bool:

@@ -19,10 +19,12 @@ from torch.nn import functional
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
 ENTRIES_AT_ONCE = 1 << 18
-"""Entries of dL/dlogits that are read at once: 1 MiB in float32, which stays in a CPU's cache.
+"""Entries of dL/dlogits that a CPU reads at once: 1 MiB in float32, which stays in its cache.
 
 Larger: several passes over memory; smaller: more calls of torch for a row of few entries.
 """
+DEVICE_ENTRIES_AT_ONCE = 1 << 24
+"""The same on other devices: 64 MiB in float32, one block above training; each call is a wait."""
 MOST_KEPT = 1 << 22
 """Entries of a call's rows that are kept as they were: 48 MiB, a thousandth of a large call's.
 
@@ -115,6 +117,11 @@ class RowLabels(NamedTuple):
         return torch.stack([self.sizes, self.others, self.shifts])
 
 
+def _rows_at_once(matrix: Tensor) -> int:
+    entries = ENTRIES_AT_ONCE if matrix.device.type == "cpu" else DEVICE_ENTRIES_AT_ONCE
+    return max(1, entries // max(1, matrix.shape[1]))
+
+
 @torch.no_grad()
 def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) -> RowLabels:
     """Return which label each row of dL/dlogits belongs to, in blocks of rows.
@@ -125,7 +132,7 @@ def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) ->
         claims: (n,) labels that rows may have, -100 for none, which are tried where a row's own
             entries leave it open.
     """
-    step = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1]))
+    step = _rows_at_once(gradient)
     if claims is None:
         claims = torch.full((len(gradient),), IGNORE_INDEX, device=gradient.device)
     blocks = [
@@ -254,9 +261,9 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
             cross-entropy, of the weights that the first of the shapes has.
     """
     values = logits.detach().flatten(0, -2)
-    rows, most = torch.empty_like(values), ENTRIES_AT_ONCE // max(1, values.shape[1])
-    for start in range(0, len(rows), max(1, most)):  # matrices in float32 of a part alone
-        part = slice(start, start + max(1, most))
+    rows, step = torch.empty_like(values), _rows_at_once(values)
+    for start in range(0, len(rows), step):  # matrices in float32 of a part alone
+        part = slice(start, start + step)
         labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
         scores = values[part].float() / (temperature or 1.0)
         sizes, others, shifts = shapes[:, part, None].float()
@@ -285,7 +292,7 @@ class RowRest(NamedTuple):
 @torch.no_grad()
 def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest:
     """Return what the shapes of rows leave of a gradient (n, V)."""
-    step, width = max(1, ENTRIES_AT_ONCE // max(1, gradient.shape[1])), gradient.shape[1]
+    step, width = _rows_at_once(gradient), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
     places, values = [], []
     n_entries, rest, whole = 0, *gradient.new_zeros(2, dtype=torch.float32)

@@ -53,7 +53,7 @@ EFFICIENCY = 0.35
 """Share of a large product's rate that a pursuit reaches, in :func:`pursuit_seconds`.
 
 With the two numbers below it was fitted to looks of 74 to 345 types, r 8 and 64, vocabularies of
-1,000 to 128,000, widths of 256 to 2,048, on one core of x86-64: .27 to .42 (November 2026).
+1,000 to 128,000, widths of 256 to 2,048, on one core of x86-64: .3 to .47 (November 2026).
 """
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory
 

@@ -200,8 +200,8 @@ class WatchSettings:
             and :func:`read_batch` does not know the batch's form.
         texts: that attacks on texts reconstruct of each client's batch at a look, at most.
         look_seconds: with ``attacks="auto"``, attacks of which one look is estimated to take longer
-            are not played. One whose run took twice as long is not run again, but in a federation.
-            None is left out for its price where the model is sharded.
+            are not played. One whose run took twice as long is not run again, but in a federation
+            and under DP. None is left out for its price where the model is sharded.
         memorization: how the trained weights are tested.
         precision: how the model is run: ``"bf16-mixed"`` or ``"16-mixed"`` under autocast. None: by
             the dtype of the weights, without autocast.

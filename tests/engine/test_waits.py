@@ -7,6 +7,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, Su
 from lightning_fedleak.attacks.base import Surfaces, WordGuess
 from lightning_fedleak.attacks.membership.gradients import TIMED_TEXTS
 from lightning_fedleak.attacks.public_text import PublicText
+from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.results import Results
+from lightning_fedleak.engine.run import Look
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.callbacks.runs import Probe
@@ -255,6 +258,22 @@ def test_an_attack_whose_look_takes_too_long_is_not_run_again(
     for reason in lines.values():
         assert reason.startswith("not run any more: a run took")
         assert reason.endswith("s, and look_seconds=0.2")
+
+
+@pytest.mark.parametrize("accounted", [False, True])
+def test_no_attack_is_dropped_for_its_seconds_under_an_account(accounted: bool) -> None:
+    """One example could make an attack slow, and a gate on it unknown, which is seen outside."""
+    dropped: list[dict[str, float]] = []
+    fit: Any = SimpleNamespace(
+        accounting=[object()] if accounted else [],
+        lineup=SimpleNamespace(leave_out_slow=dropped.append),
+        run=SimpleNamespace(longest={"words": 99.0}),
+        tap=SimpleNamespace(end=None),
+        channels=(),
+        each=lambda *functions: None,
+    )
+    Fit.end_look(fit, Look(0))
+    assert dropped == ([] if accounted else [{"words": 99.0}])
 
 
 def test_the_state_of_an_earlier_version_is_refused() -> None:

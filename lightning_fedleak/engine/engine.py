@@ -78,7 +78,8 @@ class StepEngine:
         fit, number = self._fit, self._fit.run.step
         if fit.is_first:
             fit.check_first(batch)
-        if fit.begin_look(number) and self.report is not None and self.report.record is not None:
+        is_moved = fit.begin_look(number) or fit.scheduler.cadence.price is not None
+        if is_moved and self.report is not None and self.report.record is not None:
             next_look = max(number, fit.scheduler.cadence.next_step)
             self.report.record.write_new_plan(number, next_look)
         if fit.look is not None:
@@ -152,8 +153,9 @@ class StepEngine:
                 except Exception as error:
                     failed = [s for s, owner in fit.series.items() if owner is channel]
                     look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
-            is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-            if is_last or step.round is not None:
+        is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
+        if is_last or step.round is not None:
+            with look.clock(fit.run.device, is_control=True), share_work(look.work):
                 fit.controls.play(look, fit.lineup.exposed)
 
     # ---- score ------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Engine(StepEngine):
         self._calibrations: dict[str, object] = {}
         self._last: dict[str, object] = {}
         self._is_over = False
-        self._set_up_seconds = 0.0
+        self._set_up_seconds = self._began = 0.0
         self._prepared: set[str] = set()
         self._refused: dict[str, str] = {}
         self._names: list[str] = []
@@ -254,11 +254,12 @@ class Engine(StepEngine):
             },
             resumed=earlier,
         )
+        looks_at_steps = run.unit == "step" and bool(self._fit.series)
         self.record.write_begin(
             replace(
                 facts,
                 fit=destination.fit or uuid.uuid4().hex,
-                next_look=run.step if run.unit == "step" and self._fit.series else None,
+                next_look=run.step + options.cadence.timed_steps if looks_at_steps else None,
                 weights=self.record.weights_of(run),
             )
         )
@@ -313,11 +314,12 @@ class Engine(StepEngine):
         for channel in self.channels:
             if run.rank != 0 and not channel.at_weights:  # it has all clients' games
                 channel.load_state_dict({})
-        self._is_over = False
+        self._is_over, self._began = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
-        cadence.begin(run.step, run.planned_steps, self._set_up_seconds)
+        look_seconds = self._fit.lineup.look_seconds
+        cadence.begin(run.step, run.planned_steps, self._set_up_seconds, look_seconds)
         if run.unit == "step" and self._fit.series:
-            looks = cadence.describe(self._fit.lineup.look_seconds)
+            looks = cadence.describe(look_seconds)
             rank_zero_info(f"{run.watcher}: {looks}; attacks that wait are tried in between")
         self._names = self.results.names(self.results.playing)
         self._names += [f"{WORST}/{family}" for family in self.results.families]
@@ -467,7 +469,8 @@ class Engine(StepEngine):
         self._last = self._summary()
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
-            self.report.ends(self.first_step)
+            run_seconds = time.perf_counter() - self._began
+            self.report.ends(self.first_step, self._set_up_seconds, run_seconds)
         return self.record
 
     def close(self) -> None:

@@ -305,13 +305,16 @@ class Report:
         self._waiting: set[Series] = set()
         self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
         self._looked_at: set[int] = set()
-        self._seconds, self._seconds_of = 0.0, Counter[str]()  # of looks, and of each attack
+        # Of looks, of their controls, and of each attack.
+        self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
-    def ends(self, first_step: int) -> None:
-        """Say at how many of the steps looks were made, and each attack's share of their time.
+    def ends(self, first_step: int, set_up_seconds: float, run_seconds: float) -> None:
+        """Say at how many of the steps looks were made, and what they took of the run's time.
 
         Args:
             first_step: steps that were over when the run began.
+            set_up_seconds: duration of the set-up.
+            run_seconds: duration of the run, without the set-up.
         """
         steps = self._run.step - first_step
         if self._rounds or not steps:
@@ -319,7 +322,12 @@ class Report:
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
         looks = f"looked at {len(self._looked_at):,} of {steps:,} steps in {self._seconds:.1f} s"
-        rank_zero_info(f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}")
+        share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
+        rank_zero_info(
+            f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
+            f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
+            f"{share:.0%} of the run"
+        )
 
     def write(
         self,
@@ -375,6 +383,7 @@ class Report:
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
         self._seconds += look.seconds
+        self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
         if look.next_look is not None:  # at a step, and not at the weights or the end of the run
             self._looked_at.add(look.step)

@@ -237,13 +237,13 @@ class RunRecord:
         """Write that a look is at another step than was planned, where it is.
 
         Args:
-            step: of this look.
-            next_look: planned step of the next look: ``step`` itself unless attacks are retried.
+            step: of this look, or of the one that is postponed.
+            next_look: planned step of the next look: ``step`` itself unless attacks are retried, or
+                the first look is postponed.
         """
-        if self.planned is None:
+        if self.planned is None or self.planned == next_look:
             return
-        is_overdue, is_unplanned = self.planned < step, step == next_look != self.planned
-        if is_overdue or is_unplanned:
+        if self.planned <= step or step == next_look:
             self.append(records.PlanLine(run="", step=step, next_look=next_look))
 
     def add_checkpoint(self, run: Run) -> None:

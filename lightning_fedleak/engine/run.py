@@ -313,6 +313,7 @@ class Look:
         answers: what an attack answered in a series, or why it has no answer (yet).
         stepped: ids of the optimizers that were really about to step (none: nothing was shared).
         seconds: time spent so far.
+        control_seconds: of that, for controls.
         step_seconds: time that the step itself took so far; 0 until it is known.
         followed: the attacks have followed the model at this look.
         notes: functions that write what was recovered to local files, under a title.
@@ -329,6 +330,7 @@ class Look:
     answers: dict[Series, object] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     seconds: float = 0.0
+    control_seconds: float = 0.0
     started: float = field(default_factory=lambda: time.perf_counter())
     step_seconds: float = 0.0
     followed: bool = False
@@ -343,7 +345,7 @@ class Look:
         return self.optimizer is None or optimizer in (None, self.optimizer)
 
     @contextmanager
-    def clock(self, device: torch.device) -> Iterator[None]:
+    def clock(self, device: torch.device, *, is_control: bool = False) -> Iterator[None]:
         """Add the time of a block; wait for a GPU before and after, as looks may."""
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
@@ -352,7 +354,9 @@ class Look:
             yield
         finally:
             wait(device)
-            self.seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds += seconds
+            self.control_seconds += seconds * is_control
 
 
 # ---- why there is no result ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Run
+from lightning_fedleak.messages import rank_zero_info
 
 CURVE_LOOKS = 10
 """Looks of a run by default, evenly spread: enough for a curve; more take longer."""
@@ -17,17 +18,29 @@ CURVE_SHARE = 0.05
 """Share of the training time that these looks may take, or"""
 CURVE_SECONDS = 30.0
 """seconds, if that is more: what people wait for in a short run."""
+MOST_SHARE = 0.25
+"""Share of the training time that they take at most, but for the first look: not tuned."""
+TIMED_STEPS = 3
+"""Steps that are timed before the first look where ``max_overhead`` is given."""
+LOOK_STEPS = 10
+"""Training steps that a look costs at least, as long as none was made: with its control 10 to 21 on
+three models (``benchmarks.cost.overhead``, November 2026)."""
 
 
 @dataclass
 class Cadence:
     """Decide at which optimizer steps the engine measures.
 
-    These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks below a share
-    of training time, or those of a curve: ten looks, evenly, if they and the set-up fit into the
-    larger of 5% of training and 30 s, and as many as fit if they do not. The last step is always
-    one. If the number of steps is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of
-    looks. More looks are made where the share allows them.
+    These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks and set-up
+    below a share of training time, or those of a curve: ten looks, evenly, the last step among
+    them, if they and the set-up fit into the larger of 5% of the training and 30 s, and into a
+    quarter of it, and as many as fit if they do not, but always the first. If the number of steps
+    is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of looks. More looks are made
+    where the share allows them.
+
+    By a share the first look is made where the whole run pays for it, or, if its length is not
+    known, once the steps before have; in the second last step, so that an attack that waits can be
+    tried again, if the run does not pay for any.
 
     The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
     look's results and no step needs a message of its own.
@@ -39,6 +52,8 @@ class Cadence:
         is_curve: at least the looks of a curve are made.
         next_step: the next step to measure.
         steps: planned steps of the run; None: not known.
+        first_step: at which the run began.
+        price: estimated seconds of the first look by a share; None once it was made.
         spent: seconds that set-up and looks have taken.
         unpaid: seconds of set-up that no look has paid for yet.
         last_look: step and seconds of the last look.
@@ -49,14 +64,55 @@ class Cadence:
     is_curve: bool = False
     next_step: int = 0
     steps: int | None = None
+    first_step: int = 0
+    price: float | None = None
     spent: float = 0.0
     unpaid: float = 0.0
     last_look: tuple[int, float] = (0, 0.0)
 
-    def begin(self, step: int, steps: int | None, set_up_seconds: float = 0.0) -> None:
-        """Begin a run at a step, of so many planned steps in all, after a set-up."""
-        self.next_step, self.steps = step, steps
+    def begin(
+        self, step: int, steps: int | None, set_up_seconds: float = 0.0, look_seconds: float = 0.0
+    ) -> None:
+        """Begin a run.
+
+        Args:
+            step: that is the next one.
+            steps: planned steps in all; None: not known.
+            set_up_seconds: what the set-up took.
+            look_seconds: what a look is estimated to take; 0: not known.
+        """
+        self.first_step = self.next_step = step
+        self.steps = steps
         self.spent = self.unpaid = set_up_seconds
+        self.price = None
+        if self.timed_steps:
+            self.price = look_seconds
+            self.next_step = self._near_end(step + self.timed_steps)
+
+    @property
+    def timed_steps(self) -> int:
+        """Return how many steps are timed before the first look."""
+        return 0 if self.every_n_steps is not None or self.is_curve else TIMED_STEPS
+
+    def postponed_step(self, step: int, step_seconds: float) -> int:
+        """Return the step of the first look by a share, ``step`` or later.
+
+        Args:
+            step: that would be looked at now.
+            step_seconds: cost of a step without a look.
+        """
+        assert self.price is not None
+        if step_seconds <= 0:
+            return step
+        price = self.spent + max(self.price, LOOK_STEPS * step_seconds)
+        paying = math.ceil(price / (self.share * step_seconds))
+        if self.steps is not None and paying <= self.steps - self.first_step:
+            return step
+        return max(step, self._near_end(self.first_step + paying))
+
+    def _near_end(self, step: int) -> int:
+        """Return ``step``, or the run's second last step if that is earlier."""
+        return step if self.steps is None else max(self.first_step, min(step, self.steps - 2))
 
     def due(self, step: int) -> bool:
         """Return whether optimizer step ``step`` (from 0) is to be measured."""
@@ -72,27 +128,36 @@ class Cadence:
         """
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
-        self.spent += look_seconds
+        self.spent, self.price = self.spent + look_seconds, None
         self.last_look = step, look_seconds
         if step_seconds <= 0:
             return step + 1
         price, self.unpaid = look_seconds + self.unpaid, 0.0
         by_share = step + max(1, math.ceil(price / (self.share * step_seconds)))
         if not self.is_curve:
-            return by_share
+            pays = self.share * step_seconds * ((self.steps or math.inf) - self.first_step)
+            return (
+                by_share if self.steps is None or self.spent + look_seconds <= pays else self.steps
+            )
         if self.steps is None or step >= self.steps - 1:
             within = self.spent + look_seconds <= CURVE_SECONDS
             return min(by_share, 2 * step + 1) if within else by_share
-        by_price = max(self._affordable_step(step_seconds), self._even_step(step))
-        return min(by_share, by_price, self.steps - 1)
+        by_price = self._affordable_step(step_seconds)
+        if by_price >= self.steps - 1:  # what is left is for the last step
+            return by_price
+        return min(by_share, max(by_price, self._even_step(step)))
 
     def _affordable_step(self, step_seconds: float) -> int:
-        """Return the step of the next look where the remaining seconds are spread evenly."""
+        """Return the step of the next look where the remaining seconds are spread evenly.
+
+        It is beyond the last step if they pay for none.
+        """
         assert self.steps is not None
         step, look_seconds = self.last_look
-        seconds = max(CURVE_SHARE * self.steps * step_seconds, CURVE_SECONDS) - self.spent
-        looks = max(1.0, seconds // max(look_seconds, 1e-9))
-        return step + math.ceil((self.steps - 1 - step) / looks)
+        training = (self.steps - self.first_step) * step_seconds
+        seconds = min(max(CURVE_SHARE * training, CURVE_SECONDS), MOST_SHARE * training)
+        looks = (seconds - self.spent) // max(look_seconds, 1e-9)
+        return self.steps if looks < 1 else step + math.ceil((self.steps - 1 - step) / looks)
 
     def _even_step(self, step: int) -> int:
         """Return the first step after ``step`` of ten that are evenly spread over all steps."""
@@ -135,23 +200,28 @@ class Cadence:
                 return "looks at every step" if n == 1 else f"looks at one step in {n}"
             n = self.next_step + 1
             few = f"steps {n}, {2 * n}, {4 * n}, ... for {CURVE_SECONDS:g} s of looks"
-            return f"looks at {few if self.is_curve else 'the first step'}, and then in {share}"
-        own = f"{steps - self.next_step:,} steps"
+            return f"looks at {few}, and then in {share}" if self.is_curve else f"looks in {share}"
+        own = f"{steps - self.first_step:,} steps"
         if n is not None:
             looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
             return f"looks at {looks:,} of {own}"
         if not self.is_curve:
-            return f"looks at 1 of {own}, and at more as {share} pays for them"
+            return f"looks at {own} as often as {share} pays for set-up and looks, at least once"
         even, step = 1, self.next_step
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
         seconds = max(0.0, CURVE_SECONDS - self.spent)
         looks = min(even, max(2, int(seconds // max(look_seconds, 1e-9))))
-        price = f"; a look takes about {look_seconds:.2g} s" if look_seconds else ""
-        set_up = f", {self.unpaid:.2g} s of them for set-up" if self.unpaid >= 1 else ""
-        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s{set_up}{price}"
-        certain = f"{looks} of {own}, the last among them; at more as {share} pays for them"
-        return f"looks at {certain}, at fewer if they take more than {limit}"
+        costs = [f"set-up took {self.unpaid:.2g} s"] if self.unpaid >= 1 else []
+        costs += [f"a look takes about {look_seconds:.2g} s"] if look_seconds else []
+        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s, {MOST_SHARE:.0%} of it"
+        return "; ".join(
+            (
+                f"looks at up to {looks} of {own}, the last among them, and at more as {share} "
+                f"pays for them; with the set-up they take {limit} at most, but one is always made",
+                *costs,
+            )
+        )
 
 
 class Phase(Enum):
@@ -204,6 +274,12 @@ class Scheduler:
         if self.phase is Phase.ACCUMULATING:
             return None
         scope: frozenset[Series] | None = None
+        if self.cadence.due(step) and self.cadence.price is not None:
+            first = self.cadence.postponed_step(step, self._step_seconds)
+            self.cadence.next_step = first = self._run.broadcast(first)
+            if first > step:
+                why = f"max_overhead={self.cadence.share:g} pays for none before"
+                rank_zero_info(f"{self._run.watcher}: the first look is at step {first}: {why}")
         if not self.cadence.due(step):
             scope = frozenset(s for s in self.waiting if s.attack in exposed)
             if not scope:

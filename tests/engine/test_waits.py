@@ -99,7 +99,7 @@ def run(
 
 
 SETUPS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "lora within a budget": (adapted, {"max_overhead": 0.005}, 2),
+    "lora": (adapted, {}, 2),
     "rate 0 in five steps": (adapted, {"zero_steps": 5}, 6),
     "accumulation": (adapted, {"accumulate": 2}, 2),
     "rslora": (lambda: adapted(LORA(use_rslora=True)), {}, 2),

@@ -49,9 +49,9 @@ class TimedLook(Look):
     """A look that adds up its processor time."""
 
     @contextmanager
-    def clock(self, device):
+    def clock(self, device, **kwargs):
         started = time.process_time()
-        with super().clock(device):
+        with super().clock(device, **kwargs):
             yield
         InTurn.processor_seconds += time.process_time() - started
 

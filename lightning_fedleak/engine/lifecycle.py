@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
@@ -77,6 +78,12 @@ class Engine(StepEngine):
             raise ValueError(
                 "Memorization(records=True) lists rows by what an attack on the trained weights "
                 "asks, and none is played: add Combined() to the attacks"
+            )
+        is_given = options.memorization.reference is not None
+        if is_given != any(type(a) is CombinedReference for a in selection.attacks):
+            raise ValueError(
+                "CombinedReference() and Memorization(reference=) belong together: add the attack, "
+                "or give settings=WatchSettings(memorization=Memorization(reference='FOLDER'))"
             )
         names = [series.log_name for series in self.series if "entity/" in series.name]
         if options.entities and len({*names}) < max(1, len(names)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import (
@@ -30,7 +31,13 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
     TextSource,
 )
-from lightning_fedleak.attacks.memorization import Canaries, Entities, PromptRatio, ShortAnswers
+from lightning_fedleak.attacks.memorization import (
+    Canaries,
+    CombinedReference,
+    Entities,
+    PromptRatio,
+    ShortAnswers,
+)
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.evaluation.entities import finders_of
@@ -130,10 +137,16 @@ class Memorization:
             read private texts outside of the account.
         records: list the training rows that the weights give away in ``records.jsonl`` (mode 0600,
             row numbers and no text), after each epoch and at the end.
+        reference: a model that was trained like this one on other texts of the same kind, or the
+            folder of one, or of PEFT's adapters, which
+            :class:`~lightning_fedleak.attacks.memorization.CombinedReference` compares with. It
+            must not have seen a text that it scores. It is asked once, before the first step; for
+            that time a second model is in memory.
         seed: draws the rows.
 
     Raises:
         ValueError: a number out of its range.
+        TypeError: a reference that is no model and no folder.
     """
 
     others: Any = None
@@ -143,6 +156,7 @@ class Memorization:
     most_texts: int = 4000
     outside_epsilon: bool = False
     records: bool = False
+    reference: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,6 +164,9 @@ class Memorization:
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
         check_integer("seed", self.seed, at_least=0)
+        if not isinstance(self.reference, nn.Module | str | Path | None):
+            kind = type(self.reference).__name__
+            raise TypeError(f"reference must be a model or the folder of one, got a {kind}")
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
         if list(self.looks) != sorted(set(self.looks)):
@@ -372,6 +389,8 @@ def candidates(
         if not rounds:
             attacks += [SubspaceMembership(text), Combined(), Extraction()]
             attacks += [ShortAnswers(), PromptRatio()]
+            if settings.memorization.reference is not None:
+                attacks.append(CombinedReference())
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
         attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
     return attacks

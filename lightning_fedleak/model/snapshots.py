@@ -154,19 +154,22 @@ class ReleasedModel:
         base: what the model said before the first step of the fine-tuning.
         compressed: (N,) bytes of each text, compressed by zlib.
         answers: (N,) int64, the same number for texts with the same label tokens; None: not known.
+        reference: what a model says that was trained like this one on other texts; None: there is
+            none.
     """
 
     now: TokenSnapshot
     base: TokenSnapshot
     compressed: Tensor
     answers: Tensor | None = None
+    reference: TokenSnapshot | None = None
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
         answers = None if self.answers is None else self.answers[index]
-        return ReleasedModel(
-            self.now.rows(index), self.base.rows(index), self.compressed[index], answers
-        )
+        now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
+        reference = None if self.reference is None else self.reference.rows(index)
+        return ReleasedModel(now, base, compressed, answers, reference)
 
 
 @dataclass(frozen=True)

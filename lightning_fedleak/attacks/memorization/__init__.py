@@ -7,6 +7,7 @@ from lightning_fedleak.attacks.memorization.extraction import Canaries as Canari
 from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
 from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess
 from lightning_fedleak.attacks.memorization.scores import Combined as Combined
+from lightning_fedleak.attacks.memorization.scores import CombinedReference as CombinedReference
 from lightning_fedleak.attacks.memorization.scores import ErrorZone as ErrorZone
 from lightning_fedleak.attacks.memorization.scores import Loss as Loss
 from lightning_fedleak.attacks.memorization.scores import LossRatio as LossRatio

@@ -12,7 +12,7 @@ Write ``lp`` and ``lp0`` for the log probability of a label token under the mode
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -330,6 +330,38 @@ class Combined(MemorizationAttack):
         """Return the sum of both normal scores."""
         parts = (LossRatio(MOST_GAIN).score(released), ErrorZone().score(released))
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
+
+
+class CombinedReference(MemorizationAttack):
+    """Compare with a reference model in place of the base: :class:`Combined` beyond a reference.
+
+    The reference was trained like this model on other texts of the same kind, so that it has gained
+    what texts gain in general (difficulty calibration, arXiv 2111.08440). At low false-positive
+    rates it shows far more than scores without a reference do. It must not have seen a text that it
+    scores.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.attacks.memorization import Combined, CombinedReference
+        >>> from lightning_fedleak.callbacks import WatchSettings
+        >>> from lightning_fedleak.engine import Memorization
+        >>> memorization = Memorization(reference="runs/other-rows/model")  # a folder, or a model
+        >>> settings = WatchSettings(memorization=memorization)
+        >>> monitor = LeakageMonitor([Combined(), CombinedReference()], settings=settings)
+    """
+
+    default_name = "combined_reference"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the scores of :class:`Combined`, with the reference as the base.
+
+        Raises:
+            UnusableObservation: there is no reference, or its answers are not finite.
+        """
+        if released.reference is None:
+            raise UnusableObservation("what a reference model says of the texts is not known")
+        check_finite(released.reference.log_probs, "the reference's log probabilities")
+        return Combined().score(replace(released, base=released.reference))
 
 
 def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:

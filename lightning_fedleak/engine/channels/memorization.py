@@ -23,6 +23,12 @@ from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_fe
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
+from lightning_fedleak.engine.channels.reference import (
+    ask_reference,
+    both,
+    check_unseen,
+    from_both,
+)
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
@@ -39,6 +45,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     other_law,
     spent_at,
 )
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
     MASKS,
@@ -92,6 +99,7 @@ class MemorizationChannel(WeightChannel):
         self._account_words = ""
         self._reading_seconds = 0.0
         self._base: TokenSnapshot | None = None
+        self._reference: TokenSnapshot | None = None
         self._saved: Mapping[str, Any] = {}
         self._due, self._lists = 0, 0
         self._ended = False
@@ -109,7 +117,7 @@ class MemorizationChannel(WeightChannel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._base, self._void = None, ""
+        self._base, self._reference, self._void = None, None, ""
         self._due = 0
 
     def _draw_pool(self) -> Pool:
@@ -186,9 +194,10 @@ class MemorizationChannel(WeightChannel):
         if self.run.on_any_process(bool(self._saved)):
             self._restore()
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
-                self._base = None
+                self._base = self._reference = None
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask()
+            self._ask_reference(self._base)
         if self._base is not None and pool.way == "given":
             alone = (pool.times == 1).nonzero()[:, 0]
             texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
@@ -200,8 +209,28 @@ class MemorizationChannel(WeightChannel):
                     "kind"
                 )
 
-    def _ask(self) -> TokenSnapshot:
-        """Return the model's answers to the pool; each process queries it with its part.
+    def _ask_reference(self, base: TokenSnapshot) -> None:
+        """Query the reference model with all texts, if there is one that may be asked.
+
+        Raises:
+            ValueError: it cannot be loaded, or it has seen some of the texts.
+        """
+        pool, reference = self.pool, self.settings.memorization.reference
+        if reference is None or all(a.name != "combined_reference" for a in self.attacks):
+            return
+        self._reference = ask_reference(reference, self.run.anatomy, self._ask)
+        rows = pool.alone.nonzero()[:, 0]
+        if pool.way != "not yet seen":  # else all rows are to be trained on
+            texts = [pool.texts[row] for row in rows.tolist()]
+            reference, base = (_of_labels(a, rows, texts) for a in (self._reference, base))
+            compressed = compressed_bytes(texts, self._decode)
+            check_unseen(reference, base, compressed, pool.trains[rows])
+
+    def _ask(self, anatomy: Anatomy | None = None) -> TokenSnapshot:
+        """Return a model's answers to the pool; each process queries it with its part.
+
+        Args:
+            anatomy: of the model; by default of the one that trains.
 
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.
@@ -214,7 +243,8 @@ class MemorizationChannel(WeightChannel):
         def ask(rows: list[int]) -> list[Tensor]:
             # One forward of the whole text answers for its prompt too.
             queries = [texts[row].whole if reads_prompts else texts[row] for row in rows]
-            answers = token_log_probs(self.run.anatomy, queries, self._mask and self._mask[0])
+            model = self.run.anatomy if anatomy is None else anatomy
+            answers = token_log_probs(model, queries, self._mask and self._mask[0])
             return [nn.functional.pad(values, (0, columns - values.shape[1])) for values in answers]
 
         return TokenSnapshot(*over_processes(self.run, len(texts), ask))
@@ -277,7 +307,9 @@ class MemorizationChannel(WeightChannel):
         texts = [self.pool.texts[row] for row in rows.tolist()]
         texts = [text.prompt for text in texts] if prompts else texts
         now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
-        return ReleasedModel(now, base, compressed_bytes(texts, self._decode), answer_groups(texts))
+        reference = self._reference and _of_labels(self._reference, rows, texts)
+        compressed = compressed_bytes(texts, self._decode)
+        return ReleasedModel(now, base, compressed, answer_groups(texts), reference)
 
     def _share(self, epoch: int) -> float:
         """Return which share of the errors of all lists the newest one has.
@@ -379,7 +411,7 @@ class MemorizationChannel(WeightChannel):
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_private(file, _tensors(self._base))
+            save_private(file, both(self._base, self._reference))
         return {
             self.family: {
                 "looks": self._looks,
@@ -411,13 +443,13 @@ class MemorizationChannel(WeightChannel):
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
         texts = {f"text{n}": text.ids for n, text in enumerate(self.pool.texts)}
-        return hash_tensors({**_tensors(base), **texts})
+        return hash_tensors({**both(base, self._reference), **texts})
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the texts are those of the run's begin."""
         pool, saved, self._saved, self._base = self.pool, self._saved, {}, None
         try:
-            base = TokenSnapshot(**load_private(Path(saved["file"])))
+            base, self._reference = from_both(load_private(Path(saved["file"])))
         except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
             return
         if self._digest(base) == saved["digest"]:
@@ -435,7 +467,3 @@ class MemorizationChannel(WeightChannel):
 def _of_labels(answers: TokenSnapshot, rows: Tensor, texts: Sequence[Text]) -> TokenSnapshot:
     """Return a model's answers to the labels of some texts, of its answers to all texts."""
     return answers.rows(rows).within(label_places(texts, answers.labels.shape[1]))
-
-
-def _tensors(answers: TokenSnapshot) -> dict[str, Tensor]:
-    return {name: value.contiguous() for name, value in answers._asdict().items()}

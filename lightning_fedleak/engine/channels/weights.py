@@ -362,6 +362,11 @@ class WeightLooks:
                 "Memorization(records=True) lists rows by their content, which the run's "
                 "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
             )
+        if settings.reference is not None:
+            raise ValueError(
+                "Memorization(reference=) may have been trained on private rows, which the run's "
+                "epsilon does not cover: leave it out, or accept it by outside_epsilon=True"
+            )
         roots = {series.log_name for series in self._series}
         roots |= {f"{WORST}/{channel.family}" for channel in self._series.values()}
         for name in self._run.watched:

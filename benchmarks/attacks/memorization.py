@@ -4,10 +4,14 @@
     python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3
     python -m benchmarks.attacks.memorization --model DIR --text FILE --whole --length 128 \\
         --texts 1280 --share 0.2 --batch 16 --lr 1e-4 --looks 1,3     # EZ-MIA's protocol, smaller
+    python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3 \\
+        --texts 1200 --share 0.167 --epochs 2 --looks 1,2 --reference 200 --seeds 0,1,2,3,4
 
 Texts without a common run of 13 tokens are split by a coin into members, which are trained on, and
-others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at 1% FPR,
-for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for comparison.
+others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at .1% and
+1% FPR, for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for
+comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
+which ``combined_reference`` scores; ``loss_beyond`` is the difference of the two losses.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +27,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.shared import print_place, trained, with_lora
-from lightning_fedleak.attacks.memorization import MemorizationAttack
+from lightning_fedleak.attacks.memorization import CombinedReference, MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 
-SMOKE = ("--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",)
+SMOKE = (
+    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
+    "--model {model} --text {text} --texts 40 --length 16 --epochs 1 --looks 1 --reference 12",
+)
 
-
-FPR = 0.01  # of the TPR that is printed, the usual one
-OTHERS = 1000  # below which that TPR is unknown: fewer than ten others are above its bar
+FPRS = 0.001, 0.01  # of the TPRs that are printed
+OTHERS = 1000  # below which they are unknown: none is above the bar, or fewer than ten
 
 
 class PublishedErrorZone(MemorizationAttack):
@@ -52,10 +59,21 @@ class PublishedErrorZone(MemorizationAttack):
         return torch.where((down > 0) & (wrong.sum(1) > 1), up / down, 0.0)
 
 
+class LossBeyond(MemorizationAttack):
+    """Score a text by the loss of the reference less that of the model."""
+
+    default_name = "loss_beyond"
+
+    def score(self, released: ReleasedModel) -> torch.Tensor:
+        """Return the difference."""
+        assert released.reference is not None
+        return released.now.mean_log_probs() - released.reference.mean_log_probs()
+
+
 def trained_pool(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> ReleasedPool:
-    """Return a pool of texts, split by a coin."""
+) -> tuple[ReleasedPool, list[Text]]:
+    """Return a pool of texts, split by a coin, and the texts of the reference."""
     words = list(dict.fromkeys(t.replace("<br />", " ") for t in read_texts(options.text)))
     order = np.random.default_rng(0).permutation(len(words))
     chosen = [words[i] for i in order[: 3 * options.texts]]
@@ -67,15 +85,21 @@ def trained_pool(
     sides: dict[bool, list[Text]] = {True: [], False: []}
     for text, coin in zip(whole[: options.texts], coins.tolist(), strict=False):
         sides[coin].append(text)
-    return ReleasedPool(sides[True], sides[False], lambda ids: str(tokenizer.decode(ids)))
+    pool = ReleasedPool(sides[True], sides[False], lambda ids: str(tokenizer.decode(ids)))
+    return pool, whole[options.texts : options.texts + options.reference]
 
 
-def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dict[str, str]:
+def describe(
+    pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot, reference: TokenSnapshot | None
+) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
-    released = ReleasedModel(now, base, pool.compressed).rows(pool.alone)
+    if reference is not None:
+        attacks |= {attack.name: attack for attack in (CombinedReference(), LossBeyond())}
+    released = ReleasedModel(now, base, pool.compressed, reference=reference).rows(pool.alone)
     cells = {}
-    for name, values in pool.compare(base, now, [*attacks.values()]).values.items():
+    compared = pool.compare(base, now, [*attacks.values()], reference=reference)
+    for name, values in compared.values.items():
         if "auc" in values:
             rate = true_positives(attacks[name].score(released), pool.members[pool.alone])
             low, high = values["auc_low"], values["auc_high"]
@@ -86,38 +110,55 @@ def describe(pool: ReleasedPool, base: TokenSnapshot, now: TokenSnapshot) -> dic
 
 
 def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
-    """Return the TPR at 1% FPR, to append to the AUC; nothing if it is unknown."""
+    """Return the TPRs, to append to the AUC; nothing if they are unknown."""
     non_members = scores[~members].sort(descending=True).values
     if len(non_members) < OTHERS:
         return ""
-    threshold = non_members[int(FPR * len(non_members))]
-    return f" / {float((scores[members] > threshold).double().mean()):.3f}"
+    thresholds = [non_members[int(fpr * len(non_members))] for fpr in FPRS]
+    rates = [float((scores[members] > threshold).double().mean()) for threshold in thresholds]
+    return "".join(f" / {rate:.3f}" for rate in rates)
 
 
 def train(options: argparse.Namespace, seed: int) -> None:
     """Fine-tune once with looks, and print a table."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    pool = trained_pool(options, tokenizer, seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    torch.manual_seed(seed)
-    if options.lora:
-        model = with_lora(model, options.lora, lora_dropout=0.05)
-    anatomy = find_anatomy(model)
+    pool, others = trained_pool(options, tokenizer, seed)
     members = [t for t, inside in zip(pool.texts, pool.members.tolist(), strict=True) if inside]
-    steps_of_epoch = math.ceil(len(members) / options.batch)
-    looks = {round(share * steps_of_epoch): share for share in options.looks}
     seconds = {"training": 0.0, "looks": 0.0}
 
-    def ask() -> TokenSnapshot:
+    def ask(anatomy: Anatomy) -> TokenSnapshot:
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.autocast):
             answers = token_log_probs(anatomy, pool.texts)
         seconds["looks"] += time.process_time() - start
         return answers
 
-    base = ask()
-    results = {0.0: describe(pool, base, base)}
-    losses = {0.0: _losses(base, pool.members)}
+    reference = None
+    if others:
+        *_, (_, trained_on_others) = fine_tune(options, others, seed + 1000, seconds)
+        reference = ask(trained_on_others)
+    base: TokenSnapshot | None = None
+    results, losses = {}, {}
+    for share, anatomy in fine_tune(options, members, seed, seconds):
+        answers = ask(anatomy)
+        base = answers if base is None else base
+        results[share] = describe(pool, base, answers, reference)
+        losses[share] = _losses(answers, pool.members)
+    _print(options, seed, pool, results, losses, seconds)
+
+
+def fine_tune(
+    options: argparse.Namespace, members: Sequence[Text], seed: int, seconds: dict[str, float]
+) -> Iterator[tuple[float, Anatomy]]:
+    """Train on texts, and yield the share of an epoch and the model before, and at each look."""
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    if options.lora:
+        model = with_lora(model, options.lora, lora_dropout=0.05)
+    anatomy = find_anatomy(model)
+    steps_of_epoch = math.ceil(len(members) / options.batch)
+    looks = {round(share * steps_of_epoch): share for share in options.looks}
+    yield 0.0, anatomy
     optimizer = torch.optim.AdamW(trained(model), options.lr)
     order_rng, order, step = np.random.default_rng([seed, 11]), [], 0
     model.train()
@@ -137,10 +178,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
         step += 1
         seconds["training"] += time.process_time() - start
         if step in looks:
-            answers = ask()
-            results[looks[step]] = describe(pool, base, answers)
-            losses[looks[step]] = _losses(answers, pool.members)
-    _print(options, seed, pool, results, losses, seconds)
+            yield looks[step], anatomy
 
 
 def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
@@ -163,7 +201,11 @@ def _print(
         f"{n} members, {int((~pool.members).sum())} others; training "
         f"{seconds['training']:.0f} s, looks {seconds['looks']:.0f} s CPU"
     )
-    print("| AUC (97.5%) / TPR at 1% FPR | " + " | ".join(f"{share:g}" for share in results) + " |")
+    print(
+        "| AUC (97.5%) / TPR at .1% / at 1% FPR | "
+        + " | ".join(f"{share:g}" for share in results)
+        + " |"
+    )
     print("|---" * (1 + len(results)) + "|")
     for name in results[0.0]:
         print(f"| {name} | " + " | ".join(column[name] for column in results.values()) + " |")
@@ -192,6 +234,7 @@ def main() -> None:
         default=[0.25, 0.5, 1, 2, 3],
         help="epochs, separated by commas",
     )
+    parser.add_argument("--reference", type=int, default=0, help="texts of a reference model")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--autocast", action="store_true", help="bf16")
     options = parser.parse_args()

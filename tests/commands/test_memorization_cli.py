@@ -370,3 +370,25 @@ def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:
     data.write_text('{"text": "one"}\n')
     with pytest.raises(SourceError, match="row 19"):
         run_command("records", action="drop", file=path, data=str(data), out=tmp_path / "k.jsonl")
+
+
+def test_a_reference_is_compared_with_and_must_have_seen_no_text(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))
+    for name, texts in (("other", words[2 * TEXTS : 3 * TEXTS]), ("held_out", words[1::2][:TEXTS])):
+        model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+        tokenizer, rows = rows_of(texts)
+        train(model, rows, 1e-3, 8)
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    output = tmp_path / "result.json"
+    reference = str(tmp_path / "other")
+    status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=reference)
+    assert status == BREACH
+    assert "combined_reference/auc is shown to be at least" in text
+    values = json.loads(output.read_text())["attacks"]["combined_reference"]
+    assert values["auc"] > 0.8
+    pool_error = "--reference: Memorization.* has seen some of them"
+    with pytest.raises(SourceError, match=pool_error):
+        run(folder, drawn=True, reference=str(tmp_path / "held_out"))

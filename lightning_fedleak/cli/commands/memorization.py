@@ -17,13 +17,18 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
+from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
-from lightning_fedleak.cli.studies.models import log_probs_before_and_after, released_config
+from lightning_fedleak.cli.studies.models import (
+    log_probs_before_and_after,
+    log_probs_of,
+    released_config,
+)
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
+from lightning_fedleak.engine.channels.reference import check_unseen
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
@@ -86,13 +91,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     entities.locate([text for text, _ in entities.counting(rows)])
     whole_rows = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
-    answers = _answers_of([*(pool.texts for pool in pools), whole_rows], options)
+    answers, references = _answers_of([*(pool.texts for pool in pools), whole_rows], options)
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
         beyond = _beyond(console, pools, answers, options, recipe, seconds)
-    alpha = 0.05 / (2 if beyond else 1)  # two scores, of which the worse one counts
-    results = _compare(console, pools, answers, beyond, alpha, options)
+    scores = 1 + bool(beyond) + bool(references)
+    alpha = 0.05 / scores  # of which the worst one counts
+    results = _compare(console, pools, answers, references, beyond, alpha, options)
     pool = pools[0]
     laws = _laws(pools, results, options)
     if _USED_UP in laws.values():
@@ -152,6 +158,7 @@ def _compare(
     console: Console,
     pools: Sequence[ReleasedPool],
     answers: Sequence[Answer],
+    references: Sequence[TokenSnapshot],
     beyond: Mapping[int, Tensor],
     alpha: float,
     options: Namespace,
@@ -161,7 +168,14 @@ def _compare(
     for number, (pool, answer) in enumerate(zip(pools, answers, strict=False)):
         unread = f"--model '{options.model}' cannot be read"
         with refuse_errors(unread, UnusableObservation):
-            result = pool.compare(*answer, alpha=alpha)
+            reference = references[number] if references else None
+            result = pool.compare(*answer, reference=reference, alpha=alpha)
+        alike = options.drawn or result.other_law is None
+        if reference is not None and pool.part == "long" and alike:
+            once = pool.alone
+            sides = pool.compressed[once], pool.members[once]
+            with refuse_errors("--reference", ValueError):
+                check_unseen(reference.rows(once), answer[0].rows(once), *sides)
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[once], pool.members[once]
@@ -244,8 +258,13 @@ def _summarize(
         file.write("\n".join(lines) + "\n")
 
 
-def _answers_of(groups: Sequence[Sequence[Text]], options: Namespace) -> list[Answer]:
-    """Return the answers of the base and the trained model on texts, run once for each text."""
+def _answers_of(
+    groups: Sequence[Sequence[Text]], options: Namespace
+) -> tuple[list[Answer], list[TokenSnapshot]]:
+    """Return the answers of the base and the trained model on texts, run once for each text.
+
+    With them, those of the reference model, if there is one.
+    """
     texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}
@@ -255,7 +274,11 @@ def _answers_of(groups: Sequence[Sequence[Text]], options: Namespace) -> list[An
         positions = label_places(texts, snapshot.labels.shape[1])
         return snapshot.rows(torch.tensor(rows, dtype=torch.long)).within(positions)
 
-    return [(select(answers[0], group), select(answers[1], group)) for group in groups]
+    both = [(select(answers[0], group), select(answers[1], group)) for group in groups]
+    if options.reference is None:
+        return both, []
+    beside = log_probs_of([*texts.values()], options.reference, options.base, "--reference")
+    return both, [select(beside, group) for group in groups]
 
 
 def _beyond(
@@ -410,7 +433,7 @@ def breaches_of(
         at_most: the threshold.
     """
     attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
-    attacks += [name for name in values if name.startswith(_BEYOND)]
+    attacks += [n for n in values if n.startswith(_BEYOND) or n == CombinedReference.default_name]
     if metric.startswith("entity/"):
         attacks, metric = [metric], "auc"
     elif metric == "prompts":

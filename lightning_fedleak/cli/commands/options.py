@@ -294,6 +294,9 @@ def memorization(add: Add) -> None:
         entities: kinds of personal data to find in the texts, separated by commas: phone, email,
             iban, card, date, code, or a file with a value in each line. Values of members are
             compared with those of the others, by kind and place.
+        reference: a model that was trained like --model on other texts of the same kind, and has
+            seen no text that is asked about: a folder, or one with adapters of PEFT. Texts are
+            scored beside it as well (combined_reference).
         references: train so many models without the rows that are asked about, each on a half of
             members and others, and score beyond what a row gains in those. It takes as many fits.
             Needs --drawn. Prompts are scored without. What they said is kept beside --records, in
@@ -326,6 +329,7 @@ def memorization(add: Add) -> None:
     add("--drawn", action="store_true")
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
+    add("--reference", metavar="DIR")
     add("--references", **count_option(0, 0))
     add("--run", **path_option("DIR"))
     add("--epochs", **count_option(None))

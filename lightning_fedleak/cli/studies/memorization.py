@@ -146,6 +146,7 @@ class ReleasedPool:
         now: TokenSnapshot,
         attacks: Sequence[memorization.MemorizationAttack] = (),
         *,
+        reference: TokenSnapshot | None = None,
         look: int = 1,
         alpha: float = 0.05,
     ) -> Comparison:
@@ -155,15 +156,20 @@ class ReleasedPool:
             base: what the base said of the texts.
             now: what the trained model says of them.
             attacks: those that are played; none plays :func:`all_attacks`, or those of the part.
+            reference: what a reference model said of the texts, which is compared with as well.
             look: The number of the look at these texts, counted from 1.
             alpha: The probability of error over all looks together.
         """
         alone = self.alone
-        model = ReleasedModel(now, base, self.compressed, answer_groups(self.texts))
+        answers = answer_groups(self.texts)
+        model = ReleasedModel(now, base, self.compressed, answers, reference)
         members = self.members[alone]
         values: dict[str, Mapping[str, float]] = {}
         default = {
-            "long": all_attacks()[: -1 if self.texts[0].is_aligned else None],
+            "long": (
+                *[memorization.CombinedReference()] * (reference is not None),
+                *all_attacks()[: -1 if self.texts[0].is_aligned else None],
+            ),
             "short": (memorization.ShortAnswers(),),
             "prompts": (memorization.PromptRatio(),),
         }[self.part]

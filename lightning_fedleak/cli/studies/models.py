@@ -234,25 +234,48 @@ def log_probs_before_and_after(
         SourceError: a model cannot be loaded, or its kind is not supported.
     """
     config, head = released_config(model, base)
-    mask = load_tokenizer(base).mask_token_id if head == "masked" else None
+    mask = _mask_of(base, head)
+    anatomy = load_released(str(base), config, head, "--base")
+    before = token_log_probs(anatomy, texts, mask)
+    del anatomy
+    return before, log_probs_of(texts, model, base, "--model")
+
+
+def log_probs_of(
+    texts: Sequence[Text], model: str | Path, base: str | Path, option: str
+) -> TokenSnapshot:
+    """Return the token log-probabilities of a trained model.
+
+    Args:
+        texts: the texts.
+        model: folder of the trained model, or of PEFT adapters on ``base``.
+        base: see :func:`log_probs_before_and_after`.
+        option: that names the model.
+
+    Raises:
+        SourceError: it cannot be loaded, or its kind is not supported.
+    """
+    config, head = released_config(model, base)
+    if (Path(model) / "adapter_config.json").is_file():
+        anatomy = _with_adapters(load_released(str(base), config, head, "--base"), model, option)
+    else:
+        anatomy = load_released(str(model), config, head, "--model")
+    return token_log_probs(anatomy, texts, _mask_of(base, head))
+
+
+def _mask_of(base: str | Path, head: Head) -> int | None:
+    """Return the token that masks, of a masked model."""
+    mask: int | None = load_tokenizer(base).mask_token_id if head == "masked" else None
     if head == "masked" and mask is None:
         raise SourceError(
             "--model is a masked model, and the tokenizer of --base has no mask token"
         )
-    anatomy = load_released(str(base), config, head, "--base")
-    before = token_log_probs(anatomy, texts, mask)
-    if (Path(model) / "adapter_config.json").is_file():
-        after = token_log_probs(_with_adapters(anatomy, model), texts, mask)
-    else:
-        del anatomy
-        anatomy = load_released(str(model), config, head, "--model")
-        after = token_log_probs(anatomy, texts, mask)
-    return before, after
+    return mask
 
 
-def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
+def _with_adapters(anatomy: Anatomy, folder: str | Path, option: str) -> Anatomy:
     """Return the base with the adapters of a folder."""
-    with require_package("peft", "--model holds adapters of PEFT", SourceError):
+    with require_package("peft", f"{option} holds adapters of PEFT", SourceError):
         from peft import PeftModel
     unfit = f"the adapters in '{folder}' do not fit --base"
     with refuse_errors(unfit, OSError, ValueError, RuntimeError):

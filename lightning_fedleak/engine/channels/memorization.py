@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
-from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttack, blind_scores
+from lightning_fedleak.attacks.memorization import (
+    CombinedReference,
+    Extraction,
+    MemorizationAttack,
+    blind_scores,
+)
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
@@ -197,34 +202,33 @@ class MemorizationChannel(WeightChannel):
                 self._base = self._reference = None
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask()
-            self._ask_reference(self._base)
-        if self._base is not None and pool.way == "given":
-            alone = (pool.times == 1).nonzero()[:, 0]
-            texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-            answers = _of_labels(self._base, alone, texts)
-            scores = blind_scores(answers, compressed_bytes(texts, self._decode), texts, trains)
+            reference = self.settings.memorization.reference
+            if reference is not None and any(
+                type(attack) is CombinedReference for attack in self.attacks
+            ):
+                self._reference = ask_reference(reference, self.run.anatomy, self._ask)
+        if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
+            self._compare_untrained(self._base)
+
+    def _compare_untrained(self, base: TokenSnapshot) -> None:
+        """Find out whether both sides can be told apart without the training.
+
+        Raises:
+            ValueError: the reference model tells them apart: it has seen some of the texts.
+        """
+        pool = self.pool
+        alone = (pool.times == 1).nonzero()[:, 0]
+        texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
+        answers, compressed = _of_labels(base, alone, texts), compressed_bytes(texts, self._decode)
+        if pool.way == "given":
+            scores = blind_scores(answers, compressed, texts, trains)
             if (finding := other_law(blind_aucs(scores, trains))) is not None:
                 self._void = (
                     f"the texts of others= are {finding}. Use leave_out, or more texts of the same "
                     "kind"
                 )
-
-    def _ask_reference(self, base: TokenSnapshot) -> None:
-        """Query the reference model with all texts, if there is one that may be asked.
-
-        Raises:
-            ValueError: it cannot be loaded, or it has seen some of the texts.
-        """
-        pool, reference = self.pool, self.settings.memorization.reference
-        if reference is None or all(a.name != "combined_reference" for a in self.attacks):
-            return
-        self._reference = ask_reference(reference, self.run.anatomy, self._ask)
-        rows = pool.alone.nonzero()[:, 0]
-        if pool.way != "not yet seen":  # else all rows are to be trained on
-            texts = [pool.texts[row] for row in rows.tolist()]
-            reference, base = (_of_labels(a, rows, texts) for a in (self._reference, base))
-            compressed = compressed_bytes(texts, self._decode)
-            check_unseen(reference, base, compressed, pool.trains[rows])
+        if self._reference is not None and not self._void:
+            check_unseen(_of_labels(self._reference, alone, texts), answers, compressed, trains)
 
     def _ask(self, anatomy: Anatomy | None = None) -> TokenSnapshot:
         """Return a model's answers to the pool; each process queries it with its part.

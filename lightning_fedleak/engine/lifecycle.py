@@ -477,7 +477,9 @@ class Engine(StepEngine):
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
             run_seconds = time.perf_counter() - self._began
-            self.report.ends(self.first_step, self._set_up_seconds, run_seconds)
+            newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
+            worst = {family: value for family, value in newest.items() if value is not None}
+            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, worst)
         return self.record
 
     def close(self) -> None:

@@ -308,13 +308,20 @@ class Report:
         # Of looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
-    def ends(self, first_step: int, set_up_seconds: float, run_seconds: float) -> None:
-        """Say at how many of the steps looks were made, and what they took of the run's time.
+    def ends(
+        self,
+        first_step: int,
+        set_up_seconds: float,
+        run_seconds: float,
+        worst: Mapping[str, float],
+    ) -> None:
+        """Say at how many of the steps looks were made, what they read, and what they took.
 
         Args:
             first_step: steps that were over when the run began.
             set_up_seconds: duration of the set-up.
             run_seconds: duration of the run, without the set-up.
+            worst: the newest number of the worst attack of each family.
         """
         steps = self._run.step - first_step
         if self._rounds or not steps:
@@ -328,6 +335,13 @@ class Report:
             f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
             f"{share:.0%} of the run"
         )
+        if worst:
+            read = [
+                f"{family} {value:.2f}".replace("nan", "unknown") for family, value in worst.items()
+            ]
+            rank_zero_info(
+                f"{self._run.watcher}: the worst attacks read at last: {', '.join(read)}"
+            )
 
     def write(
         self,

@@ -29,6 +29,8 @@ from lightning_fedleak.defenses import (
     TokenLDP,
 )
 from lightning_fedleak.defenses.activations import ActivationNoise
+from lightning_fedleak.defenses.dpsgd import loss_graph
+from lightning_fedleak.defenses.dpsgd.clipped_sum import ClippedSum
 from lightning_fedleak.federation import ClientDP, ClientReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.defenses.dpsgd.test_dpsgd import Run
@@ -219,6 +221,33 @@ def test_an_example_of_a_batch(content: str, form: Any, looking: Any) -> None:
     first, second = looking(sent, rows[others], spoilt(rows, CONTENTS[content]))
     within(CLIP / 8, first[0], second[0])
     alike(first[1], second[1])
+
+
+@pytest.mark.parametrize("steps", [{0}, {1}, {5}, {*range(24)}], ids=str)
+@pytest.mark.parametrize("content", ["NaN", "one inf", "1e38", "the largest"])
+def test_what_is_checked_now_and_then_is_checked_in_the_same_steps(
+    content: str, steps: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check more would show in the time of a step."""
+    monkeypatch.setattr(loss_graph, "CHECK_EVERY", 10)
+    looks: dict[str, list[int]] = {"graph": [], "sum": []}
+    run = Run(DPSGD(CLIP, noise_multiplier=1.0))
+    run.loss = lambda b: run.root(b[0]).square().mean(1).mean()  # type: ignore[method-assign]
+
+    def counted(name: str, check: Any) -> Any:
+        def wrapper(*args: Any, **settings: Any) -> Any:
+            looks[name].append(run.defense.releases)
+            return check(*args, **settings)
+
+        return wrapper
+
+    graph, total = loss_graph.check_isolation, ClippedSum.check_complete
+    monkeypatch.setattr(loss_graph, "check_isolation", counted("graph", graph))
+    monkeypatch.setattr(ClippedSum, "check_complete", counted("sum", total))
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    for step in range(24):
+        run.step([spoilt(rows, CONTENTS[content]) if step in steps else rows], lr=1e-4)
+    assert looks == {"graph": [0, 1, 3, 7, 15], "sum": [0, 1, 3, 7, 10, 15, 20]}
 
 
 @pytest.mark.parametrize("trust", ["central", "local"])

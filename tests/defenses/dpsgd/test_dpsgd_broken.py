@@ -147,7 +147,7 @@ def test_a_look_at_the_graph_does_not_stop_at_one_samples_infinite_slope() -> No
 
 
 def test_a_look_that_a_broken_sample_hides_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that layers do not explain is looked for again while it cannot be compared."""
+    """A gradient that layers do not explain is looked for again soon, whatever a look showed."""
 
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -159,6 +159,7 @@ class ActivationDefense(Defense):
 
 _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
+_LARGEST = 1e28  # number of a state that is told from larger ones; 10 billion add up in float32
 
 
 class ActivationNoise(ActivationDefense, noise.HardenedNoise):
@@ -171,9 +172,10 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
     **Without a clip nothing is guaranteed**: nothing bounds a hidden state, so that noise
     does not hide a long one. With ``clip`` each token's state is first scaled to a 2-norm of at
     most ``clip`` (its gradient goes through the scaling), and the states of one token in one
-    forward are a Gaussian mechanism: :meth:`epsilon`. Every forward is a release: a text that is
-    trained on in ten epochs is sent ten times. The gradients of the client's own layers are another
-    matter, which no activation noise covers.
+    forward are a Gaussian mechanism: :meth:`epsilon`. A state that holds NaN or infinity, or whose
+    norm overflows, counts as zero, and so does its gradient: what is sent of it is noise alone.
+    Every forward is a release: a text that is trained on in ten epochs is sent ten times. The
+    gradients of the client's own layers are another matter, which no activation noise covers.
 
     Noise of forward k on client c is a function of (secret base, c, k, layer), by the generators
     of :mod:`~lightning_fedleak.defenses.noise`. The base is fresh entropy of the operating system
@@ -298,6 +300,9 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
         number = self._number(states, recomputed, training)
         values = states if states.dtype == torch.float64 else states.float()
         if self.clip is not None:
+            # Before the norm: zero times infinity is NaN, here and in the gradient.
+            counts = torch.linalg.vector_norm(values.detach(), dim=-1, keepdim=True).isfinite()
+            values = torch.where(counts, values, 0.0)
             norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
             values = values * (self.clip / norm.clamp(min=self.clip))
         if self.sigma:
@@ -406,7 +411,8 @@ class _Remembered:
 @torch.no_grad()
 def _marks(states: Tensor) -> Tensor:
     """Return a few numbers that distinguish hidden states (B, L, d): sums, and some entries."""
-    flat = states.detach().reshape(-1).float().nan_to_num()
+    # Bounded, so that no sum of them overflows: infinity less infinity would be near nothing.
+    flat = states.detach().reshape(-1).float().clamp(-_LARGEST, _LARGEST).nan_to_num()
     if not flat.numel():
         return flat
     rows = flat.view(states.shape[0] * states.shape[1], -1).mean(1)

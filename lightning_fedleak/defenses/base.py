@@ -84,10 +84,10 @@ class CanaryGradient:
         return total if self.noise is None else total + self.noise
 
     def scaled(self, factors: Tensor) -> CanaryGradient:
-        """Return each game's gradient times its factor, (G,)."""
+        """Return each game's gradient times its factor, (G,); 0 makes zeros of infinity too."""
         columns = factors.to(self.samples.dtype)[:, None]
         return CanaryGradient(
-            self.samples * columns,
+            (self.samples * columns).masked_fill(columns == 0, 0.0),
             None if self.noise is None else self.noise * columns,
             self.noise_std * math.sqrt(float(factors.square().mean())),
         )

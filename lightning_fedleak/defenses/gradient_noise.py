@@ -28,6 +28,7 @@ class GradientNoise(noise.HardenedNoise):
     too. A parameter that is never reached then moves by noise alone.
 
     With a ``clip`` the update of a client, whatever data it holds, moves by at most ``2 * clip``.
+    One that holds NaN or infinity, or whose norm overflows, counts as zero: noise alone is sent.
     So each release is a Gaussian mechanism for all of a client's data at once, and therefore for
     each sample in it: :meth:`epsilon` says what the releases so far add up to. That is the local
     model, where the server sees each client's update. It is weak (sigma 1: epsilon 10 at delta
@@ -46,8 +47,7 @@ class GradientNoise(noise.HardenedNoise):
     noise is used twice, neither by two clients nor after a resume. On CPU the noise comes from
     Philox4x64 with 256 secret bits (torch's CPU generator could be worked out from coordinates that
     an adversary knows), on other devices from that device's torch generator with a 64-bit seed.
-    Neither is a cryptographic generator. Each release waits once for
-    the device: the norm must be known to be finite before anything leaves.
+    Neither is a cryptographic generator. Each release waits once for the device, for the norm.
 
     Examples:
         >>> from lightning_fedleak import DefendedStrategy, GradientNoise
@@ -69,7 +69,8 @@ class GradientNoise(noise.HardenedNoise):
         notches: how often it was turned up.
 
     Raises:
-        DefenseError: a setting out of range.
+        DefenseError: a setting out of range; at setup, a guarantee under ``"16-mixed"``, whose
+            loss scaler leaves out the release of a step by what the data hold.
     """
 
     name = "gradient_noise"
@@ -139,13 +140,21 @@ class GradientNoise(noise.HardenedNoise):
     def _private(self) -> bool:
         return self.clip is not None and self.sigma > 0 and not self._seeded
 
+    def before_setup(self, context: DefenseContext) -> None:
+        """Raise an error for a guarantee where a loss scaler decides whether a step is taken."""
+        if self._private and context.precision == "16-mixed":
+            raise DefenseError(
+                "GradientNoise: under precision='16-mixed' a loss scaler skips the steps whose "
+                "gradients overflow, which tells what the data hold. Use 'bf16-mixed' or '32-true'."
+            )
+
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
         """Clip the update and add noise to it, in place.
 
         Raises:
-            DefenseError: a gradient is sparse, NaN or infinite; nothing is released then.
+            DefenseError: without a clip, a gradient is NaN or infinite; nothing is released then.
         """
-        norm = _finite_norm(parameters, context.root)
+        norm = self._norm(parameters, context.root)
         scale = 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
         release, self.releases = self.releases, self.releases + 1
         self._precision += 1 / self.sigma**2 if self._private else math.inf
@@ -157,7 +166,9 @@ class GradientNoise(noise.HardenedNoise):
                 parameter.grad = torch.zeros_like(parameter)
             gradient = processes.local_part(parameter.grad)
             values = gradient if gradient.dtype == torch.float64 else gradient.float()
-            if scale != 1.0:
+            if scale == 0.0:  # of an infinite norm: zero times NaN is NaN
+                values.zero_()
+            elif scale != 1.0:
                 values.mul_(scale)
             if self.sigma:
                 part = index + (processes.shard_number(parameter.grad) << processes.SHARD_BITS)
@@ -175,12 +186,13 @@ class GradientNoise(noise.HardenedNoise):
         The noise is drawn from a stream of its own: that of the update stays what it is.
 
         Raises:
-            DefenseError: a gradient is sparse, NaN or infinite.
+            DefenseError: without a clip, a gradient is NaN or infinite.
         """
-        norm = _finite_norm(parameters, context.root)
+        norm = self._norm(parameters, context.root)
         if self.clip is not None:
             joint = torch.hypot(canary.released.norm(dim=1), canary.samples.new_tensor(norm))
-            canary = canary.scaled(self.clip / joint.clamp(min=self.clip))
+            factors = self.clip / joint.clamp(min=self.clip)
+            canary = canary.scaled(factors.where(joint.isfinite(), 0.0))
         if self.sigma:
             number, self._canaries = self._canaries, self._canaries + 1
             key = self._key(context, self.releases, number, stream="canary")
@@ -212,6 +224,34 @@ class GradientNoise(noise.HardenedNoise):
         else:
             self._seeded = False
 
+    def _norm(self, parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
+        """Return the joint 2-norm of the gradients, which become dense; with a clip, infinite for
+        one that is not finite.
+        """
+        for parameter in parameters:
+            if parameter.grad is not None:
+                if parameter.grad.layout != torch.strided:
+                    parameter.grad = parameter.grad.to_dense()
+                processes.reduce_partial(parameter)
+        total = processes.global_norm([p.grad for p in parameters if p.grad is not None])
+        if math.isfinite(total) or self.clip is not None:
+            return total if math.isfinite(total) else math.inf
+        broken = [
+            parameter_name(p, root)
+            for p in parameters
+            if p.grad is not None and not bool(torch.isfinite(processes.local_part(p.grad)).all())
+        ]
+        place = (
+            f"in {', '.join(broken[:5])}"
+            if broken
+            else "in the norm itself (overflow), or in another process's shard"
+        )
+        raise DefenseError(
+            f"GradientNoise: the update holds NaN or infinity {place}; it was not released. Lower "
+            "the learning rate, check the loss, or train in 16-mixed on one device, where such "
+            "steps are skipped."
+        )
+
     def _key(
         self, context: DefenseContext, release: int, index: int, stream: str = "gradient"
     ) -> bytes:
@@ -229,37 +269,3 @@ def _why_none(clip: float | None, sigma: float) -> str:
             "without `clip` nothing bounds an update, so no epsilon holds"
         )
     return "none: whoever knows or guesses `seed` can subtract the noise (for tests only)"
-
-
-def _finite_norm(parameters: Sequence[nn.Parameter], root: nn.Module) -> float:
-    """Return the joint 2-norm of the gradients; raise an error for what cannot be noised."""
-    gradients: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if parameter.grad.layout != torch.strided:
-            name = parameter_name(parameter, root)
-            raise DefenseError(
-                f"GradientNoise: the gradient of '{name}' is sparse; which rows it holds would "
-                "leave the client. Build the embedding with sparse=False."
-            )
-        processes.reduce_partial(parameter)
-        gradients.append(parameter.grad)
-    total = processes.global_norm(gradients)
-    if not math.isfinite(total):
-        broken = [
-            parameter_name(p, root)
-            for p in parameters
-            if p.grad is not None and not bool(torch.isfinite(processes.local_part(p.grad)).all())
-        ]
-        place = (
-            f"in {', '.join(broken[:5])}"
-            if broken
-            else "in the norm itself (overflow), or in another process's shard"
-        )
-        raise DefenseError(
-            f"GradientNoise: the update holds NaN or infinity {place}; it was not released. Lower "
-            "the learning rate, check the loss, or train in 16-mixed on one device, where such "
-            "steps are skipped."
-        )
-    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -111,6 +112,10 @@ class _TrainerHost(Host):
             "gradient of its own. Use SFTConfig(packing=False, padding_free=False).": (
                 getattr(args, "packing", False) or getattr(args, "padding_free", False)
             ),
+            ": train_dataset has another number of rows than were passed, which tells what an "
+            "example holds. Pass rows that the Trainer leaves as they are: tokenized, and cut.": (
+                trainer._counts_rows
+            ),
         }
 
     def count_steps(self, per_epoch: int) -> int | None:
@@ -156,24 +161,55 @@ class DefendedMixin(Trainer):
     """
 
     _batches = 0
-    _setting_up = _in_step = False
+    _setting_up = _in_step = _counts_rows = False
 
     def __init__(
         self, *args: Any, defenses: Sequence[Defense], outside_epsilon: bool = False, **kwargs: Any
     ) -> None:
+        several = defenses if isinstance(defenses, Sequence) else ()  # else refused below
+        self._per_sample = any(getattr(defense, "per_sample", False) for defense in several)
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        given: Any = bound.get("train_dataset", kwargs.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
-        self._per_sample = any(defense.per_sample for defense in self.defenses)
         if self._per_sample:
             self._join_batches()
+            self._count_examples(given)
         self.add_callback(_DefenseEvents(self))
 
     @property
     def defenses(self) -> tuple[Defense, ...]:
         """Return the defences, in the order in which they act."""
         return self._fedleak.defenses
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rows that TRL makes of a dataset; of training's none is left out.
+
+        A text whose answer was cut off stays in its place, without a label.
+        """
+        kind, name = type(dataset), kwargs.get("dataset_name", args[-1] if args else None)
+        original: Any = getattr(kind, "filter", None)
+        keeps = self._per_sample and name == "train" and original is not None
+        try:
+            if keeps:
+                kind.filter = lambda rows, *_, **__: rows
+            return super()._prepare_dataset(dataset, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            if keeps:
+                kind.filter = original
+
+    def _count_examples(self, given: Any) -> None:
+        """Let N be the number of the user's examples, also where the Trainer has left some out."""
+        rows: Any = self.train_dataset
+        if not (hasattr(given, "__len__") and hasattr(rows, "__len__")):
+            return
+        public = getattr(given, "public_length", len(given))
+        by_user = any(getattr(defense, "users", None) for defense in self.defenses)
+        self._counts_rows = len(rows) != getattr(rows, "public_length", public)
+        if self._counts_rows and len(rows) < public and hasattr(rows, "__dict__") and not by_user:
+            rows.public_length, self._counts_rows = public, False
 
     def _join_batches(self) -> None:
         """Join accumulated batches, and replace what the Trainer does to gradients of a batch."""

@@ -17,11 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_fedleak.evaluation.canaries import InclusionMismatch, InclusionRecord, with_canaries
+from lightning_fedleak.defenses.dpsgd.poisson import Draws
+from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
+from lightning_fedleak.evaluation.canaries import (
+    InclusionMismatch,
+    InclusionRecord,
+    leave_out,
+    with_canaries,
+)
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
 from lightning_fedleak.evaluation.canaries.record import seed_key
+from tests.helpers.inputs import context
 
 FIRST = 1000
 """Token ids of canaries begin here, those of the data are below."""
@@ -51,6 +59,25 @@ def held(dataset: Dataset) -> list[int]:
 
 
 # Coins and places
+
+
+@pytest.mark.parametrize("probability", [0.25, 0.5])
+def test_the_public_length_tells_of_no_coin(probability: float) -> None:
+    """DP-SGD draws by it: an account that knew how many canaries are in would tell of them."""
+    left, _ = leave_out(data(31), 1, seed=3)
+    lengths, accounts = set(), set()
+    for seed in range(12):
+        for rows, n in ((data(30), 30), (left, 30)):
+            train = with_canaries(rows, texts(8), seed=seed, probability=probability)
+            assert train.public_length == n + 8 * probability
+            lengths.add(len(train))
+            loader = DataLoader(train, batch_size=4, shuffle=True)
+            sampling = sampling_of(loader, context(), Draws(bytes(32)), trust="local")
+            accounts.add((sampling.rate, sampling.examples, len(sampling.loader)))
+    assert len(lengths) > 2
+    assert len(accounts) == 1
+    repeated = with_canaries(data(30), texts(8), seed=1, times=(1, 4))
+    assert repeated.public_length == 30 + round(sum(repeated.canaries.record.repeats) / 2)
 
 
 def test_without_a_seed_every_record_is_new() -> None:

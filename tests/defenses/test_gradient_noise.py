@@ -110,26 +110,44 @@ def test_a_gradient_of_none_counts_as_zero_and_is_noised() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_update_is_not_released(value: float) -> None:
+def test_a_broken_update_is_not_released_where_nothing_bounds_it(value: float) -> None:
     root = nn.Linear(3, 2)
     root.weight.grad, root.bias.grad = torch.ones(2, 3), torch.ones(2)
     root.weight.grad[1, 2] = value
-    defense = GradientNoise(clip=1.0, sigma=1.0)
+    defense = GradientNoise(clip=None, sigma=1.0)
     with pytest.raises(DefenseError, match="infinity in weight; it was not released"):
         defense.on_gradients(list(root.parameters()), context(root=root))
     assert torch.equal(root.bias.grad, torch.ones(2))
     assert defense.releases == 0
 
 
-def test_an_overflowing_norm_and_a_sparse_gradient_are_not_released() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_broken_update_counts_as_zero_under_a_clip(value: float) -> None:
+    root = nn.Linear(3, 2)
+    root.weight.grad, root.bias.grad = torch.ones(2, 3), torch.ones(2)
+    root.weight.grad[1, 2] = value
+    defense, silent = GradientNoise(clip=1.0, sigma=1.0), nn.Linear(3, 2)
+    defense.on_gradients([*root.parameters()], context(root=root))
+    GradientNoise(clip=1.0, sigma=1.0).on_gradients([*silent.parameters()], context(root=silent))
+    assert torch.equal(flat([*root.parameters()]), flat([*silent.parameters()]))
+    assert defense.releases == 1
+
+
+def test_an_overflow_is_told_and_a_sparse_gradient_becomes_dense() -> None:
     root = nn.Embedding(4, 2, sparse=True)
     root.weight.grad = torch.full((4, 2), 1e30)
     with pytest.raises(DefenseError, match="overflow"):
-        GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
+        GradientNoise(clip=None, sigma=1.0).on_gradients([root.weight], context(root=root))
     root.weight.grad = None
-    root(torch.tensor([1])).sum().backward()
-    with pytest.raises(DefenseError, match=r"'weight' is sparse.*sparse=False"):
-        GradientNoise(clip=1.0, sigma=1.0).on_gradients([root.weight], context(root=root))
+    root(torch.tensor([1, 1])).sum().backward()
+    silent = nn.Embedding(4, 2)
+    silent.weight.grad = torch.zeros(4, 2)
+    for one in (root, silent):
+        GradientNoise(clip=1.0, sigma=1.0).on_gradients([one.weight], context(root=one))
+    assert root.weight.grad.layout == torch.strided
+    expected = torch.zeros(4, 2)
+    expected[1] = math.sqrt(0.5)
+    torch.testing.assert_close(root.weight.grad - silent.weight.grad, expected)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0, 20.0])

@@ -284,7 +284,8 @@ def refused(_: Path) -> dict[str, Any]:
     return {
         "partly": message(defended(GradientNoise(1.0, 1.0)), PartlySharded),
         "layers": message(DefendedStrategy(tensor_parallel, [Unsure()], client="world"), ToyLM),
-        "nan": message(defended(GradientNoise(1.0, 1.0)), lambda: Breaking("sgd")),
+        "nan": message(defended(GradientNoise(None, 1.0)), lambda: Breaking("sgd")),
+        "nan, clipped": message(defended(GradientNoise(1.0, 1.0)), lambda: Breaking("sgd")),
     }
 
 

@@ -68,6 +68,7 @@ def test_refusals_when_the_model_is_known(ranks) -> None:
         assert "embedding.weight, head.weight, head.bias is not sharded" in found["partly"]
         assert "cannot act under tensor parallelism" in found["layers"]
         assert "was not released" in found["nan"]
+        assert found["nan, clipped"] == "nothing was refused"
     assert "in another process's shard" in first["nan"]
     assert "infinity in head.weight" in second["nan"]
 

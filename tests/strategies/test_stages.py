@@ -155,9 +155,18 @@ def test_an_optimizer_stepped_around_lightning_is_defended_too() -> None:
 
 
 def test_a_skipped_amp_step_releases_nothing() -> None:
-    noise = GradientNoise(clip=1.0, sigma=1.0)
+    noise = GradientNoise(clip=1.0, sigma=1.0, seed=1)
     fit(DefendedStrategy("auto", [noise]), Bursting, plugins=scaled())
     assert noise.releases == 5
+
+
+def test_a_guarantee_is_refused_where_steps_are_skipped_by_their_gradients() -> None:
+    noise = GradientNoise(clip=1.0, sigma=1.0)
+    with pytest.raises(DefenseError, match="'bf16-mixed' or '32-true'"):
+        fit(DefendedStrategy("auto", [noise]), Bursting, plugins=scaled())
+    assert noise.releases == 0
+    fit(DefendedStrategy("auto", [noise]), Bursting)
+    assert noise.releases == 6
 
 
 def test_an_empty_update_is_noised_too() -> None:
@@ -176,7 +185,7 @@ def test_an_empty_update_is_noised_too() -> None:
     assert noise.releases == 3
 
 
-def test_a_broken_update_stops_training_before_it_leaves() -> None:
+def test_a_broken_update_that_nothing_bounds_stops_training_before_it_leaves() -> None:
     class Broken(ToyLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * float("nan")
@@ -188,12 +197,17 @@ def test_a_broken_update_stops_training_before_it_leaves() -> None:
         return kept[0]
 
     stages: list[Stage] = []
-    strategy = DefendedStrategy("auto", [GradientNoise(1.0, 1.0)])
+    strategy = DefendedStrategy("auto", [GradientNoise(None, 1.0)])
     strategy.add_tap(lambda stage, _: stages.append(stage))
     with pytest.raises(DefenseError, match="was not released"):
         fit(strategy, build)
     assert stages == [Stage.LOCAL]
     assert all(torch.isfinite(p).all() for p in kept[0].parameters())
+    # Under a clip whether a run goes on must not depend on the data.
+    bounded = GradientNoise(1.0, 1.0)
+    fit(DefendedStrategy("auto", [bounded]), build)
+    assert bounded.releases == 6
+    assert all(torch.isfinite(p).all() for p in kept[-1].parameters())
 
 
 def checkpointed(folder, **settings):

@@ -57,6 +57,49 @@ def test_what_is_shared_is_the_clipped_sum(kind: str, tmp_path: Path) -> None:
         assert float((shared * 8 - total).norm() / total.norm()) < 1e-5
 
 
+CONTENTS = {
+    "cut off": {"prompt": "a" * 400, "completion": " b"},
+    "cut within": {"prompt": "a" * 29, "completion": " b" * 300},
+    "no answer": {"prompt": "a", "completion": ""},
+    "nothing": {"prompt": "", "completion": ""},
+    "of the end alone": {"prompt": "a", "completion": tokenizer().eos_token * 3},
+    "long": {"prompt": "a b" * 4000, "completion": "c" * 4000},
+}
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_no_text_decides_how_many_there_are(content: str, mode: str, tmp_path: Path) -> None:
+    sound, settings = ROWS["completion only"]
+    found = []
+    for number, first in enumerate((sound[0], CONTENTS[content])):
+        defense = DPSGD(CLIP, target_epsilon=4, target_delta=1e-2)
+        rows = Dataset.from_list([first, *sound[1:]])
+        arguments = {**COMMON, **settings, "max_length": 40, "truncation_mode": mode}
+        trainer = defended(SFTTrainer)(
+            model_of(),
+            SFTConfig(str(tmp_path / str(number)), **arguments),
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=tokenizer(),
+            defenses=[defense],
+        )
+        trainer.train()
+        privacy, steps = defense.privacy, trainer.state.global_step
+        found.append((len(trainer.train_dataset), steps, defense.noise_multiplier, privacy))
+        assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    assert found[0] == found[1]
+    assert found[0][0] == len(sound)
+    if content == "cut off":  # other data are prepared as ever
+        plain = SFTTrainer(
+            model_of(),
+            SFTConfig(str(tmp_path / "plain"), **arguments),
+            train_dataset=rows,
+            processing_class=tokenizer(),
+        )
+        assert len(trainer.eval_dataset) == len(plain.train_dataset)
+
+
 def test_pairs_are_refused(tmp_path: Path) -> None:
     kind = partial(defended(DPOTrainer), defenses=[DPSGD(CLIP, 1.0)])
     with pytest.raises(DefenseError, match="DPOTrainer"):

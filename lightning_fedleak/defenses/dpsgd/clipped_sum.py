@@ -12,6 +12,7 @@ twice as much.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,13 +195,14 @@ class ClippedSum:
         for layer in by_layer:
             squares += layer.to(device)
         self.norms = squares.sqrt() * self.weights
-        self._finite = torch.isfinite(self.norms)
-        self._all_finite = bool(self._finite.all())
-        self.norms = self.norms.masked_fill(~self._finite, math.inf)
+        finite = torch.isfinite(self.norms)
+        self.norms = self.norms.masked_fill(~finite, math.inf)
         factors = clip.factors(self.norms)
         if owners is not None:
-            factors, self._finite = factors[owners], self._finite[owners]
+            factors, finite = factors[owners], finite[owners]
         self.factors = row_weights * factors
+        broken = [-1, *(~finite).nonzero().flatten().tolist(), len(finite)]
+        self._spans = [(i + 1, end) for i, end in itertools.pairwise(broken) if i + 1 < end]
         self.clip = clip
         self.half = recorder.half or (earlier is not None and earlier.half)
 
@@ -213,10 +215,11 @@ class ClippedSum:
         """
         if parameter not in self.parts:
             return per_sample.zeros_of(parameter) if target is None else target
-        parts, factors = self.parts[parameter], self.factors
-        if not self._all_finite:  # zero times NaN is NaN
-            parts, factors = per_sample.select_samples(parts, self._finite), factors[self._finite]
-        return per_sample.weighted_sum(parts, factors, parameter.shape, target)
+        for start, end in self._spans:  # between samples that are not finite: zero times NaN is NaN
+            parts, factors = self.parts[parameter], self.factors[start:end]
+            parts = per_sample.between(parts, start, end)
+            target = per_sample.weighted_sum(parts, factors, parameter.shape, target)
+        return per_sample.zeros_of(parameter) if target is None else target
 
     def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.
@@ -342,11 +345,11 @@ class ClippedSum:
         """Raise an error unless the parts add up to the gradient that autograd has computed.
 
         They are compared along one random direction for each parameter. The gradient is the mean
-        over the client's processes, whole in each (DDP) or a shard (FSDP2).
+        over the client's processes, whole in each (DDP) or a shard (FSDP2). One that holds NaN or
+        infinity is not compared.
 
         Returns:
-            Whether all could be compared: no gradient holds NaN or infinity, and those of earlier
-            pieces were probed.
+            Whether they were compared: earlier pieces were probed.
 
         Raises:
             DefenseError: names the parameter.
@@ -372,7 +375,7 @@ class ClippedSum:
                     "add: it is also used outside of its module's forward, or a hook changes "
                     "gradients. Nothing was released."
                 )
-        return len(finite) == len(sums)
+        return True
 
     def _components(
         self, index: int, parameter: nn.Parameter, team: Team

@@ -42,7 +42,7 @@ from lightning_fedleak.defenses.dpsgd.recorder import Call, Layout, Recorder
 from lightning_fedleak.defenses.processes import Team, unshard, whole_layers
 from lightning_fedleak.model.batches import IGNORE_INDEX
 
-CHECK_EVERY = 100  # releases; costly checks are made in the first and then so often. Not tuned
+CHECK_EVERY = 100  # releases; costly checks recur after 1, 2, 4, ... and then so many. Not tuned
 
 StepForm = tuple[frozenset[tuple[str, Layout]], frozenset[tuple[str, str]]]
 """How layers were used in a step, and the operations of its loss."""
@@ -119,7 +119,7 @@ class LossCheck:
         self._means: list[Tensor | None] = []
         self._constants: dict[str, float] = {}
         self._checked_forms: set[StepForm] = set()
-        self._last_check = 0
+        self._next_check, self._interval = 0, 1  # releases
 
     def is_due(self, releases: int) -> bool:
         """Return whether the next release is to be checked for what is checked now and then."""
@@ -188,7 +188,8 @@ class LossCheck:
         """Check that neither network nor loss mixes samples, if it is time to.
 
         All processes of the client check where one of them has to, because backward may be a
-        collective.
+        collective. What a check found, and whether NaN left it anything to see, changes no later
+        step: when checks recur would tell what an example holds.
 
         Args:
             loss: as in :meth:`check_form`, which comes first.
@@ -202,7 +203,7 @@ class LossCheck:
         """
         layouts = frozenset((call.name, call.layout) for call in recorder.calls if call.trained)
         form = layouts, self.form
-        is_new = form not in self._checked_forms or releases >= self._last_check + CHECK_EVERY
+        is_new = form not in self._checked_forms or releases >= self._next_check
         new = recorder.counts and is_new
         due = new and recorder.samples > 1
         new, due, joint = map(bool, team.largest([new, due, not self.separate]))
@@ -210,7 +211,7 @@ class LossCheck:
         if not due:
             return
         with team.together(), recorder.paused():
-            conclusive = check_isolation(
+            check_isolation(
                 under_ddp(loss),
                 top,
                 recorder.calls,
@@ -219,9 +220,10 @@ class LossCheck:
                 # FSDP2 shards them after any backward, and not all of them know of the next one.
                 restore=functools.partial(unshard, whole_layers(recorder.root)),
             )
-        if recorder.samples == 1 or conclusive:
-            self._last_check = releases
-        if recorder.samples > 1 and conclusive:
+        if releases >= self._next_check:
+            self._next_check = releases + self._interval
+            self._interval = min(2 * self._interval, CHECK_EVERY)
+        if recorder.samples > 1:
             self._checked_forms.add(form)
 
     def _passes(self, node: Any, name: str, reduced: bool, samples: int, path: str) -> bool:
@@ -330,10 +332,11 @@ def check_isolation(
     *,
     separate: bool = False,
     restore: Callable[[], None] | None = None,
-) -> bool:
+) -> None:
     """Raise an error where one sample's gradient depends on another sample.
 
-    It takes one more backward pass, without gradients of parameters, and does not change
+    A sample whose gradient is not finite shows nothing: zeros of others become NaN at its infinite
+    slope. It takes one more backward pass, without gradients of parameters, and does not change
     ``p.grad``. Where backward is a collective (FSDP2) all processes must call this, with the same
     ``separate``, and errors are raised after the last backward.
 
@@ -345,10 +348,6 @@ def check_isolation(
         separate: whether the loss is known to keep samples separate, so that only the network is
             checked.
         restore: called after each backward: makes the model what it was after forward.
-
-    Returns:
-        Whether the check was conclusive: two samples' gradients were finite. Others show nothing,
-        because zeros of other samples become NaN at a sample's infinite slope.
 
     Raises:
         DefenseError: samples are mixed, or that cannot be checked.
@@ -382,7 +381,6 @@ def check_isolation(
                 "samples: samples are mixed, or the first dimension of its input does not count "
                 "them (position ids may have shape (1, T)). Mend that, or freeze it."
             )
-    return len(rows) > 1
 
 
 def _layer_gradients(

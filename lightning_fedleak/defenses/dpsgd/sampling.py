@@ -311,12 +311,35 @@ def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tup
 
     Draws and counts follow from these numbers, which must not depend on an example. So a dataset
     that leaves some out has a ``public_length`` with them.
+
+    Raises:
+        DefenseError: a Subset of a dataset that leaves some out: how many of these are its own is
+            not known.
     """
     if by_key is not None:
         return len(by_key), 0
-    size = len(dataset)
-    population = getattr(dataset, "public_length", size)
-    return population, population - size
+    population = public_length(dataset)
+    return population, population - len(dataset)
+
+
+def public_length(dataset: Any) -> int:
+    """Return the ``public_length`` of a dataset or of a ConcatDataset's parts, else its length.
+
+    Raises:
+        DefenseError: a Subset of a dataset with a ``public_length``.
+    """
+    if isinstance(dataset, data.ConcatDataset):
+        return sum(map(public_length, dataset.datasets))
+    inner = dataset
+    while isinstance(inner, data.Subset):
+        inner = inner.dataset
+    parts = inner.datasets if isinstance(inner, data.ConcatDataset) else [inner]
+    if inner is not dataset and any(hasattr(part, "public_length") for part in parts):
+        raise DefenseError(
+            "DPSGD: the training data are a Subset of a dataset that leaves examples out, so that "
+            "the number of its rows tells of those. Take the Subset first, and leave out of it."
+        )
+    return int(getattr(dataset, "public_length", len(dataset)))
 
 
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:

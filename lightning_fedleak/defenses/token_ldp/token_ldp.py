@@ -117,11 +117,14 @@ class TokenLDP(Defense):
     ``public_fields``. Labels of a classifier are **not covered**. Validation is left alone, and
     hooks of callbacks and of the module other than ``training_step`` see the true batch.
 
-    **Labels.** Causal: the labels are the replaced inputs. Masked: at a position that is predicted
-    the label is the word, so that the word's one replacement becomes the label, and the input too
-    unless a special token (the mask) stands there. An input that masking had swapped for a random
-    word gets the replacement as well: beside the label it would show what the word is not.
-    Encoder-decoder: the target text is randomised as the source is, and counts in n.
+    An id that the model has not counts as one of its words: a text with such an id stops nothing.
+
+    **Labels.** Causal: the labels are the replaced inputs, whatever id stood there. Masked: at a
+    position that is predicted the label is the word, so that the word's one replacement becomes the
+    label, and the input too unless a special token (the mask) stands there. An input that masking
+    had swapped for a random word gets the replacement as well: beside the label it would show what
+    the word is not. Encoder-decoder: the target text is randomised as the source is, and counts in
+    n.
 
     **Repeated epochs.** Each new draw for the same example is one more release, and epsilons add
     up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sized
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -55,28 +55,17 @@ class Words:
         special: (s,) int64 ids that are no words.
         domain: (k,) int64 ascending ids that words are replaced by; None where each batch has its
             own.
-        size: of the vocabulary, None where it is unknown.
     """
 
     kind: Kind
     special: Tensor
     domain: Tensor | None
-    size: int | None
 
     def index_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of each id in the domain, and whether it is in there; (n,) each.
 
-        The index of an id that is not is that of any other.
-
-        Raises:
-            DefenseError: an id that the model does not have.
+        The index of an id that is not, one that no model has perhaps, is that of any other.
         """
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
-        if self.size is not None and not 0 <= low <= high + 1 <= self.size:
-            raise refused(
-                f"the batch holds ids outside of the model's {self.size} words: it was made with "
-                "another model's tokenizer"
-            )
         assert self.domain is not None
         index = torch.searchsorted(self.domain, ids).clamp_(max=len(self.domain) - 1)
         return index, self.domain[index] == ids
@@ -102,8 +91,8 @@ def words_of(
         per_batch: whether each batch's own ids are the domain.
 
     Raises:
-        DefenseError: something is neither an argument nor known from the model, or the domain is
-            too small.
+        DefenseError: something is neither an argument nor known from the model, the domain is too
+            small, or the tokenizer has ids that the model has not.
     """
     anatomy = None
     if kind is None or special_ids is None or domain is None:
@@ -121,9 +110,10 @@ def words_of(
             f"keep_special=False would randomise tokens that a {kind} model needs: leave it out"
         )
     if per_batch:
-        return Words(kind, special, None, None)
+        return Words(kind, special, None)
     weight = anatomy.parameter(EMBEDDING_WEIGHT) if anatomy else None
     size = None if weight is None else weight.shape[0]
+    _check_tokenizer(special_ids, size)
     ids = torch.arange(size or 0) if domain is None else domain
     if keep_special:
         ids = ids[~torch.isin(ids, special)]
@@ -132,7 +122,16 @@ def words_of(
             f"domain has {len(ids)} ids that are not special, and the model {size or 'unknown'} "
             "words: give at least two of the model's"
         )
-    return Words(kind, special, ids, size)
+    return Words(kind, special, ids)
+
+
+def _check_tokenizer(source: Any, size: int | None) -> None:
+    known = len(source) if isinstance(source, Sized) and hasattr(source, "all_special_ids") else 0
+    if size is not None and known > size:
+        raise refused(
+            f"the tokenizer has {known} ids and the model {size}: pass the model's own tokenizer "
+            "as special_ids=, or resize the model's embedding"
+        )
 
 
 def special_of(
@@ -220,7 +219,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
     """Return the true text of a batch.
 
     Raises:
-        DefenseError: labels of a causal model that are not its inputs.
+        DefenseError: labels of a causal model that are not its inputs, in two rows and in all.
     """
     ids = tokens.input_ids.to("cpu", torch.int64)
     visible = torch.ones_like(ids, dtype=torch.bool)
@@ -233,7 +232,10 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> Text:
             ids, visible = torch.cat([ids, labels], dim=1), torch.cat([visible, looked_at], dim=1)
         elif words.kind == "masked":
             ids, visible = torch.where(looked_at, labels, ids), visible | looked_at
-        elif bool((looked_at & (labels != ids)).any()):
+        elif looked_at.any(1).sum() > 1 and bool(
+            # In all rows with labels, two or more: one text beside sound ones stops nothing.
+            ((looked_at & (labels != ids)).any(1) | ~looked_at.any(1)).all()
+        ):
             raise refused(
                 "the labels of a causal model must be its inputs, or -100. Return labels that are "
                 "not shifted, and shift them in the loss"

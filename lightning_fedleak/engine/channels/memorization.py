@@ -30,9 +30,10 @@ from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, f
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.channels.reference import (
     ask_reference,
-    both,
     check_unseen,
-    from_both,
+    digest_answers,
+    load_answers,
+    save_answers,
 )
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
@@ -50,7 +51,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     other_law,
     spent_at,
 )
-from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import (
     MASKS,
@@ -60,7 +60,6 @@ from lightning_fedleak.model.taps import (
     label_places,
     token_log_probs,
 )
-from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
 
 BLIND = "blind/auc"
@@ -206,7 +205,7 @@ class MemorizationChannel(WeightChannel):
             if reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
             ):
-                self._reference = ask_reference(reference, self.run.anatomy, self._ask)
+                self._reference = ask_reference(reference, self.run, self._ask)
         if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
             self._compare_untrained(self._base)
 
@@ -230,16 +229,16 @@ class MemorizationChannel(WeightChannel):
         if self._reference is not None and not self._void:
             check_unseen(_of_labels(self._reference, alone, texts), answers, compressed, trains)
 
-    def _ask(self, anatomy: Anatomy | None = None) -> TokenSnapshot:
+    def _ask(self, run: Run | None = None) -> TokenSnapshot:
         """Return a model's answers to the pool; each process queries it with its part.
 
         Args:
-            anatomy: of the model; by default of the one that trains.
+            run: of the model; by default the one that trains.
 
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.
         """
-        texts = self.pool.texts
+        texts, run = self.pool.texts, self.run if run is None else run
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)
@@ -247,11 +246,10 @@ class MemorizationChannel(WeightChannel):
         def ask(rows: list[int]) -> list[Tensor]:
             # One forward of the whole text answers for its prompt too.
             queries = [texts[row].whole if reads_prompts else texts[row] for row in rows]
-            model = self.run.anatomy if anatomy is None else anatomy
-            answers = token_log_probs(model, queries, self._mask and self._mask[0])
+            answers = token_log_probs(run.anatomy, queries, self._mask and self._mask[0])
             return [nn.functional.pad(values, (0, columns - values.shape[1])) for values in answers]
 
-        return TokenSnapshot(*over_processes(self.run, len(texts), ask))
+        return TokenSnapshot(*over_processes(run, len(texts), ask))
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self.settings.tokenizer or next(
@@ -415,7 +413,7 @@ class MemorizationChannel(WeightChannel):
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_private(file, both(self._base, self._reference))
+            save_answers(file, self._base, self._reference)
         return {
             self.family: {
                 "looks": self._looks,
@@ -446,14 +444,13 @@ class MemorizationChannel(WeightChannel):
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
-        texts = {f"text{n}": text.ids for n, text in enumerate(self.pool.texts)}
-        return hash_tensors({**both(base, self._reference), **texts})
+        return digest_answers(base, self._reference, self.pool.texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the texts are those of the run's begin."""
         pool, saved, self._saved, self._base = self.pool, self._saved, {}, None
         try:
-            base, self._reference = from_both(load_private(Path(saved["file"])))
+            base, self._reference = load_answers(Path(saved["file"]))
         except (OSError, ValueError, TypeError):  # TypeError: the file holds something else
             return
         if self._digest(base) == saved["digest"]:

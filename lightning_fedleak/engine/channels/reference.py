@@ -8,7 +8,8 @@ that what is left is what training on a row itself brought: difficulty calibrati
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,29 @@ from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.memorization import CombinedReference
-from lightning_fedleak.extras import require_package
+from lightning_fedleak.engine.run import Run
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.taps import Text
+from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 
 CHANCE = 1e-3
 """p-value below which a reference has seen rows that it scores; 1 sound run in 1,000 is refused."""
 
 
-def ask_reference(
-    reference: Any, anatomy: Anatomy, ask: Callable[[Anatomy], TokenSnapshot]
-) -> TokenSnapshot:
+def ask_reference(reference: Any, run: Run, ask: Callable[[Run], TokenSnapshot]) -> TokenSnapshot:
     """Return what a reference says of the texts; afterwards it is where it was, or is freed.
 
     Args:
         reference: a model, or the folder of one or of PEFT's adapters.
-        anatomy: of the model that trains, on its device.
-        ask: asks a model about the texts.
+        run: of the model that trains, on its device.
+        ask: asks the model of a run about the texts.
 
     Raises:
         ValueError: it cannot be loaded, is the model that trains, or predicts something else.
     """
+    anatomy = run.anatomy
     with preserve_process():  # new adapters are drawn at random before their weights are loaded
         model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
         own = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
@@ -54,7 +56,7 @@ def ask_reference(
                     f"Memorization(reference=): it predicts {found.vocab_size} tokens or classes, "
                     f"and the model that trains {anatomy.vocab_size}: both need one tokenizer"
                 )
-            return ask(found)
+            return ask(replace(run, anatomy=found))
         finally:
             model.to(place)
 
@@ -74,13 +76,13 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         if not adapters.is_file():
             model: nn.Module = load(folder, **settings)
             return model
-        with require_package("peft", "Memorization(reference=) is a folder of adapters"):
-            from peft import PeftModel
+        from peft import PeftModel
+
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
         if not base:
             raise ValueError("its adapter_config.json names no base model: give the model itself")
         return PeftModel.from_pretrained(load(base, **settings), folder)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{refusal}: {error}") from error
 
 
@@ -112,19 +114,38 @@ def check_unseen(
         )
 
 
-def both(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:
-    """Return what the base and the reference say, by name, as a private file holds it."""
-    named = {name: value.contiguous() for name, value in base._asdict().items()}
-    further = {} if reference is None else reference._asdict()
-    return {**named, **{f"reference.{name}": value.contiguous() for name, value in further.items()}}
+def digest_answers(
+    base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Text]
+) -> str:
+    """Return the SHA-256 of the texts and what the base, and the reference, say of them."""
+    ids = {f"text{number}": text.ids for number, text in enumerate(texts)}
+    return hash_tensors({**_named(base, reference), **ids})
 
 
-def from_both(tensors: dict[str, Tensor]) -> tuple[TokenSnapshot, TokenSnapshot | None]:
-    """Return what :func:`both` has put together.
+def save_answers(path: Path, base: TokenSnapshot, reference: TokenSnapshot | None) -> None:
+    """Write what the base, and the reference, say to a private file.
 
     Raises:
-        TypeError: the tensors are other ones.
+        OSError: it cannot be written.
     """
+    save_private(path, _named(base, reference))
+
+
+def load_answers(path: Path) -> tuple[TokenSnapshot, TokenSnapshot | None]:
+    """Return what :func:`save_answers` wrote.
+
+    Raises:
+        ValueError: other users may access the file, or it holds no tensors.
+        TypeError: it holds other ones.
+        OSError: it cannot be read.
+    """
+    tensors = load_private(path)
     base = {name: value for name, value in tensors.items() if "." not in name}
-    further = {n.partition(".")[2]: value for n, value in tensors.items() if "." in n}
+    further = {name.partition(".")[2]: value for name, value in tensors.items() if "." in name}
     return TokenSnapshot(**base), TokenSnapshot(**further) if further else None
+
+
+def _named(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:
+    named = {name: value.contiguous() for name, value in base._asdict().items()}
+    further = {} if reference is None else reference._asdict()
+    return named | {f"reference.{name}": value.contiguous() for name, value in further.items()}

@@ -102,6 +102,13 @@ class CanaryDataset(Dataset[Any]):
         self._places = [place for place, _ in placed]
         self._included = [i for _, i in placed]
 
+    @property
+    def public_length(self) -> int:
+        """Return the rows in the mean over all coins, by which a defence that accounts draws."""
+        record = self.canaries.record
+        length: int = getattr(self.dataset, "public_length", len(self.dataset))
+        return length + round(record.probability * sum(record.repeats))
+
     def __len__(self) -> int:
         return len(self.dataset) + len(self._places)
 

@@ -35,6 +35,12 @@ def is_read(rate: MetricValue, chance: float) -> bool:
     return rate.low > chance and rate.value - chance > NEXT_TO_NONE
 
 
+def are_apart(higher: MetricValue | None, lower: MetricValue | None) -> bool:
+    """Return whether the interval of one rate lies above that of another."""
+    low, high = higher.low if higher else None, lower.high if lower else None
+    return low is not None and high is not None and low > high
+
+
 class Cell(NamedTuple):
     """A cell of a table: its text, and how the page sets it off."""
 

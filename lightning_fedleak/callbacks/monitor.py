@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -121,16 +122,9 @@ class LeakageMonitor(EitherCallback, Reported):
     ) -> None:
         self._settings = settings = settings or WatchSettings()
         settings.refuse(type(self).__name__, "precision", "scaler", "tensorboard")
-        parts = parts_of(
-            attacks,
-            settings,
-            games,
-            every_n_steps,
-            max_overhead,
-            utility=("train_loss", "val_loss"),
-        )
-        self.engine = Engine(*parts)
+        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
         self._removers: list[Callable[[], None]] = []
+        self._earlier_metrics: dict[str, Tensor] = {}
         self.folder = None if folder is None else Path(folder)
 
     # ---- names ------------------------------------------------------------------------------
@@ -284,10 +278,16 @@ class LeakageMonitor(EitherCallback, Reported):
 
     # ---- between looks ----------------------------------------------------------------------
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keeps the metrics that were computed before the validation."""
+        self._earlier_metrics = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the metrics that a validation has computed."""
+        """Logs the metrics that a validation has computed, also where they are what they were."""
+        earlier, metrics = self._earlier_metrics, trainer.callback_metrics
         if not trainer.sanity_checking:
-            self.engine.metrics_changed()
+            measured = [name for name in metrics if metrics[name] is not earlier.get(name)]
+            self.engine.metrics_changed(measured=measured)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs the metrics of an epoch, and what defences have spent until its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -342,20 +342,32 @@ class Engine(StepEngine):
 
     # ---- between looks, ends and checkpoints ------------------------------------------------
 
-    def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
-        """Log the user's metrics where they changed since; what fails gives a warning alone.
+    def metrics_changed(
+        self,
+        *,
+        measured: Iterable[str] = (),
+        waits: bool = False,
+        epoch_ended: bool | None = False,
+    ) -> None:
+        """Log the user's metrics that are new; what fails gives a warning alone.
 
         Args:
+            measured: names of those that were measured just now, also where a value is the same.
+            waits: whether their optimizer step is not over, so that a later call logs them.
             epoch_ended: log what the defences have spent until now as well; None: where the run's
                 progress says that an epoch has ended.
         """
         if self.fit is None or self.report is None:
             return
         try:
+            self._metrics.measured(measured)
+            if waits:
+                return
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+            metrics = run.metrics(self._metric_names)
+            utility = self._metrics.changed(metrics, run.step, sparse=not epoch_ended)
             self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
@@ -369,8 +381,7 @@ class Engine(StepEngine):
         client: str | int | None = None,
     ) -> None:
         if self.report is not None:
-            written = self.report.write_between_looks(utility, self._metrics, defenses, client)
-            self.results.latest |= written
+            self.results.latest |= self.report.write_between_looks(utility, defenses, client)
 
     def batch_ends(self, *, trained: bool) -> None:
         """Log a look once its optimizer step is over, and one at the weights where it is due.
@@ -444,14 +455,21 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self._metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:
-        """Log the last and the best of the user's metrics, and what was spent in all, once."""
-        if not self._is_over:
-            self._is_over = True
-            self._write_between_looks(self._metrics.at_end(), self._fit.accounting)
+        """Log new metrics, what was spent in all, and the best of each at its own step, once."""
+        if self._is_over or self.report is None:
+            return
+        self._is_over = True
+        run = self._fit.run
+        utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+        self._write_between_looks(utility, self._fit.accounting)
+        for name, (step, value) in self._metrics.best.items():
+            best = {f"utility/{name}_best": value}
+            self.report.log(best, step)
+            run.publish(best)
+            self.results.latest |= best
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:

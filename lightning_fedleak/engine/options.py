@@ -261,7 +261,7 @@ class Options(WatchSettings):
     """How a run is watched: all settings, and the integration's arguments.
 
     Attributes:
-        utility: as above; where none were named, those that TensorBoard shows first.
+        utility: as above; empty where none were named.
         logs_all: whether all of the user's metrics are logged.
         cadence: when to look.
         games: how membership games are played.
@@ -288,7 +288,6 @@ def parts_of(
     every_n_steps: int | None = None,
     max_overhead: float | None = None,
     *,
-    utility: Sequence[str] = (),
     local_steps: int | None = None,
 ) -> tuple[Selection, Options]:
     """Return the attacks and options for an :class:`Engine`, from an integration's arguments.
@@ -299,14 +298,13 @@ def parts_of(
         games: how membership games are played.
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        utility: metrics that TensorBoard shows first where the settings name none.
         local_steps: of a round of a federation.
 
     Raises:
         ValueError: contradictory or unknown arguments.
     """
     selection = selected(attacks, settings, games, rounds=local_steps is not None)
-    names = utility if settings.utility is None else settings.utility
+    names = settings.utility or ()
     further = {
         "stages": known_stages(settings.stages),
         "utility": (names,) if isinstance(names, str) else tuple(names),

@@ -217,7 +217,6 @@ class _TransformersWatch(Watch):
     """A :class:`Watch` of a Trainer's run. :class:`LeakageCallback` calls its methods."""
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
-    utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
     mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
 
@@ -364,7 +363,7 @@ class _TransformersWatch(Watch):
     def note(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the Trainer next to leakage."""
         self.utility.update(metrics)
-        self.engine.metrics_changed()
+        self.engine.metrics_changed(measured=metrics)
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

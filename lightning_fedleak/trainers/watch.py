@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
     Loop,
     LoopRun,
+    Utility,
     before_backward,
     check_whole,
     has_gradients,
@@ -112,7 +113,6 @@ class Watch(Reported):
 
     engine: Engine
     run: ClassVar[type[LoopRun]] = LoopRun
-    utility_names: ClassVar[Sequence[str]] = ("train_loss", "val_loss")
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"
@@ -133,10 +133,7 @@ class Watch(Reported):
         settings: WatchSettings | None = None,
     ) -> None:
         self.settings = settings = settings or WatchSettings()
-        names = self.utility_names
-        self.engine = Engine(
-            *parts_of(attacks, settings, games, every_n_steps, max_overhead, utility=names)
-        )
+        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
         self.gates = tuple(gates)
         self._check_gates()
         self.folder = Path(folder)
@@ -145,6 +142,7 @@ class Watch(Reported):
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
         self.loop = Loop(model, optimizers, loader, settings.precision, zero=zero)
         self.loop.scaler, self.loop.tokenizer = settings.scaler, settings.tokenizer
+        self.loop.utility, self._inside = Utility(self._measured), False
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -153,9 +151,16 @@ class Watch(Reported):
         return to_dataframe(self.engine.jsonl)
 
     @property
-    def utility(self) -> dict[str, float]:
-        """The user's metrics by name, such as ``"val_loss"``. The loop sets them."""
+    def utility(self) -> MutableMapping[str, float]:
+        """The user's metrics by name, such as ``"val_loss"``.
+
+        The loop sets each where it was measured, which is the step that the logs name: in the
+        block of a batch its optimizer step counts, after the block as many steps as were over.
+        """
         return self.loop.utility
+
+    def _measured(self, name: str) -> None:
+        self.engine.metrics_changed(measured=[name], waits=self._inside)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed loop loads: plain numbers, strings and tensors."""

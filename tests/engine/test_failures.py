@@ -101,7 +101,7 @@ PAGES = {
     *(
         "Engine._write_between_looks",
         "Report.write_between_looks",
-        "UserMetrics.changed",
+        *("UserMetrics.changed", "UserMetrics.measured", "Utility.__setitem__", "Watch._measured"),
         "privacy_values",
         "LoopRun.progress",
         "is_training",

@@ -35,6 +35,7 @@ from lightning_fedleak.report import ReportError, write
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
+_VALIDATIONS = 5  # of a run at most; not tuned, more take longer
 _METRICS = ("recall", "precision", "f1")
 _CAVEAT = (
     "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) learns "
@@ -142,8 +143,11 @@ def _fit(
     gate = RiskGate(
         f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
     )
+    validations = max(n for n in range(1, _VALIDATIONS + 1) if options.steps % n == 0)
     trainer = L.Trainer(
         max_steps=options.steps,
+        check_val_every_n_epoch=None,
+        val_check_interval=options.steps // validations,  # the last one is at the end
         devices=1,
         logger=TensorBoardLogger(folder.parent, name=folder.name, version=""),
         callbacks=[monitor, table, *([gate] if gated else [])],

@@ -187,8 +187,17 @@ class LeakageMonitor(EitherCallback, Reported):
 
     # ---- set-up -----------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks what can be checked before the model is on its device."""
+    def setup(
+        self, trainer: L.Trainer, pl_module: L.LightningModule | None = None, stage: str = "fit"
+    ) -> None:
+        """Checks what can be checked before the model is on its device.
+
+        Raises:
+            TypeError: the class was given in place of an object.
+            ValueError: another monitor logs the same, or it is not known what is shared.
+        """
+        if pl_module is None:  # Lightning has called it on the class: self is the Trainer
+            raise TypeError("LeakageMonitor is a class: write callbacks=[LeakageMonitor()]")
         if stage != "fit":
             return
         self.engine.reset()
@@ -305,9 +314,23 @@ class LeakageMonitor(EitherCallback, Reported):
         self._end("finished")
 
     def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        exception: BaseException | None = None,
     ) -> None:
-        """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
+        """As when a fit ends, and removes every tap: Lightning calls no teardown after this.
+
+        Raises:
+            ValueError: the Trainer's folder cannot be written to.
+        """
+        if exception is None:  # called on the class, which setup refuses
+            return
+        if isinstance(exception, OSError) and exception.filename and self.engine.fit is None:
+            raise ValueError(
+                f"the run's folder cannot be written ({exception}): name another one, "
+                "Trainer(default_root_dir='runs')"
+            ) from exception
         try:
             self._end(type(exception).__name__)
         finally:  # also where a second Ctrl-C ends the report

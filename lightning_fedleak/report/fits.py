@@ -22,7 +22,7 @@ from lightning_fedleak.report.privacy import (
     trusted_party,
     without_ledger,
 )
-from lightning_fedleak.report.records.files import first_of
+from lightning_fedleak.report.records.files import by_reason, first_of
 from lightning_fedleak.report.results import FitResults
 from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
@@ -382,9 +382,15 @@ def _not_tested(
     begin = log.begin or records.BeginLine(run=log.run)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
-    untested = {one.name: one.tested for one in families if one.name not in tested}
-    sentences = [f"{question}: no attack gave a result" for question in untested.values()]
-    sentences += [f"{name}: {reason}" for name, reason in not_played.items()]
+    tried = {a.family.name for a in attacks}
+    sentences = [
+        f"{one.tested}: no attack gave a result"
+        if one.name in tried
+        else f"{one.tested}: not tried. {one.untested.format(watcher='LeakageMonitor')}".rstrip()
+        for one in families
+        if one.name not in tested
+    ]
+    sentences += [f"{names}: {reason}" for reason, names in by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(
             f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "

@@ -78,7 +78,7 @@ class LeakageCallback(TrainerCallback, Reported):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
         >>> from lightning_fedleak.attacks import BagOfWords
-        >>> from lightning_fedleak.trainers import LeakageCallback, Threshold
+        >>> from lightning_fedleak import LeakageCallback, Threshold
         >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
         >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
         >>> arguments = TrainingArguments("out", max_steps=4, report_to=[], use_cpu=True)
@@ -263,11 +263,19 @@ class _TransformersWatch(Watch):
         if (best := self._best_metric()) is None:
             return
         logged = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
-        if args.greater_is_better is not False or best not in logged:
+        start = f"metric_for_best_model='{best}'"
+        if args.greater_is_better is not False:
             raise ValueError(
-                f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
-                f"for '{CHOOSE}' a gate on the trained weights"
-                + names_there_are(best, logged, self.run.watcher)
+                f"{start} is a leakage, of which less is better: greater_is_better=False"
+            )
+        if best == CHOOSE and best not in logged:
+            raise ValueError(
+                f"{start} needs a gate on the trained weights: LeakageCallback(trainer, "
+                "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
+            )
+        if best not in logged:
+            raise ValueError(
+                f"{start} is not logged.{names_there_are(best, logged, self.run.watcher)}"
             )
 
     def _best_metric(self) -> str | None:

@@ -46,7 +46,7 @@ _PATIENCE = 1  # looks above the threshold that the gate lets pass: one is no ev
 _TWO_LINES = (
     "In your own training it is one line, for Lightning or for transformers' Trainer:\n"
     "  trainer = L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
-    "  from lightning_fedleak.trainers import LeakageCallback\n"
+    "  from lightning_fedleak import LeakageCallback\n"
     "  trainer.add_callback(LeakageCallback(trainer))"
 )
 _PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file

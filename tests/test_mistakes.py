@@ -114,7 +114,7 @@ def test_a_mistake_in_callbacks_is_refused_before_a_step(tmp_path: Path, mistake
             "give one",
         ),
         (lambda: DefendedStrategy("auto", DP), "must be a list, even of one"),
-        (lambda: DefendedStrategy([DP]), "Write DefendedStrategy('auto', defenses=[...])"),
+        (lambda: DefendedStrategy([DP]), ": DefendedStrategy('auto', defenses=[...])."),
         (lambda: FCMembership(), "FCMembership(layer=1)"),
         (lambda: PrefixInversion(), "PrefixInversion(layer=2)"),
         (lambda: lightning_fedleak.LeakMonitor, "Did you mean LeakageMonitor?"),

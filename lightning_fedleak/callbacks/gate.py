@@ -172,7 +172,7 @@ class RiskGate(Threshold, EitherCallback):
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return
         engine, metrics = self._engine, trainer.callback_metrics
-        names = chosen_metrics(metrics, engine.options.metric_names)
+        names = chosen_metrics(metrics, engine.options.utility)
         losses = [name for name in names if is_validation(name) and is_lower_better(name)]
         if not losses:
             return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.records import RECORDS
@@ -89,7 +88,7 @@ class Engine(StepEngine):
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics, self._metric_names = log.UserMetrics(), options.metric_names
+        self._metrics, self._metric_names = log.UserMetrics(), options.utility
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -303,7 +302,7 @@ class Engine(StepEngine):
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
         limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in self._gates}
-        report.cards = Cards(series, privacy, worst, self.options.utility, limits)
+        report.cards = Cards(series, privacy, worst, self.options.utility or (), limits)
         report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
@@ -343,17 +342,12 @@ class Engine(StepEngine):
     # ---- between looks, ends and checkpoints ------------------------------------------------
 
     def metrics_changed(
-        self,
-        *,
-        measured: Iterable[str] = (),
-        waits: bool = False,
-        epoch_ended: bool | None = False,
+        self, *, measured: Iterable[str] = (), epoch_ended: bool | None = False
     ) -> None:
         """Log the user's metrics that are new; what fails gives a warning alone.
 
         Args:
             measured: names of those that were measured just now, also where a value is the same.
-            waits: whether their optimizer step is not over, so that a later call logs them.
             epoch_ended: log what the defences have spent until now as well; None: where the run's
                 progress says that an epoch has ended.
         """
@@ -361,27 +355,17 @@ class Engine(StepEngine):
             return
         try:
             self._metrics.measured(measured)
-            if waits:
-                return
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
             metrics = run.metrics(self._metric_names)
             utility = self._metrics.changed(metrics, run.step, sparse=not epoch_ended)
-            self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
+            spending = self.fit.accounting if epoch_ended else ()
+            self.results.latest |= self.report.write_between_looks(utility, spending)
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
         except Exception as error:
             self.report.warn_once(f"metrics between looks were not written: {reason(error)}")
-
-    def _write_between_looks(
-        self,
-        utility: Mapping[str, float],
-        defenses: Sequence[Defense],
-        client: str | int | None = None,
-    ) -> None:
-        if self.report is not None:
-            self.results.latest |= self.report.write_between_looks(utility, defenses, client)
 
     def batch_ends(self, *, trained: bool) -> None:
         """Log a look once its optimizer step is over, and one at the weights where it is due.
@@ -464,7 +448,7 @@ class Engine(StepEngine):
         self._is_over = True
         run = self._fit.run
         utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
-        self._write_between_looks(utility, self._fit.accounting)
+        self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
         for name, (step, value) in self._metrics.best.items():
             best = {f"utility/{name}_best": value}
             self.report.log(best, step)

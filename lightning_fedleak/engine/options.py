@@ -261,24 +261,17 @@ class Options(WatchSettings):
     """How a run is watched: all settings, and the integration's arguments.
 
     Attributes:
-        utility: as above; empty where none were named.
-        logs_all: whether all of the user's metrics are logged.
+        utility: as above; None: all of the user's metrics.
         cadence: when to look.
         games: how membership games are played.
         local_steps: optimizer steps of a round of a federation; None: gradients of single steps.
     """
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
-    utility: tuple[str, ...] = ()
-    logs_all: bool = False
+    utility: tuple[str, ...] | None = None
     cadence: Cadence = field(default_factory=lambda: Cadence(50))
     games: Games = field(default_factory=Games)
     local_steps: int | None = None
-
-    @property
-    def metric_names(self) -> tuple[str, ...] | None:
-        """Return the names of the user's metrics that are logged; None: all."""
-        return None if self.logs_all else self.utility
 
 
 def parts_of(
@@ -304,11 +297,10 @@ def parts_of(
         ValueError: contradictory or unknown arguments.
     """
     selection = selected(attacks, settings, games, rounds=local_steps is not None)
-    names = settings.utility or ()
+    names = settings.utility
     further = {
         "stages": known_stages(settings.stages),
-        "utility": (names,) if isinstance(names, str) else tuple(names),
-        "logs_all": settings.utility is None,
+        "utility": (names,) if isinstance(names, str) else names and tuple(names),
         "cadence": cadence_of(every_n_steps, max_overhead),
         "games": games or Games(),
         "local_steps": local_steps,

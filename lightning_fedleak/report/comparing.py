@@ -212,13 +212,12 @@ def _differences(
     if not clauses:
         return (Part("These runs have no kind of leak in common that was measured."),)
     parts: list[Part] = []
-    priced: set[tuple[str, str]] = set()
+    priced = False
     for one in clauses:
         high, low = one.runs
         price = ""
-        if one.differs and metric and one.runs not in priced and utilities.keys() >= {high, low}:
-            price = f", for {utilities[low] - utilities[high]:+.2f} {metric} by {at}"
-            priced.add(one.runs)
+        if one.differs and metric and not priced and utilities.keys() >= {high, low}:
+            price, priced = f", for {utilities[low] - utilities[high]:+.2f} {metric} by {at}", True
         parts += [*one.parts, Part(f"{price}. ")]
     end = "" if any(one.differs for one in clauses) else "No difference is shown."
     return (*parts[:-1], Part((parts[-1].text + end).rstrip()))

@@ -17,14 +17,7 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.records import (
-    ENTITIES,
-    HIGH,
-    STANDARD_FAMILIES,
-    JsonObject,
-    by_reason,
-    named,
-)
+from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
 from lightning_fedleak.report.wording import interval, visible
 
 SCHEMA = 3
@@ -264,9 +257,9 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
             f"{_names(weak)} reads little here even where the words are known: set attacks='auto', "
             "which chooses by itself, or use smaller batches."
         )
-    for reason, names in by_reason(fit.not_played).items():
+    for reason in dict.fromkeys(fit.not_played.values()):
         if "=" in reason:  # the reason names an argument
-            yield f"Run {names}: {reason}."
+            yield f"Run {', '.join(n for n, w in fit.not_played.items() if w == reason)}: {reason}."
     unsure = [a for a in fit.attacks if a.conclusive is False and a.stage != RELEASED]
     if unsure:
         yield (

@@ -22,7 +22,7 @@ from lightning_fedleak.report.privacy import (
     trusted_party,
     without_ledger,
 )
-from lightning_fedleak.report.records.files import by_reason, first_of
+from lightning_fedleak.report.records.files import first_of
 from lightning_fedleak.report.results import FitResults
 from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
@@ -375,6 +375,11 @@ def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
     ]
 
 
+def _untested(family: records.Family, was_tried: bool) -> str:
+    hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
+    return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
+
+
 def _not_tested(
     log: FitLog, attacks: Sequence[AttackSummary], not_played: Mapping[str, str]
 ) -> list[str]:
@@ -383,14 +388,8 @@ def _not_tested(
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
     tried = {a.family.name for a in attacks}
-    sentences = [
-        f"{one.tested}: no attack gave a result"
-        if one.name in tried
-        else f"{one.tested}: not tried. {one.untested.format(watcher='LeakageMonitor')}".rstrip()
-        for one in families
-        if one.name not in tested
-    ]
-    sentences += [f"{names}: {reason}" for reason, names in by_reason(not_played).items()]
+    sentences = [_untested(one, one.name in tried) for one in families if one.name not in tested]
+    sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(
             f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "

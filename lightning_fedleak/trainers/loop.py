@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -73,7 +72,7 @@ class Loop:
     tokenizer: Any = None
     epochs: int | None = None
     planned_steps: int | None = None
-    utility: MutableMapping[str, float] = field(default_factory=dict)
+    utility: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     batches: int = 0
     watched: tuple[str, ...] = ()
@@ -106,22 +105,6 @@ class Loop:
         """Return the release in which defences act before an optimizer step; None without any."""
         releases = map(release_of, self.optimizers)
         return next((release for release in releases if release is not None), None)
-
-
-class Utility(UserDict[str, float]):
-    """The user's metrics by name.
-
-    Args:
-        measured: called with the name of a metric after it was set.
-    """
-
-    def __init__(self, measured: Callable[[str], None]) -> None:
-        super().__init__()
-        self._measured = measured
-
-    def __setitem__(self, name: str, value: float) -> None:
-        super().__setitem__(name, value)
-        self._measured(name)
 
 
 @dataclass(frozen=True, kw_only=True)

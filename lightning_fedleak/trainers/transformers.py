@@ -172,7 +172,7 @@ class LeakageCallback(TrainerCallback, Reported):
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Take those of the Trainer's metrics that are logged next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
-        self.watch.note(chosen_metrics(values, self.watch.engine.options.metric_names))
+        self.watch.note(chosen_metrics(values, self.watch.engine.options.utility))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add to the metrics the values that select a checkpoint; unknown is infinite."""
@@ -371,7 +371,7 @@ class _TransformersWatch(Watch):
     def note(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the Trainer next to leakage."""
         self.utility.update(metrics)
-        self.engine.metrics_changed(measured=metrics)
+        self._log_utility()
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -36,7 +36,6 @@ from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
     Loop,
     LoopRun,
-    Utility,
     before_backward,
     check_whole,
     has_gradients,
@@ -112,6 +111,7 @@ class Watch(Reported):
     """
 
     engine: Engine
+    _earlier_utility: dict[str, float]
     run: ClassVar[type[LoopRun]] = LoopRun
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
@@ -142,7 +142,6 @@ class Watch(Reported):
         optimizers = torch_optimizers(optimizer) if zero is None else [zero]
         self.loop = Loop(model, optimizers, loader, settings.precision, zero=zero)
         self.loop.scaler, self.loop.tokenizer = settings.scaler, settings.tokenizer
-        self.loop.utility, self._inside = Utility(self._measured), False
         self._saved: Any = None
         self._removers: list[Callable[[], object]] = []
 
@@ -151,7 +150,7 @@ class Watch(Reported):
         return to_dataframe(self.engine.jsonl)
 
     @property
-    def utility(self) -> MutableMapping[str, float]:
+    def utility(self) -> dict[str, float]:
         """The user's metrics by name, such as ``"val_loss"``.
 
         The loop sets each where it was measured, which is the step that the logs name: in the
@@ -159,8 +158,14 @@ class Watch(Reported):
         """
         return self.loop.utility
 
-    def _measured(self, name: str) -> None:
-        self.engine.metrics_changed(measured=[name], waits=self._inside)
+    @contained
+    def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
+        """Log the metrics that the loop has set since; another object was measured again."""
+        now = dict(self.utility)
+        measured = [name for name in now if now[name] is not self._earlier_utility.get(name)]
+        self._earlier_utility = now
+        if measured or epoch_ended is None:
+            self.engine.metrics_changed(measured=measured, epoch_ended=epoch_ended)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed loop loads: plain numbers, strings and tensors."""
@@ -238,6 +243,7 @@ class Watch(Reported):
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
+        self._earlier_utility = dict(loop.utility)
         engine.open(run)
         if loop.zero is not None:
             self._removers.append(loop.zero.follow_engine())
@@ -267,6 +273,7 @@ class Watch(Reported):
         ending = "finished" if error is None else error.__name__
         try:
             if error is None:
+                self._log_utility()
                 self.engine.training_ends()
         except BaseException as raised:
             ending = type(raised).__name__
@@ -371,6 +378,7 @@ class Watch(Reported):
 
     def batch_begins(self, batch: Any) -> None:
         """Start a look if one is due."""
+        self._log_utility()
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
             self._removers.append(self._run.check_first_forward())
@@ -384,7 +392,7 @@ class Watch(Reported):
         self._open = not self._stepped and (self._open or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
-        self.engine.metrics_changed(epoch_ended=None)
+        self._log_utility(epoch_ended=None)
 
     @property
     def _look(self) -> Look | None:

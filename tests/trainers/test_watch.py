@@ -280,7 +280,7 @@ def test_a_metric_set_after_a_batch_is_of_the_steps_that_are_over(tmp_path: Path
                 optimizer.step()
                 optimizer.zero_grad()
             if number % 3 == 0:
-                watch.utility["valid_loss"] = 2.5  # the same each time, and measured each time
+                watch.utility["valid_loss"] = float("2.5")  # measured each time
     record = [line for line in lines(tmp_path, "run") if line["kind"] == "metrics"]
     assert [line["step"] for line in record if line["utility"]] == [3, 6, 9]
     [page] = findings(read([tmp_path])).runs

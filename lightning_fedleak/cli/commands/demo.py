@@ -35,7 +35,6 @@ from lightning_fedleak.report import ReportError, write
 
 _NOTICES = (".*does not have many workers", ".*treespec")
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_VALIDATIONS = 5  # of a run at most; not tuned, more take longer
 _METRICS = ("recall", "precision", "f1")
 _CAVEAT = (
     "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) learns "
@@ -143,7 +142,7 @@ def _fit(
     gate = RiskGate(
         f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
     )
-    validations = max(n for n in range(1, _VALIDATIONS + 1) if options.steps % n == 0)
+    validations = max(n for n in range(1, 6) if options.steps % n == 0)  # more take longer
     trainer = L.Trainer(
         max_steps=options.steps,
         check_val_every_n_epoch=None,

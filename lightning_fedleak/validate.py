@@ -186,7 +186,8 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
                 return
             call = "..." if not isinstance(value, dict) else ", ".join(f"{n}=..." for n in value)
             name, kind = settings.__name__, type(value).__name__
-            raise TypeError(f"{watcher}: settings is a {kind}: write settings={name}({call})")
+            what = f"{watcher} takes {name}, and settings is a {kind}"
+            raise TypeError(f"{what}: write settings={name}({call})")
 
         @functools.wraps(init)
         def checked(self: Any, *arguments: Any, **named: Any) -> None:

@@ -137,8 +137,9 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
     """
     hint, worst = "", [name for name in names if is_worst(name)]
     in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
-    with_prefix = [name for name in names if name == f"leakage/{metric}"]
-    if close := with_prefix or difflib.get_close_matches(metric, names, n=1, cutoff=0.9):
+    if close := [n for n in names if n == f"leakage/{metric}"] or difflib.get_close_matches(
+        metric, names, n=1, cutoff=0.9
+    ):
         hint = f" Did you mean '{close[0]}'?"
     elif is_worst(metric) and not in_rounds and (mend := standard_family(family).untested):
         hint = f" {mend.format(watcher=watcher)}"

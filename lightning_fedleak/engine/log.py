@@ -235,10 +235,9 @@ class UserMetrics:
         new: dict[str, float] = {}
         for name, value in metrics.items():
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
-            earlier, seen = self._read.get(name, (None, step))
-            if earlier is not value:
-                self._read[name] = (value, seen := step)
-            if seen != step or (sparse and is_training(name) and step < next_step):
+            if self._read.get(name, (None, 0))[0] is not value:
+                self._read[name] = value, step
+            if self._read[name][1] != step or (sparse and is_training(name) and step < next_step):
                 continue
             number, last = float(value), self.last.get(name)
             if number == last or (math.isnan(number) and last != last):

@@ -182,8 +182,6 @@ class RoundObserver:
         settings: RoundSettings | None = None,
     ) -> None:
         settings = settings or RoundSettings()
-        if not isinstance(settings, RoundSettings):
-            raise TypeError("RoundObserver(settings=) takes RoundSettings, which has all of theirs")
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         unused = ("stages", "reveal", "report", "utility", "client", "scaler")

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import linecache
+import sys
+from collections.abc import Callable, Mapping
 
 
-def lazy(
-    package: str, homes: Mapping[str, Sequence[str]], root: str | None = None
-) -> Callable[[str], object]:
+@functools.cache
+def homes_of(package: str) -> Mapping[str, str]:
+    """Return the modules of the names that a package imports under ``if TYPE_CHECKING:``.
+
+    The source is parsed, so that each name is written once: type checkers read the same lines.
+
+    Args:
+        package: the name of the package, which is being imported.
+    """
+    module = sys.modules[package]
+    tree = ast.parse("".join(linecache.getlines(str(module.__file__), vars(module))))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def lazy(package: str) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a package, which imports the module of a name.
 
     Args:
         package: the name of the package.
-        homes: the names by their module.
-        root: the package of the modules; by default ``package``.
     """
+    homes = homes_of(package)
 
     def load(name: str) -> object:
-        for home, names in homes.items():
-            if name in names:
-                return getattr(importlib.import_module(f"{root or package}.{home}"), name)
-        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
+        import difflib  # only errors need it
+
+        close = difflib.get_close_matches(name, homes, n=1)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
 
     return load

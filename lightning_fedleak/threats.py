@@ -13,7 +13,13 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """A capability of an adversary. The value is the text in messages."""
+    """A capability of an adversary. The value is the text in messages.
+
+    Examples:
+        >>> from lightning_fedleak import Capability
+        >>> Capability.KNOWS_MODEL.value
+        "knows the model's current weights"
+    """
 
     SEES_HEAD_GRADIENT = "sees the gradient of the output head's weight"
     SEES_HEAD_BIAS_GRADIENT = "sees the gradient of the output head's bias"
@@ -42,6 +48,11 @@ DISHONEST_SERVER = HONEST_BUT_CURIOUS | {
 @dataclass(frozen=True)
 class ThreatModel:
     """The adversary of an attack.
+
+    Examples:
+        >>> from lightning_fedleak import Capability, ThreatModel
+        >>> ThreatModel.create("a curious server", Capability.SEES_HEAD_GRADIENT).summary
+        'a curious server'
 
     Attributes:
         needs: the capabilities without which the attack cannot run.

@@ -159,7 +159,7 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
     """Decorate an ``__init__`` so that the error of a wrong call says what to write.
 
     Args:
-        example: a correct call.
+        example: a correct call; ``{}`` stands for the name of the class.
         settings: a data class that the class takes as ``settings=``. If one of its fields is passed
             directly, the error says where it belongs.
 
@@ -181,12 +181,22 @@ def explain_arguments(example: str = "", *, settings: type | None = None) -> Cal
                     return f". Did you mean {close[0]}=?"
             return f". For example: {example}" if example else ""
 
+        def check_settings(watcher: str, value: Any) -> None:
+            if settings is None or value is None or isinstance(value, settings):
+                return
+            call = "..." if not isinstance(value, dict) else ", ".join(f"{n}=..." for n in value)
+            name, kind = settings.__name__, type(value).__name__
+            what = f"{watcher} takes {name}, and settings is a {kind}"
+            raise TypeError(f"{what}: write settings={name}({call})")
+
         @functools.wraps(init)
         def checked(self: Any, *arguments: Any, **named: Any) -> None:
             try:
-                signature.bind(self, *arguments, **named)
+                bound = signature.bind(self, *arguments, **named)
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}{hint([*named])}") from None
+                message = f"{type(self).__name__}: {error}{hint([*named])}"
+                raise TypeError(message.replace("{}", type(self).__name__)) from None
+            check_settings(type(self).__name__, bound.arguments.get("settings"))
             init(self, *arguments, **named)
 
         return checked  # type: ignore[return-value]

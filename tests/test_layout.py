@@ -171,13 +171,15 @@ def test_no_circular_imports() -> None:
     assert set(order) == set(MODULES)
 
 
+_CONSTANTS = {"__all__", "__version__", "__getattr__", "_ACCELERATE"}
+
+
 def test_folders_only_hand_names_on() -> None:
     nodes = [(p, node) for p in FILES if p.name == "__init__.py" for node in parse(p).body]
     for path, node in nodes:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         constant = isinstance(node, ast.Assign) and all(
-            isinstance(t, ast.Name) and t.id in {"__all__", "__version__", "_HOMES", "__getattr__"}
-            for t in node.targets
+            isinstance(t, ast.Name) and t.id in _CONSTANTS for t in node.targets
         )
         imports = isinstance(node, ast.Import | ast.ImportFrom) or is_type_checking(node)
         assert docstring or constant or imports, (

@@ -34,6 +34,11 @@ WITHOUT_FLOAT64 = frozenset({"mps"})
 class Surfaces:
     """The gradients and activations that an attack reads.
 
+    Examples:
+        >>> from lightning_fedleak import HEAD_WEIGHT, Surfaces
+        >>> Surfaces(gradients=(HEAD_WEIGHT,))
+        Surfaces(gradients=('head.weight',), layers=())
+
     Attributes:
         gradients: roles (``"head.weight"``, ``"head.bias"``, ``"embedding.weight"``) or parameter
             names whose gradient is read.
@@ -52,6 +57,13 @@ class Guess:
 @dataclass(frozen=True)
 class WordGuess(Guess):
     """The word types that an attack names.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import WordGuess
+        >>> scores = torch.tensor([0.1, 0.9, 0.4])
+        >>> WordGuess(types=scores.topk(2).indices, scores=scores).types
+        tensor([1, 2])
 
     Attributes:
         types: (k,) distinct token ids, best first if there are scores.
@@ -125,6 +137,23 @@ class Attack(ABC):
     ``prepare`` may compute on the model before training starts, ``refresh`` when the weights have
     changed. Neither changes the model or its gradients. ``run`` uses no global random numbers and
     works on the device of the observation. docs/own_attack.md shows an attack of your own.
+
+    Examples:
+        >>> from lightning_fedleak import (
+        ...     HEAD_WEIGHT, Attack, Capability, LeakageMonitor, Surfaces, ThreatModel, WordGuess,
+        ... )
+        >>> class LongestRows(Attack):
+        ...     threat_model = ThreatModel.create("a server", Capability.SEES_HEAD_GRADIENT)
+        ...     default_name = "longest_rows"
+        ...
+        ...     def needs(self, anatomy):
+        ...         return Surfaces(gradients=(HEAD_WEIGHT,))
+        ...
+        ...     def run(self, view, query=None):
+        ...         lengths = view.gradient(HEAD_WEIGHT).float().norm(dim=1)
+        ...         return WordGuess(lengths.topk(8).indices, lengths)
+        >>> LeakageMonitor([LongestRows()], every_n_steps=10)
+        LeakageMonitor([longest_rows], every_n_steps=10)
 
     Args:
         name: the instance's name in the logs, unique on one monitor.

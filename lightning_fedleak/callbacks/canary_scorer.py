@@ -50,6 +50,14 @@ class CanaryScorer(EitherCallback):
     Training is not disturbed. A checkpoint holds the scores, which reveal the included canaries as
     much as the weights do: protect it like the record.
 
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import CanaryScorer, with_canaries
+        >>> texts = [torch.tensor([n, n + 1, n + 2]) for n in range(10)]
+        >>> train = with_canaries(texts, [torch.tensor([90, 91, 92])], seed=1)
+        >>> CanaryScorer(train.canaries, by="row", every_n_steps=1).by
+        'row'
+
     Args:
         canaries: the canaries of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`.
         by: the score, see above.

@@ -15,10 +15,12 @@ from lightning_fedleak.engine import (
     Engine,
     GateActions,
     Threshold,
+    chosen_metrics,
     is_worst,
     names_there_are,
 )
 from lightning_fedleak.lightning_packages import EitherCallback
+from lightning_fedleak.report.records.utility import is_lower_better, is_validation
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -170,11 +172,11 @@ class RiskGate(Threshold, EitherCallback):
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return
         engine, metrics = self._engine, trainer.callback_metrics
-        losses = (metrics.get(name) for name in engine.options.utility if name.startswith("val"))
-        loss = next((float(value) for value in losses if value is not None), None)
-        if loss is None:
+        names = chosen_metrics(metrics, engine.options.utility)
+        losses = [name for name in names if is_validation(name) and is_lower_better(name)]
+        if not losses:
             return
-        chosen = self.choice(loss)
+        chosen = self.choice(float(metrics[losses[0]]))
         metrics[CHOOSE] = torch.tensor(chosen)
         _log(trainer, {CHOOSE: chosen}, trainer.global_step)
 

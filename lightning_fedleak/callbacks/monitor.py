@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack
@@ -121,16 +122,9 @@ class LeakageMonitor(EitherCallback, Reported):
     ) -> None:
         self._settings = settings = settings or WatchSettings()
         settings.refuse(type(self).__name__, "precision", "scaler", "tensorboard")
-        parts = parts_of(
-            attacks,
-            settings,
-            games,
-            every_n_steps,
-            max_overhead,
-            utility=("train_loss", "val_loss"),
-        )
-        self.engine = Engine(*parts)
+        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
         self._removers: list[Callable[[], None]] = []
+        self._earlier_metrics: dict[str, Tensor] = {}
         self.folder = None if folder is None else Path(folder)
 
     # ---- names ------------------------------------------------------------------------------
@@ -193,8 +187,17 @@ class LeakageMonitor(EitherCallback, Reported):
 
     # ---- set-up -----------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks what can be checked before the model is on its device."""
+    def setup(
+        self, trainer: L.Trainer, pl_module: L.LightningModule | None = None, stage: str = "fit"
+    ) -> None:
+        """Checks what can be checked before the model is on its device.
+
+        Raises:
+            TypeError: the class was given in place of an object.
+            ValueError: another monitor logs the same, or it is not known what is shared.
+        """
+        if pl_module is None:  # Lightning has called it on the class: self is the Trainer
+            raise TypeError("LeakageMonitor is a class: write callbacks=[LeakageMonitor()]")
         if stage != "fit":
             return
         self.engine.reset()
@@ -284,10 +287,16 @@ class LeakageMonitor(EitherCallback, Reported):
 
     # ---- between looks ----------------------------------------------------------------------
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keeps the metrics that were computed before the validation."""
+        self._earlier_metrics = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the metrics that a validation has computed."""
+        """Logs the metrics that a validation has computed, also where they are what they were."""
+        earlier, metrics = self._earlier_metrics, trainer.callback_metrics
         if not trainer.sanity_checking:
-            self.engine.metrics_changed()
+            measured = [name for name in metrics if metrics[name] is not earlier.get(name)]
+            self.engine.metrics_changed(measured=measured)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs the metrics of an epoch, and what defences have spent until its end."""
@@ -305,9 +314,23 @@ class LeakageMonitor(EitherCallback, Reported):
         self._end("finished")
 
     def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        exception: BaseException | None = None,
     ) -> None:
-        """As when a fit ends, and removes every tap: Lightning calls no teardown after this."""
+        """As when a fit ends, and removes every tap: Lightning calls no teardown after this.
+
+        Raises:
+            ValueError: the Trainer's folder cannot be written to.
+        """
+        if exception is None:  # called on the class, which setup refuses
+            return
+        if isinstance(exception, OSError) and exception.filename and self.engine.fit is None:
+            raise ValueError(
+                f"the run's folder cannot be written ({exception}): name another one, "
+                "Trainer(default_root_dir='runs')"
+            ) from exception
         try:
             self._end(type(exception).__name__)
         finally:  # also where a second Ctrl-C ends the report

@@ -23,7 +23,7 @@ import math
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +207,15 @@ class Defense(ABC):
     acts_in_inference: bool = False
     takes_shards: bool = False
     per_sample: bool = False
+
+    @property
+    def state_key(self) -> NoReturn:
+        """Refuse to be a callback of Lightning's Trainer, which reads this first."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} is a defence and no callback: "
+            f"Trainer(strategy=DefendedStrategy('auto', defenses=[{name}(...)]))"
+        )
 
     @property
     def compression(self) -> Compression | None:

@@ -31,6 +31,7 @@ from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
+from lightning_fedleak.report.records.utility import is_validation
 
 
 class StepEngine:
@@ -229,7 +230,9 @@ class StepEngine:
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
         fit, defenses = self._fit, self._fit.accounting
-        utility = self._metrics.add(fit.run.metrics(self._metric_names), fit.run.step)
+        metrics = fit.run.metrics(self._metric_names)
+        metrics = {name: value for name, value in metrics.items() if not is_validation(name)}
+        utility = self._metrics.changed(metrics, fit.run.step)
         spent = privacy_values(defenses) if defenses else {}
         shared = bool(fit.lineup.trained)
         outcomes = self.results.add(look, outcomes, utility, spent, shared=shared)

@@ -124,11 +124,8 @@ def check_value(gate: str, metric: str) -> None:
         )
 
 
-_ENDS = ("_low", "_high", "_worst_client")
-
-
 def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
-    """Return the names that exist, a line for each attack, and what may be meant.
+    """Return what may be meant, and how to list the names that exist.
 
     Another attack is not named for one that is not played: whether it can read the run is not known
     yet, and of those that can the worst of the family is the highest.
@@ -140,19 +137,15 @@ def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
     """
     hint, worst = "", [name for name in names if is_worst(name)]
     in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
-    if close := difflib.get_close_matches(metric, names, n=1, cutoff=0.9):
+    if close := [n for n in names if n == f"leakage/{metric}"] or difflib.get_close_matches(
+        metric, names, n=1, cutoff=0.9
+    ):
         hint = f" Did you mean '{close[0]}'?"
     elif is_worst(metric) and not in_rounds and (mend := standard_family(family).untested):
         hint = f" {mend.format(watcher=watcher)}"
     elif worst:
         hint = f" Of the attacks that can read the run, the highest: {', '.join(worst)}."
-    by_root: dict[str, list[str]] = {}
-    for name in sorted(names, key=is_worst, reverse=True):
-        if not name.endswith(_ENDS):
-            root, _, rate = name.rpartition("/")
-            by_root.setdefault(root, []).append(rate)
-    listed = "".join(f"\n  {root}/: {', '.join(rates)}" for root, rates in by_root.items())
-    return f"{hint} These exist (rates also with {', '.join(_ENDS)}):{listed}"
+    return f"{hint} All names: {watcher}(...).engine.metric_names()"
 
 
 def is_worst(metric: str) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_fedleak.attacks.memorization import CombinedReference
-from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
 from lightning_fedleak.engine.channels.records import RECORDS
@@ -96,7 +95,7 @@ class Engine(StepEngine):
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
-        self._metrics, self._metric_names = log.UserMetrics(), options.metric_names
+        self._metrics, self._metric_names = log.UserMetrics(), options.utility
         adversaries = frozenset().union(*(c.adversary for c in self.channels if c.attacks))
         self.assume = adversaries if selection.assume is None else selection.assume
         self.record: record.RunRecord | None = None
@@ -311,7 +310,7 @@ class Engine(StepEngine):
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
         limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in self._gates}
-        report.cards = Cards(series, privacy, worst, self.options.utility, limits)
+        report.cards = Cards(series, privacy, worst, self.options.utility or (), limits)
         report.cards.add_page(report.boards)
 
     def training_begins(self) -> None:
@@ -351,35 +350,31 @@ class Engine(StepEngine):
 
     # ---- between looks, ends and checkpoints ------------------------------------------------
 
-    def metrics_changed(self, *, epoch_ended: bool | None = False) -> None:
-        """Log the user's metrics where they changed since; what fails gives a warning alone.
+    def metrics_changed(
+        self, *, measured: Iterable[str] = (), epoch_ended: bool | None = False
+    ) -> None:
+        """Log the user's metrics that are new; what fails gives a warning alone.
 
         Args:
+            measured: names of those that were measured just now, also where a value is the same.
             epoch_ended: log what the defences have spent until now as well; None: where the run's
                 progress says that an epoch has ended.
         """
         if self.fit is None or self.report is None:
             return
         try:
+            self._metrics.measured(measured)
             run = self.fit.run
             if epoch_ended is None:
                 epoch_ended = run.progress is not None and run.progress[1] == 1
-            utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
-            self._write_between_looks(utility, self.fit.accounting if epoch_ended else ())
+            metrics = run.metrics(self._metric_names)
+            utility = self._metrics.changed(metrics, run.step, sparse=not epoch_ended)
+            spending = self.fit.accounting if epoch_ended else ()
+            self.results.latest |= self.report.write_between_looks(utility, spending)
         except Refusal as refusal:  # the user's own logger
             raise refusal.error from refusal.error.__cause__
         except Exception as error:
             self.report.warn_once(f"metrics between looks were not written: {reason(error)}")
-
-    def _write_between_looks(
-        self,
-        utility: Mapping[str, float],
-        defenses: Sequence[Defense],
-        client: str | int | None = None,
-    ) -> None:
-        if self.report is not None:
-            written = self.report.write_between_looks(utility, self._metrics, defenses, client)
-            self.results.latest |= written
 
     def batch_ends(self, *, trained: bool) -> None:
         """Log a look once its optimizer step is over, and one at the weights where it is due.
@@ -453,14 +448,21 @@ class Engine(StepEngine):
         missing = self.results.missing(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
-        self._metrics.add(self.run.metrics(self._metric_names), step)
         self._log_last()
 
     def _log_last(self) -> None:
-        """Log the last and the best of the user's metrics, and what was spent in all, once."""
-        if not self._is_over:
-            self._is_over = True
-            self._write_between_looks(self._metrics.at_end(), self._fit.accounting)
+        """Log new metrics, what was spent in all, and the best of each at its own step, once."""
+        if self._is_over or self.report is None:
+            return
+        self._is_over = True
+        run = self._fit.run
+        utility = self._metrics.changed(run.metrics(self._metric_names), run.step)
+        self.results.latest |= self.report.write_between_looks(utility, self._fit.accounting)
+        for name, (step, value) in self._metrics.best.items():
+            best = {f"utility/{name}_best": value}
+            self.report.log(best, step)
+            run.publish(best)
+            self.results.latest |= best
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:

@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -209,56 +209,61 @@ class UserMetrics:
 
     Attributes:
         last: the newest value of each that was logged.
-        best: the best value of each, by the metric's name.
+        best: the step and the value of the best of each, by the metric's name.
     """
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
-        self.best: dict[str, float] = {}
+        self.best: dict[str, tuple[int, float]] = {}
         self._steps: dict[str, int] = {}
-        self._read: dict[str, object] = {}
+        self._read: dict[str, tuple[object, int]] = {}
 
-    def changed(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Return the metrics that differ from what was logged last; they count as logged now.
+    def changed(
+        self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
+    ) -> dict[str, float]:
+        """Return the metrics that were measured at this step; they count as logged now.
 
-        A training metric is read again :data:`TRAINING_STEPS` steps later. Values are compared as
-        objects first, since a tensor on a card has to be waited for.
+        A value that is the same object as at an earlier step, or an equal number, was measured
+        before. Objects are compared first, since a tensor on a card has to be waited for.
 
         Args:
             metrics: as they are, by name; numbers, or tensors of one.
             step: optimizer steps so far.
+            sparse: whether a training metric is left out for :data:`TRAINING_STEPS` steps after
+                its last value.
         """
         new: dict[str, float] = {}
         for name, value in metrics.items():
             next_step = self._steps.get(name, -TRAINING_STEPS) + TRAINING_STEPS
-            if self._read.get(name) is value or (is_training(name) and step < next_step):
+            if self._read.get(name, (None, 0))[0] is not value:
+                self._read[name] = value, step
+            if self._read[name][1] != step or (sparse and is_training(name) and step < next_step):
                 continue
-            self._read[name], number = value, float(value)
-            earlier = self.last.get(name)
-            if number != earlier and not (math.isnan(number) and earlier != earlier):
-                new[name] = number
-        return self.add(new, step)
+            number, last = float(value), self.last.get(name)
+            if number == last or (math.isnan(number) and last != last):
+                continue
+            new[name] = self.last[name] = number
+            self._steps[name] = step
+            best = [self.best[name][1]] if name in self.best else []
+            if math.isfinite(number) and best_of(name, [*best, number]) not in best:
+                self.best[name] = step, number
+        return new
 
-    def add(self, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Return metrics as numbers; they count as logged at a step."""
-        values = {name: float(value) for name, value in metrics.items()}
-        for name, value in values.items():
-            self.last[name], self._steps[name] = value, step
-            if math.isfinite(value):
-                self.best[name] = best_of(name, [value, self.best.get(name, value)])
-        return values
-
-    def at_end(self) -> dict[str, float]:
-        """Return the last value of each metric and, as ``<name>_best``, the best."""
-        return self.last | {f"{name}_best": value for name, value in self.best.items()}
+    def measured(self, names: Iterable[str]) -> None:
+        """Take the next values of these metrics as measured now, also where they are equal."""
+        for name in names:
+            self.last.pop(name, None)
+            self._read.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the last and the best values."""
-        return {"last": dict(self.last), "best": dict(self.best)}
+        """Return the last and the best values, and the steps of the best ones."""
+        best_steps, best = ({n: one[i] for n, one in self.best.items()} for i in (0, 1))
+        return {"last": dict(self.last), "best": best, "best_steps": best_steps}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
-        self.last, self.best = dict(state.get("last", {})), dict(state.get("best", {}))
+        """Go on from what :meth:`state_dict` returned; version 0.3.0 kept no steps."""
+        self.last, best = dict(state.get("last", {})), state.get("best", {})
+        self.best = {n: (int(s), best[n]) for n, s in state.get("best_steps", {}).items()}
 
 
 class Report:
@@ -420,7 +425,6 @@ class Report:
     def write_between_looks(
         self,
         utility: Mapping[str, float],
-        metrics: UserMetrics,
         defenses: Sequence[Defense],
         client: str | int | None = None,
     ) -> dict[str, float]:
@@ -439,7 +443,7 @@ class Report:
         self._run.publish(values)
         self.log(values, step)
         if self.record is not None:
-            new = {n: v for n, v in metrics.last.items() if f"utility/{n}" in values}
+            new = {n: v for n, v in utility.items() if f"utility/{n}" in values}
             spent = spendings(defenses)
             self.record.append(
                 records.MetricsLine(run="", step=step, client=client, utility=new, privacy=spent)

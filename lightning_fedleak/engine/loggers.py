@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import Outcome, Series
-from lightning_fedleak.report.records.utility import is_validation
+from lightning_fedleak.report.records.utility import is_lower_better, is_validation
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -72,7 +72,8 @@ class Cards:
         series: the channel of each series that is shown, in the order of the logs.
         privacy: names of what defences account for.
         worst: names of the highest headlines.
-        utility: names of the user's metrics; the first one of a validation has a card.
+        utility: names of the user's metrics that may have a card; empty: losses of any name. The
+            first that is of a validation has one, and the first other one.
         limits: what gates allow, by the name of the value that they watch.
     """
 
@@ -96,8 +97,7 @@ class Cards:
             names = {name, *(f"{s.log_name}/{series[s].headline}" for s in family_series)}
             if allowed := [limits[headline] for headline in names & limits.keys()]:
                 self._limits[tag] = min(allowed)
-        self._metrics = sorted(utility, key=lambda name: not is_validation(name))[:1]
-        self._tags |= {f"utility/{name}": f"{FRONT}/{name}" for name in self._metrics}
+        self._utility, self._metrics = utility, dict[bool, str]()
         if len(privacy) == 1:
             self._tags[privacy[0]] = f"{FRONT}/epsilon"
 
@@ -105,7 +105,7 @@ class Cards:
         """Write each value, its card if it has one, and the limit of the card's gate beside it."""
         for name, value in values.items():
             board.add_scalar(_tag(name), value, step)
-            if (card := self._tags.get(name)) is None:
+            if (card := self._tags.get(name, self._card_of_metric(name))) is None:
                 continue
             board.add_scalar(card, value, step)
             folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
@@ -114,6 +114,15 @@ class Cards:
                     self._gates[board] = type(board)(str(Path(folder) / GATE_RUN))
                 self._gates[board].add_scalar(card, self._limits[card], step)
                 self._gates[board].flush()
+
+    def _card_of_metric(self, name: str) -> str | None:
+        """Return the card of a metric of the user; None without one."""
+        group, _, metric = name.partition("/")
+        may = metric in self._utility if self._utility else is_lower_better(metric)
+        if group != "utility" or not may:
+            return None
+        first = self._metrics.setdefault(is_validation(metric), metric)
+        return f"{FRONT}/{metric}" if metric == first else None
 
     def close(self) -> None:
         """Close the runs of limits; the writers that were passed are the user's."""
@@ -132,7 +141,7 @@ class Cards:
         """
         families = "|".join(CARDS.values())
         lines = {"leakage: the worst attack of each kind": [f"{FRONT}/({families})"]}
-        lines |= {f"utility: {name}": [f"{FRONT}/{re.escape(name)}"] for name in self._metrics}
+        lines["utility: a validation and a training loss"] = [f"{FRONT}/(?!{families}|epsilon).+"]
         lines |= {name: [re.escape(name)] for name in self._privacy}
         for series, channel in self._series.items():
             tag = f"{series.log_name}/{channel.headline_of(series)}"

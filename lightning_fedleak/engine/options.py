@@ -278,24 +278,17 @@ class Options(WatchSettings):
     """How a run is watched: all settings, and the integration's arguments.
 
     Attributes:
-        utility: as above; where none were named, those that TensorBoard shows first.
-        logs_all: whether all of the user's metrics are logged.
+        utility: as above; None: all of the user's metrics.
         cadence: when to look.
         games: how membership games are played.
         local_steps: optimizer steps of a round of a federation; None: gradients of single steps.
     """
 
     stages: tuple[Stage, ...] = (Stage.SHARED,)
-    utility: tuple[str, ...] = ()
-    logs_all: bool = False
+    utility: tuple[str, ...] | None = None
     cadence: Cadence = field(default_factory=lambda: Cadence(50))
     games: Games = field(default_factory=Games)
     local_steps: int | None = None
-
-    @property
-    def metric_names(self) -> tuple[str, ...] | None:
-        """Return the names of the user's metrics that are logged; None: all."""
-        return None if self.logs_all else self.utility
 
 
 def parts_of(
@@ -305,7 +298,6 @@ def parts_of(
     every_n_steps: int | None = None,
     max_overhead: float | None = None,
     *,
-    utility: Sequence[str] = (),
     local_steps: int | None = None,
 ) -> tuple[Selection, Options]:
     """Return the attacks and options for an :class:`Engine`, from an integration's arguments.
@@ -316,18 +308,16 @@ def parts_of(
         games: how membership games are played.
         every_n_steps: look at every n-th step.
         max_overhead: share of the training time that looks may take.
-        utility: metrics that TensorBoard shows first where the settings name none.
         local_steps: of a round of a federation.
 
     Raises:
         ValueError: contradictory or unknown arguments.
     """
     selection = selected(attacks, settings, games, rounds=local_steps is not None)
-    names = utility if settings.utility is None else settings.utility
+    names = settings.utility
     further = {
         "stages": known_stages(settings.stages),
-        "utility": (names,) if isinstance(names, str) else tuple(names),
-        "logs_all": settings.utility is None,
+        "utility": (names,) if isinstance(names, str) else names and tuple(names),
         "cadence": cadence_of(every_n_steps, max_overhead),
         "games": games or Games(),
         "local_steps": local_steps,

@@ -28,7 +28,7 @@ from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.report.records import GateDecision, Judgement
-from lightning_fedleak.validate import check_choice, check_integer
+from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
@@ -90,6 +90,7 @@ class Threshold:
 
     actions: ClassVar[Sequence[str]] = ("stop", "harden", "raise", "warn")
 
+    @explain_arguments("{}('leakage/worst/words', at_most=0.5)")
     def __init__(
         self,
         metric: str,

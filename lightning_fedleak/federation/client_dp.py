@@ -81,6 +81,12 @@ class ClientDP(Defense):
     Not covered: numbers that clients send besides their update (the number of examples, metrics),
     logs of leakage, and decisions to increase the noise that depend on data.
 
+    Examples:
+        >>> from lightning_fedleak import ClientDP
+        >>> dp = ClientDP(clip=0.5, noise_multiplier=2.0, clients=100, target_delta=1e-3)
+        >>> dp.trust
+        'central'
+
     Args:
         clip: the largest 2-norm of a client's update, over all shared tensors together.
         noise_multiplier: the standard deviation of the noise on the sum, divided by ``clip``. None

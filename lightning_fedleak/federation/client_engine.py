@@ -181,4 +181,5 @@ class ClientEngine(Engine):
     def rounds_end(self) -> None:
         """Log what defences have spent in all rounds of this client, with or without a look."""
         client, defenses = self.spent
-        self._write_between_looks({}, defenses, client)
+        if self.report is not None:
+            self.results.latest |= self.report.write_between_looks({}, defenses, client)

@@ -27,6 +27,11 @@ class RoundGate(Threshold):
     In the first round of a LoRA no words can be read *yet*, as long as its B is zero. A gate on
     words lets one such update of a client pass, and no second one.
 
+    Examples:
+        >>> from lightning_fedleak import RoundGate
+        >>> RoundGate("leakage/worst/words", at_most=0.3)
+        RoundGate('leakage/worst/words', at_most=0.3, withhold)
+
     Args:
         metric: a name in the logs, ``"leakage/<attack>/<metric>"`` or ``"leakage/worst/<family>"``.
             Of membership the AUC, not what the attack's own threshold gives.

@@ -207,7 +207,13 @@ def _report_step(optimizer: Optimizer) -> None:
 
 
 class TrainedOn(EitherCallback):
-    """A callback that reports every batch and every optimizer step of a fit, with its rate."""
+    """A callback that reports every batch and every optimizer step of a fit, with its rate.
+
+    Examples:
+        >>> import lightning as L
+        >>> from lightning_fedleak import TrainedOn
+        >>> trainer = L.Trainer(max_steps=10, callbacks=[TrainedOn()])
+    """
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

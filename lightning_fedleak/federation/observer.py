@@ -116,6 +116,28 @@ class RoundObserver:
     attack, to ``run.jsonl``, and to TensorBoard. What fails is *unknown* and counted in
     ``monitor/failures``. Rates of membership games are pooled over the rounds of a client.
 
+    Examples:
+        >>> from functools import partial
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import BagOfWords, RoundObserver, trained_state
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> model, local = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
+        >>> sent = trained_state(model)
+        >>> observer = RoundObserver(
+        ...     model, partial(torch.optim.SGD, lr=0.1), local_steps=1, attacks=[BagOfWords()]
+        ... )
+        >>> observer.begin(0, sent)
+        >>> _ = local.load_state_dict(sent, strict=False)
+        >>> ids = torch.arange(16).view(2, 8)
+        >>> local(input_ids=ids, labels=ids).loss.backward()
+        >>> torch.optim.SGD(local.parameters(), lr=0.1).step()
+        >>> batch = {"input_ids": ids, "labels": ids}
+        >>> look = observer.look(trained_state(local), batches=[batch])
+        >>> observer.end()
+        >>> look.values["leakage/bag_of_words/f1"]
+        1.0
+
     Args:
         model: a model of the clients' architecture, with the same ``requires_grad``. Nothing else
             may use it: the weights that are sent are loaded into it.
@@ -160,8 +182,6 @@ class RoundObserver:
         settings: RoundSettings | None = None,
     ) -> None:
         settings = settings or RoundSettings()
-        if not isinstance(settings, RoundSettings):
-            raise TypeError("RoundObserver(settings=) takes RoundSettings, which has all of theirs")
         self.local_steps = check_integer("local_steps", local_steps)
         check_choice("side", side, get_args(Side))
         unused = ("stages", "reveal", "report", "utility", "client", "scaler")

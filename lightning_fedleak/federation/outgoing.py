@@ -77,6 +77,19 @@ class OutgoingUpdates:
     cannot be read, leaves as zero, masked like every other update: the server does not see which
     client withheld, and no client is missing in the aggregation.
 
+    Examples:
+        >>> from functools import partial
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import BagOfWords, OutgoingUpdates, RoundGate, RoundObserver
+        >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
+        >>> observer = RoundObserver(
+        ...     GPT2LMHeadModel(config), partial(torch.optim.SGD, lr=0.1), 1, attacks=[BagOfWords()]
+        ... )
+        >>> gates = [RoundGate("leakage/bag_of_words/f1", at_most=0.3)]
+        >>> OutgoingUpdates(observer, gates).gates[0].at_most
+        0.3
+
     Args:
         observer: the observer of this client, with ``side="client"``.
         gates: the gates, in the order in which they judge.

@@ -103,6 +103,12 @@ def difference(
 ) -> dict[str, Tensor]:
     """Return ``returned - sent`` of the trained tensors, in float32 (float64 if sent in that).
 
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import difference
+        >>> difference({"weight": torch.zeros(2)}, {"weight": torch.ones(2)})
+        {'weight': tensor([1., 1.])}
+
     Args:
         sent: the state that the client got.
         returned: the state that it returned.
@@ -193,7 +199,14 @@ def joint_norm(update: Mapping[str, Tensor]) -> float:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trained parameters, tied ones only once: what a client has to share."""
+    """Return copies of the trained parameters, tied ones only once: what a client has to share.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import trained_state
+        >>> list(trained_state(torch.nn.Linear(2, 3)))
+        ['weight', 'bias']
+    """
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 

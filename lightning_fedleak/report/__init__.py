@@ -24,13 +24,4 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.logs import read as read
     from lightning_fedleak.report.overview import explain as explain
 
-_HOMES = {
-    "content": ("Findings", "findings"),
-    "files": ("print_card", "write", "write_at_end", "write_live"),
-    "html": ("model_card", "page"),
-    "logs": ("FitLog", "NothingToReport", "ReportError", "read"),
-    "overview": ("explain",),
-}
-
-
-__getattr__ = lazy(__name__, _HOMES)
+__getattr__ = lazy(__name__)

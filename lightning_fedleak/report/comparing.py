@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.overview import Overview, Part, Reading, Sentence, plain
-from lightning_fedleak.report.records import STANDARD_FAMILIES, Family
+from lightning_fedleak.report.overview import Overview, Part, Reading, Sentence, of_what_left, plain
+from lightning_fedleak.report.records import STANDARD_FAMILIES, WORDS, Family
 from lightning_fedleak.report.records.utility import is_training
-from lightning_fedleak.report.series import utility
+from lightning_fedleak.report.series import are_apart, utility
 from lightning_fedleak.report.wording import brief_interval
 
 
@@ -19,7 +20,7 @@ class Comparison:
 
     Attributes:
         sentence: what differs.
-        family: the kind of leak that is compared.
+        family: the kind of leak that the charts compare: what the sentence names first.
         metric: the utility that all runs have; empty without one.
         step, unit: the last step at which all have it; None without one. What is counted.
         lengths: how many steps or rounds each had, where a gate stopped one; else empty.
@@ -47,11 +48,12 @@ def names_of(fits: Sequence[FitSummary]) -> list[str]:
 
 
 def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Comparison:
-    """Return several runs side by side, by the kind of leak of which most was read."""
+    """Return several runs side by side, what fell to chance first."""
     names = names_of(fits)
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
-    family = max(readings, key=lambda key: (len(readings[key]), _most(readings[key])))
+    clauses = _clauses(readings, dict(zip(names, fits, strict=True)))
+    family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
         [
@@ -67,10 +69,10 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     decisions = zip(names, fits, strict=True)
     stopped = [n for n, fit in decisions if any(one.did == "stopped" for one in fit.decisions)]
     if 0 < len(stopped) < len(fits):
-        sentence = _stop(stopped[0], lengths, readings[family])
+        sentence = _stop(stopped[0], lengths, readings.values())
     else:
         price = "" if is_training(metric) else metric
-        sentence = _difference(readings[family], price, f"{fits[0].unit} {step}", utilities)
+        sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
         lengths = {}
     titles = [one.short_title for one in STANDARD_FAMILIES]
     at = f"{metric} at {step}" if utilities else "utility"
@@ -120,10 +122,6 @@ def _updates_that_left(fit: FitSummary) -> int:
     return fit.length or fit.steps or 0
 
 
-def _most(readings: Mapping[str, Reading]) -> float:
-    return max((one.height for one in readings.values()), default=-1.0)
-
-
 def _cell(one: Overview, family: str) -> str:
     reading = next(reading for reading in one.readings if reading.family == family)
     interval = brief_interval(reading.rate) if reading.rate else ""
@@ -139,45 +137,87 @@ def _last_utility(fit: FitSummary) -> str:
     return f"{name} {points[-1][1]:.3f} at {points[-1][0]}" if points else "not recorded"
 
 
-def _stop(stopped: str, lengths: Mapping[str, int], readings: Mapping[str, Reading]) -> Sentence:
+def _stop(
+    stopped: str, lengths: Mapping[str, int], readings: Iterable[Mapping[str, Reading]]
+) -> Sentence:
     """Return what a gate that stopped a run kept back, beside the longest run."""
     longest = max((name for name in lengths if name != stopped), key=lambda name: lengths[name])
-    start = (
-        Part("The gate stopped "),
-        Part(stopped, "strong"),
-        Part(f" after {lengths[stopped]} updates. In "),
-        Part(longest, "strong"),
-    )
-    reading = readings.get(longest)
-    if reading is None or reading.verdict != "read":
-        return (*start, Part(f" all {lengths[longest]} left."))
-    words = f" all {lengths[longest]} left: {reading.title.lower()}, {reading.measure} "
-    return (*start, Part(words), Part(reading.answer, "read"), Part("."))
+    parts = [Part("The gate stopped "), Part(stopped, "strong")]
+    parts += [Part(f" after {lengths[stopped]} updates. In "), Part(longest, "strong")]
+    parts.append(Part(f" all {lengths[longest]} left"))
+    mark = ":"
+    for one in (each[longest] for each in readings if longest in each):
+        if one.verdict == "read":
+            words = f"{mark} {one.title.lower()}, {one.measure} "
+            parts, mark = [*parts, Part(words), Part(one.answer, "read")], ";"
+    return (*parts, Part("."))
 
 
-def _difference(
-    readings: Mapping[str, Reading], metric: str, at: str, utilities: Mapping[str, float]
-) -> Sentence:
-    """Return how far the highest and the lowest reading are apart, and for what price."""
-    if len(readings) < 2:
-        return (Part("These runs have no kind of leak in common that was measured."),)
+class _Clause(NamedTuple):
+    """How far apart the highest and the lowest reading of a kind of leak are.
+
+    Attributes:
+        fell: whether the lowest is next to chance, and surely lower than the highest.
+        differs: whether it is surely lower.
+        height: how far the highest is above guessing.
+        family: the kind.
+        runs: the names of the runs with the highest and the lowest reading.
+        parts: the clause without its full stop.
+    """
+
+    fell: bool
+    differs: bool
+    height: float
+    family: str
+    runs: tuple[str, str]
+    parts: Sentence
+
+
+def _clauses(
+    readings: Mapping[str, Mapping[str, Reading]], fits: Mapping[str, FitSummary]
+) -> list[_Clause]:
+    """Return a clause about each kind that two runs measured, what fell to chance first."""
+    return sorted((_clause(r, fits) for r in readings.values() if len(r) > 1), reverse=True)
+
+
+def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
+    """Return the clause about a kind of leak, from two readings or more by the runs' names."""
     high, low = (pick(readings, key=lambda name: readings[name].height) for pick in (max, min))
     top, bottom = readings[high], readings[low]
-    start = (
+    attacks = of_what_left(fits[low], top.family)
+    same = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]
+    doubt = ""
+    if bottom.silent:
+        doubt = f"; there {', '.join(bottom.silent)} gave no result"
+    elif not same:
+        doubt = f" by another attack, {bottom.attack}"
+    elif not all(are_apart(top.rate, rate) for rate in (bottom.rate, *same)):
+        doubt = "; the intervals overlap"
+    answer, fell = bottom.answer, not doubt and bottom.verdict == "little"
+    if fell:
+        answer = f"next to {'guessing' if bottom.chance else 'none'} ({answer})"
+    parts = (
         Part(f"{top.title}: {top.measure} "),
         Part(top.answer, "read" if top.verdict == "read" else "strong"),
-        *(Part(" in "), Part(high, "strong"), Part(f", {bottom.answer} in "), Part(low, "strong")),
+        *(Part(" in "), Part(high, "strong"), Part(f", {answer} in "), Part(low, "strong")),
+        Part(doubt),
     )
-    if bottom.silent:
-        words = f". There {', '.join(bottom.silent)} gave no result: no difference is shown."
-        return (*start, Part(words))
-    if bottom.attack != top.attack:
-        return (*start, Part(f" by another attack, {bottom.attack}: no difference is shown."))
-    end = bottom.rate.high if bottom.rate else None
-    begin = top.rate.low if top.rate else None
-    if end is None or begin is None or end >= begin:
-        return (*start, Part(". The intervals overlap: no difference is shown."))
-    if metric and high in utilities and low in utilities:
-        price = utilities[low] - utilities[high]
-        return (*start, Part(f", for {price:+.2f} {metric} by {at}."))
-    return (*start, Part("."))
+    return _Clause(fell, not doubt, top.height, top.family, (high, low), parts)
+
+
+def _differences(
+    clauses: Sequence[_Clause], metric: str, at: str, utilities: Mapping[str, float]
+) -> Sentence:
+    """Return how far the runs are apart in each kind of leak, and for what price."""
+    if not clauses:
+        return (Part("These runs have no kind of leak in common that was measured."),)
+    parts: list[Part] = []
+    priced = False
+    for one in clauses:
+        high, low = one.runs
+        price = ""
+        if one.differs and metric and not priced and utilities.keys() >= {high, low}:
+            price, priced = f", for {utilities[low] - utilities[high]:+.2f} {metric} by {at}", True
+        parts += [*one.parts, Part(f"{price}. ")]
+    end = "" if any(one.differs for one in clauses) else "No difference is shown."
+    return (*parts[:-1], Part((parts[-1].text + end).rstrip()))

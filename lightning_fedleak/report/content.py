@@ -257,9 +257,9 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
             f"{_names(weak)} reads little here even where the words are known: set attacks='auto', "
             "which chooses by itself, or use smaller batches."
         )
-    for name, reason in fit.not_played.items():
+    for reason in dict.fromkeys(fit.not_played.values()):
         if "=" in reason:  # the reason names an argument
-            yield f"Run {name}: {reason}."
+            yield f"Run {', '.join(n for n, w in fit.not_played.items() if w == reason)}: {reason}."
     unsure = [a for a in fit.attacks if a.conclusive is False and a.stage != RELEASED]
     if unsure:
         yield (

@@ -375,6 +375,11 @@ def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
     ]
 
 
+def _untested(family: records.Family, was_tried: bool) -> str:
+    hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
+    return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
+
+
 def _not_tested(
     log: FitLog, attacks: Sequence[AttackSummary], not_played: Mapping[str, str]
 ) -> list[str]:
@@ -382,9 +387,9 @@ def _not_tested(
     begin = log.begin or records.BeginLine(run=log.run)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
-    untested = {one.name: one.tested for one in families if one.name not in tested}
-    sentences = [f"{question}: no attack gave a result" for question in untested.values()]
-    sentences += [f"{name}: {reason}" for name, reason in not_played.items()]
+    tried = {a.family.name for a in attacks}
+    sentences = [_untested(one, one.name in tried) for one in families if one.name not in tested]
+    sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(
             f"{len(unread)} shared parameter{'s' * (len(unread) > 1)}, tested by no attack: "

@@ -14,7 +14,7 @@ from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSumma
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
-from lightning_fedleak.report.series import before_and_after, is_read, knee, utility
+from lightning_fedleak.report.series import are_apart, before_and_after, is_read, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
 # The min AUC at which the report says that members are recognized almost every time. Not tuned.
@@ -375,9 +375,34 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     if high := [r for r in readings if r.verdict == "inconclusive" and r.height > HIGH]:
         names = _titles(high, "inconclusive", " and ")
         parts.append(Part(f" High, but in too few looks to be sure: {names}."))
-    if parts:
-        return (Part(parts[0].text.lstrip()), *parts[1:])
-    return _without_result(readings)
+    bought = _bought(fit, readings)
+    if not parts:
+        return (*bought, *_without_result(readings))
+    parts += [Part(" "), *bought]
+    return (Part(parts[0].text.lstrip()), *parts[1:-1], Part(parts[-1].text.rstrip()))
+
+
+def _bought(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
+    """Return what the defence took from the update; empty where no look saw both sides of it."""
+    fell: list[Part] = []
+    same: list[str] = []
+    pairs = before_and_after(fit) if fit.defenses else []
+    family_of = {attack.name: attack.family.name for attack in fit.attacks}
+    for one in sorted(readings, key=lambda reading: reading.verdict != "little"):
+        of_family = [pair for pair in pairs if family_of[pair.attack] == one.family]
+        if not of_family or one.verdict == "unknown":
+            continue
+        pair, kind = max(of_family, key=lambda p: p.before.value or 0.0), one.title.lower()
+        if one.silent or not all(are_apart(pair.before, rate) for rate in (pair.after, one.rate)):
+            same.append(kind)
+            continue
+        start = " and" if fell else "The defence brought"
+        words = f"{start} {kind} from {one.measure} {brief(pair.before.value)} down to "
+        fell += [Part(words), Part(one.answer, "strong")]
+    if same:
+        start = ". It" if fell else "The defence"
+        fell.append(Part(f"{start} shows no difference for {' and '.join(same)}"))
+    return (*fell, Part(". ")) if fell else ()
 
 
 def _update(fit: FitSummary, attacks: Sequence[AttackSummary]) -> str:

@@ -35,6 +35,12 @@ def is_read(rate: MetricValue, chance: float) -> bool:
     return rate.low > chance and rate.value - chance > NEXT_TO_NONE
 
 
+def are_apart(higher: MetricValue | None, lower: MetricValue | None) -> bool:
+    """Return whether the interval of one rate lies above that of another."""
+    low, high = higher.low if higher else None, lower.high if lower else None
+    return low is not None and high is not None and low > high
+
+
 class Cell(NamedTuple):
     """A cell of a table: its text, and how the page sets it off."""
 
@@ -279,9 +285,6 @@ def utility(fit: FitSummary) -> dict[str, Points]:
             for step, value in line:
                 steps.setdefault(step, []).extend([] if value is None else [value])
         points = [(step, fmean(values)) for step, values in sorted(steps.items()) if values]
-        # Looks repeat what was last validated; the last point says until when it was so.
-        ends = (0, len(points) - 1)
-        fresh = [p for i, p in enumerate(points) if i in ends or p[1] != points[i - 1][1]]
         if points:
-            series[name] = points if is_training(name) else fresh
+            series[name] = points
     return series

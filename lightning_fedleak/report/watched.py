@@ -7,7 +7,7 @@ import math
 import time
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_fedleak import report
 from lightning_fedleak.messages import rank_zero_warn
@@ -19,6 +19,16 @@ More: pages of long runs are newer. Less: they wait for more looks.
 """
 
 
+class _Latest(dict[str, float]):
+    """Values by log name, with an error that says why there is none."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(
+            f"{name} has no value: no look has ended yet, or none of this run reads it. "
+            f"latest.get({name!r}) is None then"
+        )
+
+
 class Reported:
     """What is watched by an engine: it writes a report, and a notebook displays it."""
 
@@ -27,8 +37,7 @@ class Reported:
     @property
     def latest(self) -> dict[str, float]:
         """The newest value by log name; NaN is unknown. Empty before the first look."""
-        values: dict[str, float] = self.engine.results.latest
-        return values
+        return _Latest(self.engine.results.latest)
 
     def __repr__(self) -> str:
         selection, options = self.engine.selection, self.engine.options

@@ -16,7 +16,8 @@ from lightning_fedleak.strategies.seams import DDPSeam, ModelParallelSeam, Seam,
 _RESOLVED_HERE = ("auto", "single_device")
 _SUPPORTED = (
     "Pass 'auto', 'single_device', a registered DDP name ('ddp', 'ddp_spawn', ...), or an instance "
-    "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass."
+    "of SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy (FSDP2) or of a subclass: "
+    "DefendedStrategy('auto', defenses=[...])."
 )
 
 

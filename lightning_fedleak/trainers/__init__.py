@@ -17,6 +17,4 @@ if TYPE_CHECKING:
     from lightning_fedleak.trainers.defended_trainer import defended as defended
     from lightning_fedleak.trainers.transformers import LeakageCallback as LeakageCallback
 
-_HOMES = {"transformers": ("LeakageCallback",), "defended_trainer": ("DefendedMixin", "defended")}
-
-__getattr__ = lazy(__name__, _HOMES)
+__getattr__ = lazy(__name__)

@@ -78,7 +78,7 @@ class LeakageCallback(TrainerCallback, Reported):
         >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
         >>> from lightning_fedleak.attacks import BagOfWords
-        >>> from lightning_fedleak.trainers import LeakageCallback, Threshold
+        >>> from lightning_fedleak import LeakageCallback, Threshold
         >>> config = GPT2Config(vocab_size=64, n_embd=8, n_head=1, tie_word_embeddings=False)
         >>> rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8)]
         >>> arguments = TrainingArguments("out", max_steps=4, report_to=[], use_cpu=True)
@@ -172,7 +172,7 @@ class LeakageCallback(TrainerCallback, Reported):
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Take those of the Trainer's metrics that are logged next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
-        self.watch.note(chosen_metrics(values, self.watch.engine.options.metric_names))
+        self.watch.note(chosen_metrics(values, self.watch.engine.options.utility))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add to the metrics the values that select a checkpoint; unknown is infinite."""
@@ -217,7 +217,6 @@ class _TransformersWatch(Watch):
     """A :class:`Watch` of a Trainer's run. :class:`LeakageCallback` calls its methods."""
 
     run: ClassVar[type[LoopRun]] = _TransformersRun
-    utility_names: ClassVar[Sequence[str]] = ("loss", "eval_loss")
     resume: ClassVar[str] = "trainer.train(resume_from_checkpoint='{}')"
     mend: ClassVar[str] = "train it by defended(Trainer)(..., defenses=[DPSGD(...)])"
 
@@ -264,11 +263,19 @@ class _TransformersWatch(Watch):
         if (best := self._best_metric()) is None:
             return
         logged = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
-        if args.greater_is_better is not False or best not in logged:
+        start = f"metric_for_best_model='{best}'"
+        if args.greater_is_better is not False:
             raise ValueError(
-                f"metric_for_best_model='{best}' is a leakage: pass greater_is_better=False, and "
-                f"for '{CHOOSE}' a gate on the trained weights"
-                + names_there_are(best, logged, self.run.watcher)
+                f"{start} is a leakage, of which less is better: greater_is_better=False"
+            )
+        if best == CHOOSE and best not in logged:
+            raise ValueError(
+                f"{start} needs a gate on the trained weights: LeakageCallback(trainer, "
+                "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
+            )
+        if best not in logged:
+            raise ValueError(
+                f"{start} is not logged.{names_there_are(best, logged, self.run.watcher)}"
             )
 
     def _best_metric(self) -> str | None:
@@ -364,7 +371,7 @@ class _TransformersWatch(Watch):
     def note(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the Trainer next to leakage."""
         self.utility.update(metrics)
-        self.engine.metrics_changed()
+        self._log_utility()
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

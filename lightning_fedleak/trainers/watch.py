@@ -111,8 +111,8 @@ class Watch(Reported):
     """
 
     engine: Engine
+    _earlier_utility: dict[str, float]
     run: ClassVar[type[LoopRun]] = LoopRun
-    utility_names: ClassVar[Sequence[str]] = ("train_loss", "val_loss")
     resume: ClassVar[str] = ""
     mend: ClassVar[str] = (
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"
@@ -133,10 +133,7 @@ class Watch(Reported):
         settings: WatchSettings | None = None,
     ) -> None:
         self.settings = settings = settings or WatchSettings()
-        names = self.utility_names
-        self.engine = Engine(
-            *parts_of(attacks, settings, games, every_n_steps, max_overhead, utility=names)
-        )
+        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
         self.gates = tuple(gates)
         self._check_gates()
         self.folder = Path(folder)
@@ -154,8 +151,21 @@ class Watch(Reported):
 
     @property
     def utility(self) -> dict[str, float]:
-        """The user's metrics by name, such as ``"val_loss"``. The loop sets them."""
+        """The user's metrics by name, such as ``"val_loss"``.
+
+        The loop sets each where it was measured, which is the step that the logs name: in the
+        block of a batch its optimizer step counts, after the block as many steps as were over.
+        """
         return self.loop.utility
+
+    @contained
+    def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
+        """Log the metrics that the loop has set since; another object was measured again."""
+        now = dict(self.utility)
+        measured = [name for name in now if now[name] is not self._earlier_utility.get(name)]
+        self._earlier_utility = now
+        if measured or epoch_ended is None:
+            self.engine.metrics_changed(measured=measured, epoch_ended=epoch_ended)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed loop loads: plain numbers, strings and tensors."""
@@ -233,6 +243,7 @@ class Watch(Reported):
             engine.load_state_dict(saved["engine"])
             for gate in (gate for gate in self.gates if gate.name in saved["gates"]):
                 gate.load_state_dict(saved["gates"][gate.name])
+        self._earlier_utility = dict(loop.utility)
         engine.open(run)
         if loop.zero is not None:
             self._removers.append(loop.zero.follow_engine())
@@ -262,6 +273,7 @@ class Watch(Reported):
         ending = "finished" if error is None else error.__name__
         try:
             if error is None:
+                self._log_utility()
                 self.engine.training_ends()
         except BaseException as raised:
             ending = type(raised).__name__
@@ -366,6 +378,7 @@ class Watch(Reported):
 
     def batch_begins(self, batch: Any) -> None:
         """Start a look if one is due."""
+        self._log_utility()
         self.engine.batch_begins(batch)
         if self.loop.batches == self._first_batch and not self._run.is_compiled:
             self._removers.append(self._run.check_first_forward())
@@ -379,7 +392,7 @@ class Watch(Reported):
         self._open = not self._stepped and (self._open or self._backward)
         self.loop.steps += self._stepped
         self.engine.batch_ends(trained=self._backward or self._stepped)
-        self.engine.metrics_changed(epoch_ended=None)
+        self._log_utility(epoch_ended=None)
 
     @property
     def _look(self) -> Look | None:

@@ -99,9 +99,8 @@ REMOVERS = {
 PAGES = {
     *("_reveal", "RevealFiles.append", "RevealFiles.each"),
     *(
-        "Engine._write_between_looks",
         "Report.write_between_looks",
-        "UserMetrics.changed",
+        *("UserMetrics.changed", "UserMetrics.measured"),
         "privacy_values",
         "LoopRun.progress",
         "is_training",

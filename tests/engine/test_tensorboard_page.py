@@ -64,9 +64,9 @@ def test_first_cards_limits_charts_and_settings_of_runs_of_three_kinds(tmp_path)
         assert not any(re.match(r"axis|missing tag", text.lower()) for text in told[page])
     cards = told["timeseries"][told["timeseries"].index("Pinned") + 2 :]
     first = cards[: cards.index("epoch")]
-    assert first[:2] == ["1_leakage", "3 cards"]
+    assert first[:2] == ["1_leakage", "4 cards"]
     tags, limit = [t for t in first if t.startswith("/")], first.index("lora/tensorboard/gate")
-    assert tags == ["/membership_auc", "/trained_auc", "/words_f1"]
+    assert tags == ["/membership_auc", "/train_loss", "/trained_auc", "/words_f1"]
     assert first[limit + 1] == "0.9"
     assert first.index(tags[0]) < limit < first.index(tags[1])
     charts, rows = {*told["custom_scalars"]}, told["hparams"]

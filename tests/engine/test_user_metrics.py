@@ -40,13 +40,30 @@ def test_all_that_a_run_logs_is_its_utility_but_times_rates_and_what_we_log() ->
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1))
-def test_at_the_end_the_last_and_the_best_are_there(values: list[float]) -> None:
+def test_the_last_and_the_best_are_there_with_the_first_step_of_the_best(
+    values: list[float],
+) -> None:
     metrics = UserMetrics()
     for step, value in enumerate(values):
-        metrics.add({"val_acc": value, "val_loss": value}, step)
-    assert metrics.at_end() == {
-        "val_acc": values[-1],
-        "val_loss": values[-1],
-        "val_acc_best": max(values),
-        "val_loss_best": min(values),
+        metrics.changed({"val_acc": value, "val_loss": value}, step)
+    highest, lowest = max(values), min(values)
+    assert metrics.last == {"val_acc": values[-1], "val_loss": values[-1]}
+    assert metrics.best == {
+        "val_acc": (values.index(highest), highest),
+        "val_loss": (values.index(lowest), lowest),
     }
+    resumed = UserMetrics()
+    resumed.load_state_dict(metrics.state_dict())
+    assert (resumed.last, resumed.best) == (metrics.last, metrics.best)
+
+
+def test_a_value_is_new_where_it_was_measured_and_not_where_it_is_read() -> None:
+    metrics, measured = UserMetrics(), {"val_loss": 3.0, "train_loss": 2.0}
+    assert metrics.changed(measured, 10, sparse=True) == measured
+    assert metrics.changed(measured, 20) == {}
+    earlier = measured | {"train_loss": 1.5}
+    assert metrics.changed(earlier, 30, sparse=True) == {}, "a training metric waits"
+    assert metrics.changed(earlier, 70, sparse=True) == {}, "it is not of step 70"
+    assert metrics.changed(earlier, 71) == {}
+    metrics.measured(["val_loss"])
+    assert metrics.changed(earlier, 80) == {"val_loss": 3.0}, "measured again, the same number"

@@ -50,7 +50,7 @@ def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_
     assert "Next to none." in reading.note
     assert found.verdict.level == "some"
     html = page(found)
-    assert "of what could be read here <b>1.00</b>" in html
+    assert "the same attack on known words: <b>1.00</b>" in html
     assert 'control 1.00"><i class="iv"' in html
 
 
@@ -117,7 +117,7 @@ def test_runs_without_controls_read_as_before(tmp_path: Path) -> None:
     assert (attack.control, attack.control_note, attack.blind) == (None, "", 0)
     assert attack.above_chance == 0.05
     html = page(found)
-    assert "of what could be read here" not in html
+    assert "the same attack on known" not in html
     assert found.verdict.level == "some"
 
 

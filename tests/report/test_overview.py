@@ -253,7 +253,9 @@ def runs(folder, *values, decisions=()):
 
 def test_runs_are_compared_at_the_last_step_that_all_validated(tmp_path):
     found = runs(tmp_path, (0.8, 0.9, 1.0), (0.0, 0.1, 0.2))
-    assert found.verdict.sentence == "Words: F1 .90 in a, .10 in b, for +1.00 val_loss by step 1."
+    assert found.verdict.sentence == (
+        "Words: F1 .90 in a, next to none (.10) in b, for +1.00 val_loss by step 1."
+    )
     assert found.comparison.utilities == {"a": 4.0, "b": 5.0}
     html = page(found)
     assert html.index("2 runs compared") < html.index('id="run1"')
@@ -263,7 +265,7 @@ def test_runs_are_compared_at_the_last_step_that_all_validated(tmp_path):
 
 def test_overlapping_intervals_show_no_difference(tmp_path):
     found = runs(tmp_path, (0.4, 0.6, 0.8), (0.3, 0.5, 0.7))
-    assert "The intervals overlap: no difference is shown." in found.verdict.sentence
+    assert "b; the intervals overlap. No difference is shown." in found.verdict.sentence
 
 
 def test_a_low_value_beside_an_attack_without_a_result_is_no_difference(tmp_path):
@@ -273,7 +275,7 @@ def test_a_low_value_beside_an_attack_without_a_result_is_no_difference(tmp_path
         weak = result(0, run=run, f1=(0.02, 0.0, 0.05))
         written(tmp_path / run, [weak, strong[run]], [begin(run, attacks=attacks), end(9, run)])
     found = findings(read([tmp_path]))
-    assert "There strong gave no result: no difference is shown." in found.verdict.sentence
+    assert "b; there strong gave no result. No difference is shown." in found.verdict.sentence
     cells = [row[found.comparison.columns.index("words")] for row in found.comparison.rows]
     assert cells[0].endswith("F1 of strong")
     assert cells[1].endswith("F1 of flatchat; no result of strong")
@@ -285,7 +287,93 @@ def test_values_of_different_attacks_are_no_difference(tmp_path):
         low, value, high = f1
         written(tmp_path / run, [result(0, name, run=run, f1=(value, low, high))], record)
     sentence = findings(read([tmp_path])).verdict.sentence
-    assert "by another attack, bias_sign: no difference is shown." in sentence
+    assert "by another attack, bias_sign. No difference is shown." in sentence
+
+
+BOTH = [*PAIR, about("bias_sign", "words")]
+
+
+def twins(folder, open_lines, defended_lines, **more):
+    """A run without a defence and its twin with one."""
+    for run, lines in (("open", open_lines), ("dp", defended_lines)):
+        defenses = [dpsgd()] if run == "dp" else []
+        record = [begin(run, attacks=BOTH, defenses=defenses, **more), end(9, run)]
+        written(folder / run, [line | {"run": run} for line in lines], record)
+    return findings(read([folder / "open", folder / "dp"]))
+
+
+def test_each_kind_that_both_runs_measured_has_a_clause_and_what_fell_to_chance_is_first(tmp_path):
+    without = [result(0, f1=(0.89, 0.81, 0.94)), result(0, "fc", auc=(0.999, 0.6, 1.0))]
+    private = [result(0, f1=(0.0, 0.0, 0.14)), result(0, "fc", auc=(0.72, 0.5, 0.9))]
+    found = twins(tmp_path, without, private)
+    assert found.verdict.sentence == (
+        "Words: F1 .89 in open, next to none (.00) in dp. "
+        "Membership: AUC >.99 in open, .72 in dp; the intervals overlap."
+    )
+    assert (found.comparison.family, set(found.comparison.readings)) == ("words", {"open", "dp"})
+    assert "No difference is shown" not in page(found)
+
+
+def test_no_difference_is_said_once_where_it_holds_for_all_kinds(tmp_path):
+    lines = [result(0, f1=(0.89, 0.81, 0.94)), result(0, "fc", auc=(0.9, 0.6, 1.0))]
+    sentence = twins(tmp_path, lines, lines).verdict.sentence
+    assert sentence.endswith("; the intervals overlap. No difference is shown.")
+    assert sentence.count("the intervals overlap") == 2
+
+
+def test_the_same_attack_decides_where_the_lowest_reading_is_of_another(tmp_path):
+    without = [result(0, f1=(0.89, 0.81, 0.94)), result(0, "bias_sign", f1=(0.5, 0.4, 0.6))]
+    for high, fell in ((0.1, True), (0.85, False)):  # the upper end of flatchat in the twin
+        private = [result(0, f1=(0.01, 0.0, high)), result(0, "bias_sign", f1=(0.02, 0.0, 0.1))]
+        sentence = twins(tmp_path / str(high), without, private).verdict.sentence
+        assert ("next to none" in sentence) == fell
+        assert ("No difference is shown" in sentence) == (not fell)
+
+
+def both_stages(folder, *pairs):
+    """A run under a defence of which looks saw both sides: (attack, metric, before, after)."""
+    lines = [
+        result(0, attack, stage, **{metric: rate})
+        for attack, metric, *rates in pairs
+        for stage, rate in zip(("local", "shared"), rates, strict=True)
+    ]
+    return found_in(folder, lines, [begin(attacks=BOTH, defenses=[dpsgd()]), end(4)])
+
+
+WORDS_FELL = ("flatchat", "f1", (0.84, 0.8, 0.9), (0.0, 0.0, 0.14))
+UNSURE = ("fc", "auc", (0.99, 0.7, 1.0), (0.72, 0.5, 0.9))
+
+
+def test_the_headline_of_a_defended_run_says_what_the_defence_bought(tmp_path):
+    sentence = both_stages(tmp_path, UNSURE, WORDS_FELL).verdict.sentence
+    assert sentence == (
+        "The defence brought words from F1 .84 down to .00. It shows no difference for membership. "
+        "Not conclusive: membership. More looks or texts would show it."
+    )
+
+
+def test_a_defence_that_takes_nothing_is_said_to_show_no_difference(tmp_path):
+    same = ("flatchat", "f1", (0.84, 0.8, 0.9), (0.8, 0.7, 0.9))
+    sentence = both_stages(tmp_path, same).verdict.sentence
+    assert sentence.endswith("The defence shows no difference for words.")
+    assert sentence.startswith("One update lets the server")
+
+
+def test_without_both_stages_or_a_defence_nothing_is_said_to_be_bought(tmp_path):
+    lines = [result(0, f1=(0.0, 0.0, 0.1))]
+    alone = found_in(tmp_path / "a", lines, [begin(defenses=[dpsgd()]), end(4)])
+    lines += [result(0, stage="local", f1=(0.9, 0.8, 1.0))]
+    undefended = found_in(tmp_path / "b", lines, [begin(), end(4)])
+    for found in (alone, undefended):
+        assert "defence" not in found.verdict.sentence
+
+
+def test_a_low_number_of_an_attack_beside_a_silent_one_is_not_what_a_defence_bought(tmp_path):
+    silent = result(0, "bias_sign")
+    before, left = result(0, stage="local", f1=WORDS_FELL[2]), result(0, f1=WORDS_FELL[3])
+    record = [begin(attacks=BOTH, defenses=[dpsgd()]), end(4)]
+    sentence = found_in(tmp_path, [before, left, silent], record).verdict.sentence
+    assert sentence.startswith("The defence shows no difference for words.")
 
 
 def test_runs_without_a_step_in_common_show_the_last_value_of_each(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -15,6 +16,7 @@ from lightning_fedleak import BagOfWords, FCMembership, FlatChat, LeakageMonitor
 from lightning_fedleak.attacks.memorization import LossRatio
 from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.models import tiny_gpt2
@@ -292,8 +294,12 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
     ("settings", "gates", "words"),
     [
         ({"metric_for_best_model": WORDS}, [], "greater_is_better=False"),
-        ({"metric_for_best_model": "leakage/choose", "greater_is_better": False}, [], "a gate on"),
-        ({"metric_for_best_model": "leakage/no/f1", "greater_is_better": False}, [], "exist"),
+        ({"metric_for_best_model": "leakage/choose", "greater_is_better": False}, [], "gates="),
+        (
+            {"metric_for_best_model": "leakage/no/f1", "greater_is_better": False},
+            [],
+            "is not logged",
+        ),
         ({"optim": "adalomo"}, [], "while backward runs"),
     ],
 )
@@ -423,3 +429,23 @@ def test_a_leakage_chooses_the_checkpoint_and_unknown_is_worst(tmp_path: Path) -
     assert notes.values[0] == float("inf")
     assert trainer.state.best_metric == min(notes.values) < 1
     assert callback.watch.utility.keys() == {"loss", "eval_loss", "train_loss"}
+
+
+def test_losses_are_of_the_steps_of_their_evaluations_and_have_cards(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, eval_strategy="steps", eval_steps=3, eval_dataset=rows(4), logging_steps=2
+    )
+    callback = watched(trainer, [BagOfWords()], tensorboard=True)
+    trainer.train()
+    expected = {
+        name: [(log["step"], log[name]) for log in trainer.state.log_history if name in log]
+        for name in ("eval_loss", "loss")
+    }
+    assert [step for step, _ in expected["eval_loss"]] == [3, 6, 8]
+    found = findings(read([callback.watch.folder])).runs[0].utility
+    assert found["eval_loss"] == expected["eval_loss"]
+    assert set(found["loss"]) <= {*expected["loss"]}
+    events = EventAccumulator(str(callback.watch.folder / "tensorboard")).Reload()
+    cards = [(one.step, one.value) for one in events.Scalars("1_leakage/eval_loss")]
+    assert cards == [(step, pytest.approx(value)) for step, value in expected["eval_loss"]]
+    assert "1_leakage/loss" in events.Tags()["scalars"]

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import own_folder
+from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.loops import check_undisturbed, watched
@@ -260,12 +261,30 @@ def test_metrics_of_a_loop_are_logged_where_they_change(tmp_path: Path) -> None:
         name: [(line["step"], line["utility"][name]) for line in record if name in line["utility"]]
         for name in ("val_loss", "train_loss")
     }
-    assert values["val_loss"] == [(20, 3), (40, 2), (60, 2.5), (64, 2.5)]
+    assert values["val_loss"] == [(20, 3), (40, 2), (60, 2.5)]
     assert values["train_loss"] == [(51, 49), (64, 36)]  # the look at step 0 has the first
     assert watch.latest["utility/val_loss_best"] == 2.0
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [one.step for one in events.Scalars("utility/val_loss")] == [20, 40, 60, 64]
+    for tag in ("utility/val_loss", "1_leakage/val_loss"):
+        assert [one.step for one in events.Scalars(tag)] == [20, 40, 60]
+    assert [(s.step, s.value) for s in events.Scalars("utility/val_loss_best")] == [(40, 2.0)]
+
+
+def test_a_metric_set_after_a_batch_is_of_the_steps_that_are_over(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    with Watch(model, optimizer, [BagOfWords()], every_n_steps=1000, folder=tmp_path) as watch:
+        for number, batch in enumerate(batches(9), 1):
+            with watch.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if number % 3 == 0:
+                watch.utility["valid_loss"] = float("2.5")  # measured each time
+    record = [line for line in lines(tmp_path, "run") if line["kind"] == "metrics"]
+    assert [line["step"] for line in record if line["utility"]] == [3, 6, 9]
+    [page] = findings(read([tmp_path])).runs
+    assert page.utility == {"valid_loss": [(3, 2.5), (6, 2.5), (9, 2.5)]}
 
 
 def test_steps_that_would_be_missed_are_refused(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class ExtractionGuess(Guess):
 class Extraction(MemorizationAttack):
     """Count texts of which k tokens in a row are (n, q)-discoverable, or repeated greedily.
 
+    Examples:
+        >>> from lightning_fedleak import Extraction, LeakageMonitor
+        >>> monitor = LeakageMonitor([Extraction(tokens=16)])
+        >>> "leakage/extraction/extracted" in monitor.metric_names()
+        True
+
     Args:
         tokens: k, label tokens in a row.
         name: as in the logs.

@@ -322,6 +322,13 @@ class Combined(MemorizationAttack):
     Each is ranked among all texts that are asked about, members or not, so that no label is used;
     ranks are added as normal scores. The score of a text depends on that pool: two results compare
     only on the same pool.
+
+    Examples:
+        >>> from lightning_fedleak import Combined, LeakageMonitor, RiskGate
+        >>> gate = RiskGate("leakage/combined/auc", at_most=0.7)
+        >>> callbacks = [LeakageMonitor([Combined()]), gate]
+        >>> gate.metric in callbacks[0].metric_names()
+        True
     """
 
     default_name = "combined"

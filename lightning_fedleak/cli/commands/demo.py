@@ -45,7 +45,7 @@ _PATIENCE = 1  # looks above the threshold that the gate lets pass: one is no ev
 _TWO_LINES = (
     "In your own training it is one line, for Lightning or for transformers' Trainer:\n"
     "  trainer = L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
-    "  from lightning_fedleak.trainers import LeakageCallback\n"
+    "  from lightning_fedleak import LeakageCallback\n"
     "  trainer.add_callback(LeakageCallback(trainer))"
 )
 _PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
@@ -142,8 +142,11 @@ def _fit(
     gate = RiskGate(
         f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
     )
+    validations = max(n for n in range(1, 6) if options.steps % n == 0)  # more take longer
     trainer = L.Trainer(
         max_steps=options.steps,
+        check_val_every_n_epoch=None,
+        val_check_interval=options.steps // validations,  # the last one is at the end
         devices=1,
         logger=TensorBoardLogger(folder.parent, name=folder.name, version=""),
         callbacks=[monitor, table, *([gate] if gated else [])],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from argparse import Namespace
+from contextlib import ExitStack
+from typing import ClassVar
 
 import torch
+from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +22,7 @@ from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
 from lightning_fedleak.progress import operations_per_second
 from lightning_fedleak.trainers import Watch
+from lightning_fedleak.trainers.loop import LoopRun
 
 RANKS = 8
 """Processes over which a sharded model is planned."""
@@ -169,17 +174,21 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     )
 
 
+class _PlannedRun(LoopRun):
+    watcher: ClassVar[str] = "LeakageMonitor"
+
+
+def _is_line_up(record: logging.LogRecord) -> bool:
+    return "plays these attacks" in record.getMessage()  # other lines are of steps and data
+
+
 def show_attacks(anatomy: Anatomy) -> None:
     """Calibrate the attacks that a run on this model would choose, and log what each takes."""
-    trained = [p for p in anatomy.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.0)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Watch(
-            anatomy.model,
-            optimizer,
-            folder=folder,
-            settings=WatchSettings(tensorboard=False, report=False),
-        ),
-    ):
-        pass  # the plan of a run is logged before its first step
+    optimizer = torch.optim.SGD([p for p in anatomy.model.parameters() if p.requires_grad], lr=0.0)
+    settings = WatchSettings(tensorboard=False, report=False)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        watch = Watch(anatomy.model, optimizer, folder=folder, settings=settings)
+        watch.run = _PlannedRun  # type: ignore[misc]
+        rank_zero.log.addFilter(_is_line_up)
+        stack.callback(rank_zero.log.removeFilter, _is_line_up)
+        stack.enter_context(watch)  # the plan of a run is logged before its first step

@@ -30,20 +30,4 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.texts import read_texts as read_texts
     from lightning_fedleak.cli.finetuning.texts import text_of as text_of
 
-_HOMES = {
-    "assets": (
-        "EMBEDDED_MESSAGES",
-        "EMBEDDED_MODEL",
-        "TRAINING",
-        "SourceError",
-        "check_option",
-        "quiet_logs",
-        "refuse_errors",
-    ),
-    "data": ("PadRight", "TextDataModule", "load_tokenizer", "tokenize_rows"),
-    "module": ("CausalLMFineTuning", "load_model"),
-    "texts": ("column_of", "is_chat", "read_labelled", "read_rows", "read_texts", "text_of"),
-}
-
-
-__getattr__ = lazy(__name__, _HOMES)
+__getattr__ = lazy(__name__)

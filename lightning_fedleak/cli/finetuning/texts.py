@@ -32,6 +32,13 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
 
     A chat, a list of turns with ``role`` and ``content``, is one text, with one line for each turn.
 
+    Examples:
+        >>> from pathlib import Path
+        >>> from lightning_fedleak import read_texts
+        >>> _ = Path("letters.txt").write_text("Dear Ann" + 2 * chr(10) + "Dear Bob")
+        >>> read_texts("letters.txt")
+        ['Dear Ann', 'Dear Bob']
+
     Args:
         source: a file, each also as ``.gz``: ``.jsonl`` (a JSON object, string or chat a line),
             ``.json`` (an array of these), ``.csv`` or ``.tsv`` with a header, ``.parquet`` (with

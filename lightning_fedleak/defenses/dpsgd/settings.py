@@ -70,6 +70,12 @@ class ReleaseSettings:
 class Users:
     """Users as the unit of privacy: all rows of one are drawn, clipped and accounted together.
 
+    Examples:
+        >>> from lightning_fedleak import DPSGD, Users
+        >>> user = Users(group_by="author", rows_per_user=4)
+        >>> DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-5, unit=user).name
+        'dpsgd'
+
     Attributes:
         group_by: the user of a row: the name of a column, a function of an example, or one key for
             each row.

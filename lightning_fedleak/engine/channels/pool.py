@@ -474,8 +474,7 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: in
         return size
     needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
     raise NoNonMembers(
-        f"within max_overhead={settings.max_overhead:g} only {count} texts can be asked about "
-        f"{forwards} times in an epoch of {length} rows, and {min_texts} are needed: "
-        f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g})) asks about "
-        f"{min_texts}"
+        f"{length} rows pay for {count} of {min_texts} texts within "
+        f"max_overhead={settings.max_overhead:g}: "
+        f"settings=WatchSettings(memorization=Memorization(max_overhead={needed:g}))"
     )

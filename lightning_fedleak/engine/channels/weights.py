@@ -40,10 +40,13 @@ from lightning_fedleak.model.batches import TokenBatch, read_batch
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import unmasked
 from lightning_fedleak.private_files import hash_tensors
-from lightning_fedleak.report.records import PoolLine
+from lightning_fedleak.report.records import PoolLine, by_reason
 
 Answer = Mapping[str, float] | Waiting | str
 """An attack's values by name, that they come later, or why there are none."""
+
+
+_NOBODY = "finds nobody to compare: "
 
 
 class WeightChannel(Channel):
@@ -126,7 +129,7 @@ class WeightChannel(Channel):
                 raise NoNonMembers(why)
             return self.pool.check_rows(attack.part)
         except ValueError as error:
-            message = f"attack '{attack.name}' finds nobody to compare: {error}"
+            message = f"attack '{attack.name}' {_NOBODY}{error}"
             raise type(error)(message) from None
 
     def _collect(self) -> str:
@@ -287,6 +290,7 @@ class WeightLooks:
         self._sums = torch.zeros(0)
         self._choice = -1, -math.inf
         self.refused: dict[str, str] = {}
+        self._has_begun = False
 
     @property
     def attacks(self) -> tuple[Attack, ...]:
@@ -312,18 +316,14 @@ class WeightLooks:
             ValueError: an attack that the user listed cannot be played, or a callback stops or
                 chooses by private texts under DP.
         """
+        self._has_begun = True
         self._check_private()
         for channel in self._channels:
             self._begin(channel, choosing)
-        names: dict[str, list[str]] = {}
-        for name, why in self.refused.items():
-            names.setdefault(why, []).append(name)
-        for channel in self._channels:
-            if choosing and channel.absent and not channel.listed_attacks:
-                names.setdefault(channel.absent, []).append(channel.family)
         silent = [
-            f"not played on the trained weights: {', '.join(attacks)} ({why})"
-            for why, attacks in names.items()
+            f"the trained weights are not tested{f' by {names}' * bool(self.attacks)}: "
+            + why.removeprefix(_NOBODY)
+            for why, names in by_reason(self.refused).items()
         ]
         described = [channel.describe() for channel in self._channels if channel.attacks]
         return silent + [f"the trained weights are asked about {words}" for words in described]
@@ -422,12 +422,12 @@ class WeightLooks:
         return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look by all channels when training ends; None if they have just looked.
+        """Return a look by all channels when training ends; None if it is that of the last step.
 
         They look again where a callback has put other weights in place since, such as averages.
         """
         channels = [channel for channel in self._channels if channel.attacks]
-        if not channels:
+        if not channels or not self._has_begun:  # where no step was planned nothing was asked
             return None
         with self._on_device():
             just_looked = self.looked_at == self._run.step and not self._run.on_any_process(

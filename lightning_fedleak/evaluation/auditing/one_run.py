@@ -312,6 +312,15 @@ def audit_canaries(
     A canary that is repeated is no single neighbour. Of ``with_canaries(times=(1, 4, 16))`` those
     that occur in the data once are counted, in or out.
 
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak import audit_canaries, with_canaries
+        >>> canaries = [torch.tensor([90 + n, n]) for n in range(64)]
+        >>> train = with_canaries([torch.arange(2)] * 10, canaries, seed=1)
+        >>> scores = train.canaries.included.float()  # of an auditor who is always right
+        >>> audit_canaries(train.canaries, scores).epsilon > 2
+        True
+
     Args:
         canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or their record.
         scores: (m,) for the m canaries in their order, higher is more likely included.

@@ -52,6 +52,14 @@ Result = Literal["refuted", "not refuted", "unknown"]
 class PrivacyClaim:
     """What a training says of its differential privacy.
 
+    Examples:
+        >>> from lightning_fedleak import PrivacyClaim
+        >>> claim = PrivacyClaim(
+        ...     noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.01, divisor=64, delta=1e-5
+        ... )
+        >>> claim.client
+        'world'
+
     Args:
         noise_multiplier: standard deviation of the noise over the clip norm.
         max_grad_norm: clip norm of an example's whole gradient.

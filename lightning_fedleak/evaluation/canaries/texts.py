@@ -46,6 +46,14 @@ def new_token_canaries(
     the head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix without
     ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
 
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import new_token_canaries
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
+        >>> texts = new_token_canaries(model, 4, length=5)
+        >>> len(texts), texts[0].shape, model.config.vocab_size
+        (4, torch.Size([5]), 68)
+
     Args:
         model: causal, a Hugging Face model or one that holds it; before PEFT wraps it.
         count: of texts, m.

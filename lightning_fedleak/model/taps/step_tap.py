@@ -27,8 +27,8 @@ from lightning_fedleak.model.taps.rounds import plain_call
 from lightning_fedleak.model.taps.step import ModelCall, Step
 
 _NO_GRADIENT = (
-    "the forward of its output head was not called, or its logits got no gradient (a fused or "
-    "chunked loss?)"
+    "its graph shows none (a fused or chunked loss?). Nothing is to be done: "
+    "leakage/step/unexplained says whether they fit the step"
 )
 
 

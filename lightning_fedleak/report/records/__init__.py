@@ -28,6 +28,7 @@ from lightning_fedleak.report.records.fields import split_lines as split_lines
 from lightning_fedleak.report.records.files import CHAIN_KEY as CHAIN_KEY
 from lightning_fedleak.report.records.files import RECORD as RECORD
 from lightning_fedleak.report.records.files import RESULTS as RESULTS
+from lightning_fedleak.report.records.files import by_reason as by_reason
 from lightning_fedleak.report.records.files import parse_json as parse_json
 from lightning_fedleak.report.records.files import read_lines as read_lines
 from lightning_fedleak.report.records.files import read_results as read_results

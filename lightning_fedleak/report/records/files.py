@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,3 +113,11 @@ def first_of(values: Sequence[object], most: int = 8) -> str:
     """Return the first values, and how many more there are."""
     first = ", ".join(map(str, values[:most]))
     return f"{first} and {len(values) - most} more" if len(values) > most else first
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the names that have the same reason, joined by commas, by the reason."""
+    names: dict[str, str] = {}
+    for name, why in reasons.items():
+        names[why] = f"{names[why]}, {name}" if why in names else name
+    return names

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_at_setup(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"games=Games\(canaries=train.canaries\)"):
         LeakageMonitor([Canaries()])
     argument = r"settings=WatchSettings\(memorization=Memorization\(max_overhead=0\.\d+\)\)"
-    with pytest.raises(ValueError, match=f"90 are needed: {argument}"):
+    with pytest.raises(ValueError, match=f"of 90 texts within max_overhead=0.02: {argument}"):
         fit([watch(data, tmp_path, budget=0.02)], data=data, max_epochs=1)
 
 

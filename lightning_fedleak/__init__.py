@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks import ThreatModel as ThreatModel
     from lightning_fedleak.attacks import WordGuess as WordGuess
     from lightning_fedleak.attacks.memorization import Canaries as Canaries
+    from lightning_fedleak.attacks.memorization import CombinedReference as CombinedReference
     from lightning_fedleak.attacks.memorization import Entities as Entities
     from lightning_fedleak.attacks.memorization import PromptRatio as PromptRatio
     from lightning_fedleak.attacks.memorization import ShortAnswers as ShortAnswers

@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
 from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.pairs import PairBatch
 from lightning_fedleak.model.taps import Text, texts_in
 
 
@@ -157,10 +158,11 @@ def read_row(
             "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
             "about texts without them: join the pair into one text, with token_type_ids of zeros"
         )
-    if tokens.preferences:
+    if tokens.preferences and not isinstance(tokens, PairBatch):
         raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "
-            "unlikely, so that likelihoods do not show what was trained on"
+            "unlikely, so that likelihoods do not show what was trained on; pairs are asked about "
+            "where a batch_adapter= returns them as a PairBatch"
         )
     return texts
 

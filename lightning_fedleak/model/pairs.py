@@ -83,4 +83,4 @@ def read_pairs(batch: Any, kind: Kind) -> PairBatch | None:
     read = read_batch(batch, kind)
     if not read.preferences or len(read.input_ids) % 2:
         return None
-    return PairBatch(read.input_ids, read.labels, read.attention_mask, kind, read.position_ids)
+    return PairBatch(**vars(read))

@@ -228,8 +228,9 @@ class PreferenceMargin(MemorizationAttack):
 
     DPO, ORPO and CPO raise the likelihood of chosen answers over that of rejected ones. The margin
     is what DPO's loss itself reads (arXiv 2305.18290, equation 7), with the model before the first
-    step as the reference policy. That a reference tells preferences is the finding of PREMIA (arXiv
-    2407.06443), whose formula may differ. Both answers of a pair have 8 tokens or more together.
+    step as the reference policy. PREMIA (arXiv 2407.06443) compares with a reference model too, and
+    finds DPO to give its pairs away more than PPO does; its formula may differ. Both answers of a
+    pair have 8 tokens or more together.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor

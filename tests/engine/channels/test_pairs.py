@@ -36,7 +36,9 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, read_pairs
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel
 from lightning_fedleak.model.taps.tokens import (
+    Text,
     compressed_bytes,
+    label_places,
     rejected_places,
     texts_in,
     token_log_probs,
@@ -340,6 +342,7 @@ def test_the_margin_is_that_of_answers_alone() -> None:
         now, before, compressed_bytes(texts), rejected=rejected_places(texts, now.labels.shape[1])
     )
     scores = PreferenceMargin().run(Observation(released=released)).scores
+    assert torch.equal(now.labels, label_places(texts, now.labels.shape[1]))
     expected = [margin(row, model, base) for row in rows]
     assert scores.tolist() == pytest.approx(expected, abs=1e-4)
     assert len({*map(math.copysign, [1.0] * 7, expected)}) == 2  # both signs
@@ -358,6 +361,20 @@ def test_the_margin_is_that_of_answers_alone() -> None:
     assert PreferenceMargin().score(part).tolist() == scores[[2, 5]].tolist()
     with pytest.raises(UnusableObservation, match="no pairs"):
         PreferenceMargin().score(ReleasedModel(now, before, released.compressed))
+
+
+def test_the_first_token_of_an_answer_without_a_prompt_is_no_label() -> None:
+    ids = torch.arange(10)
+    one, other = (
+        Text.of_pair(Text(ids[:n], ids[:n]), Text(ids[n:], ids[n:])) for n in (4, 6)
+    )  # fmt: skip
+    assert one.labels.tolist() == [0, 1, 2, 3, -100, 5, 6, 7, 8, 9]
+    assert one.n_labels == other.n_labels == 8
+    assert [text.ids.tolist() for text in one.alone] == [[*range(4)], [*range(4, 10)]]
+    same = Text(one.ids, one.labels, split=5)
+    assert len({text.content for text in (one, other, same, Text(one.ids, one.labels))}) == 4
+    assert not one.prompt.n_labels
+    assert one.whole is one
 
 
 def test_one_forward_is_made_for_each_answer() -> None:

@@ -35,6 +35,7 @@ from lightning_fedleak.attacks.memorization import (
     Canaries,
     CombinedReference,
     Entities,
+    PreferenceMargin,
     PromptRatio,
     ShortAnswers,
 )
@@ -378,7 +379,7 @@ def candidates(
         attacks.append(GradientMembership(text))
         if not rounds:
             attacks += [SubspaceMembership(text), Combined(), Extraction()]
-            attacks += [ShortAnswers(), PromptRatio()]
+            attacks += [ShortAnswers(), PromptRatio(), PreferenceMargin()]
             if settings.memorization.reference is not None:
                 attacks.append(CombinedReference())
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:

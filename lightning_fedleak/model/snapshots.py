@@ -156,6 +156,7 @@ class ReleasedModel:
         answers: (N,) int64, the same number for texts with the same label tokens; None: not known.
         reference: what a model says that was trained like this one on other texts; None: there is
             none.
+        rejected: (N, L) bool, of pairs the tokens of the rejected text; None: the texts are single.
     """
 
     now: TokenSnapshot
@@ -163,13 +164,15 @@ class ReleasedModel:
     compressed: Tensor
     answers: Tensor | None = None
     reference: TokenSnapshot | None = None
+    rejected: Tensor | None = None
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
         answers = None if self.answers is None else self.answers[index]
         now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
         reference = None if self.reference is None else self.reference.rows(index)
-        return ReleasedModel(now, base, compressed, answers, reference)
+        rejected = None if self.rejected is None else self.rejected[index]
+        return ReleasedModel(now, base, compressed, answers, reference, rejected)
 
 
 @dataclass(frozen=True)

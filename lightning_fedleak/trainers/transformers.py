@@ -54,6 +54,7 @@ FILE = "fedleak.safetensors"
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
+_PAIRS = {f"{name}Trainer" for name in ("DPO", "ORPO", "CPO")}  # of which pairs can be asked about
 
 
 class LeakageCallback(TrainerCallback, Reported):
@@ -103,7 +104,8 @@ class LeakageCallback(TrainerCallback, Reported):
     Raises:
         TypeError: no Trainer was passed. The message shows the line that passes one.
         ValueError: arguments contradict each other, or attacks on the trained weights are listed
-            under a trainer of preferences or of reinforcement learning. When training begins also:
+            under a trainer of preferences or of reinforcement learning; but for attacks on pairs
+            under DPO, ORPO and CPO. When training begins also:
             the Trainer, a gate or an attack does not fit.
     """
 
@@ -131,12 +133,15 @@ class LeakageCallback(TrainerCallback, Reported):
         )
         self.engine = self.watch.engine
         bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
-        listed = [a.name for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        asks = "pairs" if bases and bases <= _PAIRS else None
+        listed = [a.name for a in weights if getattr(a, "part", None) != asks or asks is None]
         if bases and listed and attacks != "auto":
             raise ValueError(
                 f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
                 "that likelihoods do not show what the weights were trained on: leave "
                 f"{', '.join(listed)} out of attacks="
+                f"{'; PreferenceMargin() asks about its pairs' * (asks is not None)}"
             )
         train = trainer.train
 

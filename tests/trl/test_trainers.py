@@ -25,9 +25,14 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from lightning_fedleak import BagOfWords, FlatChat
 from lightning_fedleak.attacks import GradientMembership, SubspaceWords
+from lightning_fedleak.attacks.memorization import PreferenceMargin
+from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 from tests.helpers.folders import TEXTS
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, tokenizer, watched
+from tests.trainers.test_watch import lines
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, preferences, tokenizer, watched
 
 PROMPTS = [text[:18] for text in TEXTS * 4]
 ROWS: dict[str, Callable[[], dict[str, list[Any]]]] = {
@@ -67,6 +72,7 @@ def trainer_of(name: str, folder: Path, **more: Any) -> Any:
     """Return a trainer of a tiny model, two steps long."""
     kind, config = KINDS[name]
     lora = more.pop("lora", False)
+    rows = more.pop("rows", None) or Dataset.from_dict(ROWS.get(name, lambda: PAIRS)())
     settings = COMMON | {"max_steps": 2, "per_device_train_batch_size": 4} | more
     given: dict[str, Any] = {}
     if name in ("GRPO", "RLOO"):
@@ -87,7 +93,7 @@ def trainer_of(name: str, folder: Path, **more: Any) -> Any:
     return kind(
         str(folder / "model"),
         args=config(str(folder), **settings),
-        train_dataset=Dataset.from_dict(ROWS.get(name, lambda: PAIRS)()),
+        train_dataset=rows,
         processing_class=tokenizer(),
         **given,
     )
@@ -185,3 +191,25 @@ def test_words_of_a_lora_with_a_temperature(
     assert values["leakage/step/unexplained"] < 1e-5
     assert values["leakage/subspace_words/control"] > 0.9
     assert values["leakage/worst/words"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["ORPO", "CPO"])
+def test_the_weights_are_asked_about_pairs_of_other_losses(name: str, tmp_path: Path) -> None:
+    more = {"max_steps": -1, "num_train_epochs": 6, "per_device_train_batch_size": 8, "beta": 1.0}
+    trainer = trainer_of(name, tmp_path, rows=preferences(), learning_rate=5e-3, **more)
+    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 140, seed=1)
+    settings = WatchSettings(memorization=Memorization(max_overhead=10, looks=()))
+    trainer.add_callback(LeakageCallback(trainer, [PreferenceMargin()], settings=settings))
+    trainer.train()
+    looks = [line for line in lines(tmp_path) if line["attack"] == "preference_margin"]
+    assert len(looks) == 6
+    last = looks[-1]["metrics"]
+    assert last["members"]["value"] + last["others"]["value"] > 380
+    assert last["auc"]["low"] > 0.5
+
+
+@pytest.mark.parametrize("name", ["KTO", "GRPO", "Reward"])
+def test_other_trainers_have_no_pairs_to_ask_about(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(name, tmp_path)
+    with pytest.raises(ValueError, match=f"{name}Trainer .* leave preference_margin out"):
+        LeakageCallback(trainer, [PreferenceMargin()])

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.memorization.scores import LossRatio as LossRatio
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack as MemorizationAttack
 from lightning_fedleak.attacks.memorization.scores import MemorizationGuess as MemorizationGuess
 from lightning_fedleak.attacks.memorization.scores import MinK as MinK
+from lightning_fedleak.attacks.memorization.scores import PreferenceMargin as PreferenceMargin
 from lightning_fedleak.attacks.memorization.scores import PromptRatio as PromptRatio
 from lightning_fedleak.attacks.memorization.scores import ShortAnswers as ShortAnswers
 from lightning_fedleak.attacks.memorization.scores import Windows as Windows

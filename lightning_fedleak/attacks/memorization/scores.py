@@ -66,8 +66,8 @@ class MemorizationAttack(Attack):
         name: as in the logs.
 
     Attributes:
-        part: the texts that it compares: those with 8 label tokens or more, shorter ones, or the
-            prompts, which the loss is not computed on.
+        part: the texts that it compares: those with 8 label tokens or more, shorter ones, the
+            prompts, which the loss is not computed on, or pairs of a chosen and a rejected text.
 
     Examples:
         >>> import torch
@@ -89,7 +89,7 @@ class MemorizationAttack(Attack):
         Capability.HAS_RELEASED_MODEL,
         Capability.KNOWS_TARGET_TEXT,
     )
-    part: ClassVar[Literal["long", "short", "prompts"]] = "long"
+    part: ClassVar[Literal["long", "short", "prompts", "pairs"]] = "long"
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
         """Return no surface: nothing of a step is read."""
@@ -221,6 +221,37 @@ class PromptRatio(MemorizationAttack):
         gains = released.now.log_probs.double() - released.base.log_probs.double()
         labels = released.now.labels
         return (gains.clamp_max(MOST_GAIN) * labels).sum(1) / labels.sum(1)
+
+
+class PreferenceMargin(MemorizationAttack):
+    """Score pairs of preferences by the margin that the training gave the chosen answer.
+
+    DPO, ORPO and CPO raise the likelihood of chosen answers over that of rejected ones. The margin
+    is what DPO's loss itself reads (arXiv 2305.18290, equation 7), with the model before the first
+    step as the reference policy. PREMIA (arXiv 2407.06443) compares with a reference model too, and
+    finds DPO to give its pairs away more than PPO does; its formula may differ. Both answers of a
+    pair have 8 tokens or more together.
+
+    Examples:
+        >>> from lightning_fedleak import LeakageMonitor
+        >>> from lightning_fedleak.attacks.memorization import PreferenceMargin
+        >>> monitor = LeakageMonitor([PreferenceMargin()])     # of a loss that prefers answers
+    """
+
+    default_name = "preference_margin"
+    part = "pairs"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the gain ``lp - lp0`` of the chosen answer less that of the rejected one, in nats.
+
+        Raises:
+            UnusableObservation: the texts are no pairs.
+        """
+        if released.rejected is None:
+            raise UnusableObservation("the texts are no pairs of a chosen and a rejected answer")
+        gains = released.now.log_probs.double() - released.base.log_probs.double()
+        gains = gains * released.now.labels
+        return torch.where(released.rejected, -gains, gains).sum(1)
 
 
 class Zlib(MemorizationAttack):

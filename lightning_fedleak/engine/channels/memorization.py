@@ -58,6 +58,7 @@ from lightning_fedleak.model.taps import (
     answer_groups,
     compressed_bytes,
     label_places,
+    rejected_places,
     token_log_probs,
 )
 from lightning_fedleak.report.records import MEMORIZATION, PoolLine
@@ -332,12 +333,15 @@ class MemorizationChannel(WeightChannel):
         """
         part, texts, times = attacks[0].part, self.pool.texts, self.pool.times[rows]
         released = self._released(now, rows, prompts=part == "prompts")
+        if part == "pairs":
+            picked, columns = [texts[row] for row in rows.tolist()], released.now.labels.shape[1]
+            released = replace(released, rejected=rejected_places(picked, columns))
         values: dict[str, dict[str, float] | str] = {}
         look, alpha = self._looks, self.settings.memorization.alpha
         once = (times == 1).nonzero()[:, 0]
         game = released.rows(once)
         shared = {} if self._account is None else self._account.limits()
-        if part == "long":  # the log has one line of it
+        if part in ("long", "pairs"):  # no data has both: the log has one line of it
             compared = [texts[row] for row in rows[once].tolist()]
             blind = blind_scores(game.base, game.compressed, compared, members[once])
             shared[BLIND] = highest_auc(blind, members[once])

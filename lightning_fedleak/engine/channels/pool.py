@@ -117,18 +117,26 @@ class Pool:
         """Return (N,) bool, long texts that occur once; they alone are compared."""
         return (self.times == 1) & ~self.is_short
 
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether the rows are pairs, which the loss compares; all are or none is."""
+        return any(text.split is not None for text in self.texts)
+
     def _sides(self, part: Part) -> tuple[Tensor, Tensor]:
         """Return (N,) bool, the texts of a part that are compared, and all that it has."""
+        if self.has_pairs != (part == "pairs"):
+            return (torch.zeros_like(self.trains),) * 2
+        part = "long" if part == "pairs" else part
         if part == "long":
             return self.alone, ~self.is_short
         return (self.is_short if part == "short" else self.has_prompt,) * 2
 
     def check_rows(self, part: Part) -> str:
-        """Return why no look at short rows or prompts can give a number; empty if one can.
+        """Return why no look at a part but the long rows can give a number; empty if one can.
 
         Raises:
             NoRows: the data has no texts of the part.
-            NoNonMembers: prompts of other data may be from a different distribution.
+            NoNonMembers: prompts or pairs of other data may be from a different distribution.
         """
         compared, texts = self._sides(part)
         if not bool(texts.any()):
@@ -136,11 +144,13 @@ class Pool:
                 "long": "no row of 8 label tokens is left: ShortAnswers() compares shorter ones",
                 "short": "no row has 1 to 7 label tokens",
                 "prompts": "no row has a prompt of 8 tokens that have no loss and no repeats",
+                "pairs": "no row is a pair of answers with 8 label tokens",
             }
-            raise NoRows(reasons[part])
-        if part == "prompts" and self.way == "given":
+            pairs = "the rows are pairs of answers: PreferenceMargin() compares them"
+            raise NoRows(pairs if self.has_pairs and part != "pairs" else reasons[part])
+        if part in ("prompts", "pairs") and self.way == "given":
             raise NoNonMembers(
-                "prompts of others= may be of another law: leave rows out (leave_out)"
+                f"{part} of others= may be of another law: leave rows out (leave_out)"
             )
         sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
         if part == "long" or self.way == "not yet seen" or min(sides) >= MIN_TEXTS:
@@ -352,6 +362,11 @@ def collect(
                 "leave_out, do not pack"
             )
         texts = [*chain(*read_rows)]
+        if (settings.records or entities is not None) and any(t.split is not None for t in texts):
+            raise NoNonMembers(
+                "Memorization(records=True) and WatchSettings(entities=) read single texts, and "
+                "the rows are pairs of answers: leave them out"
+            )
         sides = [source is dataset for source, _ in sample]
         trained = [side for side, row in zip(sides, read_rows, strict=True) for _ in row]
         searched: Iterable[tuple[Text, bool]] = (

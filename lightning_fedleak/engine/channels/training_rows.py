@@ -13,7 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
-from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.anatomy import Kind
+from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.pairs import PairBatch, read_pairs
 from lightning_fedleak.model.taps import Text, texts_in
 
 
@@ -136,6 +138,17 @@ def read_twice(
     return first
 
 
+def read_tokens(batch: Any, kind: Kind, adapter: BatchAdapter | None) -> TokenBatch:
+    """Return a batch's tokens, of pairs too; an adapter of the user's own reads it, if given.
+
+    Raises:
+        BatchError: it cannot be read.
+    """
+    if adapter is not None:
+        return adapter(batch)
+    return read_pairs(batch, kind) or read_batch(batch, kind)
+
+
 def read_row(
     loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
 ) -> list[Text]:
@@ -157,10 +170,11 @@ def read_row(
             "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
             "about texts without them: join the pair into one text, with token_type_ids of zeros"
         )
-    if tokens.preferences:
+    if tokens.preferences and not isinstance(tokens, PairBatch):
         raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "
-            "unlikely, so that likelihoods do not show what was trained on"
+            "unlikely, so that likelihoods do not show what was trained on; pairs are asked about "
+            "where a batch_adapter= returns them as a PairBatch"
         )
     return texts
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.taps import Text
 
-Part = Literal["long", "short", "prompts"]
-"""The texts that are compared: those of 8 label tokens or more, of 1 to 7, or the prompts."""
+Part = Literal["long", "short", "prompts", "pairs"]
+"""What is compared: texts of 8 label tokens or more, of 1 to 7, prompts, or pairs of answers."""
 LEAST_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 PIECE = 8  # label tokens in a row that near copies share: one word in ten may differ. Not tuned

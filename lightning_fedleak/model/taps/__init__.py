@@ -40,6 +40,7 @@ from lightning_fedleak.model.taps.tokens import candidate_log_probs as candidate
 from lightning_fedleak.model.taps.tokens import compressed_bytes as compressed_bytes
 from lightning_fedleak.model.taps.tokens import label_places as label_places
 from lightning_fedleak.model.taps.tokens import pool_digest as pool_digest
+from lightning_fedleak.model.taps.tokens import rejected_places as rejected_places
 from lightning_fedleak.model.taps.tokens import texts_in as texts_in
 from lightning_fedleak.model.taps.tokens import token_log_probs as token_log_probs
 from lightning_fedleak.model.taps.tokens import unmasked as unmasked

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.pairs import PairBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
 
 TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU cores
@@ -40,10 +41,28 @@ class Text:
         labels: (L,) int64, the id where the loss is computed and -100 elsewhere; the first is not
             predicted. Of a classifier or a masked model (L + 1,): behind a first -100 the label of
             each token, and of a class of the whole text that at its last token.
+        split: of a pair, the number of tokens of its chosen text; those of the rejected one stand
+            behind. None: a single text.
     """
 
     ids: Tensor
     labels: Tensor
+    split: int | None = None
+
+    @classmethod
+    def of_pair(cls, chosen: Text, rejected: Text) -> Text:
+        """Return a pair, (L,) ids of the chosen text and the rejected one behind it."""
+        first = nn.functional.pad(rejected.labels[1:], (1, 0), value=IGNORE_INDEX)
+        ids = torch.cat([chosen.ids, rejected.ids])
+        return cls(ids, torch.cat([chosen.labels, first]), len(chosen.ids))
+
+    @property
+    def alone(self) -> list[Text]:
+        """Return the texts that a model reads one by one: of a pair the chosen, the rejected."""
+        if self.split is None:
+            return [self]
+        parts = slice(self.split), slice(self.split, None)
+        return [Text(self.ids[part], self.labels[part]) for part in parts]
 
     @property
     def n_labels(self) -> int:
@@ -59,16 +78,16 @@ class Text:
     def prompt(self) -> Text:
         """Return the same tokens, with those as labels that the loss is not computed on.
 
-        Labels that are of the tokens themselves leave no prompt.
+        Labels that are of the tokens themselves leave no prompt, and neither does a pair.
         """
-        if self.is_aligned:
+        if self.is_aligned or self.split is not None:
             return Text(self.ids, torch.full_like(self.labels, IGNORE_INDEX))
         return Text(self.ids, self.ids.masked_fill(self.labels != IGNORE_INDEX, IGNORE_INDEX))
 
     @property
     def whole(self) -> Text:
         """Return the text as a model is asked about it, with all labels that it can have."""
-        return self if self.is_aligned else Text(self.ids, self.ids)
+        return self if self.is_aligned or self.split is not None else Text(self.ids, self.ids)
 
     @property
     def words(self) -> Tensor:
@@ -78,7 +97,8 @@ class Text:
     @property
     def content(self) -> bytes:
         """Return what the text is recognised by."""
-        return self.ids.numpy().tobytes() + self.labels.numpy().tobytes()
+        place = b"" if self.split is None else self.split.to_bytes(8, "little")
+        return self.ids.numpy().tobytes() + self.labels.numpy().tobytes() + place
 
 
 def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
@@ -103,6 +123,12 @@ def label_places(texts: Sequence[Text], columns: int) -> Tensor:
     return places
 
 
+def rejected_places(texts: Sequence[Text], columns: int) -> Tensor:
+    """Return (N, columns) bool, the tokens of rejected texts, as a snapshot places them."""
+    splits = torch.tensor([columns + 1 if t.split is None else t.split for t in texts])
+    return torch.arange(1, columns + 1) >= splits[:, None]
+
+
 def answer_groups(texts: Sequence[Text]) -> Tensor:
     """Return (N,) int64, the same number for texts with the same label tokens."""
     answers = [tuple(t.labels[1:][t.labels[1:] != IGNORE_INDEX].tolist()) for t in texts]
@@ -111,11 +137,11 @@ def answer_groups(texts: Sequence[Text]) -> Tensor:
 
 
 def texts_in(batch: TokenBatch) -> list[Text]:
-    """Return the texts of a batch, without padding; those packed into one row apart.
+    """Return the texts of a batch, without padding; those packed into one row apart; or its pairs.
 
     Raises:
-        ValueError: the batch is of an encoder-decoder, or its labels are not one for each row or
-            token.
+        ValueError: the batch is of an encoder-decoder, its labels are not one for each row or
+            token, or several answers of pairs are packed into a row.
     """
     ids = batch.input_ids.cpu().flatten()
     documents = [places[places >= 0] for places in batch.document_places().cpu()]
@@ -124,7 +150,13 @@ def texts_in(batch: TokenBatch) -> list[Text]:
     labels = model_runs.labels_of(batch).cpu()
     if batch.kind == "causal":
         labels = labels.flatten()
-        return [Text(ids[places].long(), labels[places].long()) for places in documents]
+        texts = [Text(ids[places].long(), labels[places].long()) for places in documents]
+        if not isinstance(batch, PairBatch):
+            return texts
+        n_pairs = len(batch.input_ids) // 2
+        if len(texts) != 2 * n_pairs:
+            raise ValueError("answers of pairs are packed into a row: give each a row")
+        return [*map(Text.of_pair, texts[:n_pairs], texts[n_pairs:])]
     is_by_row = labels.shape == (len(documents),)
     if labels.is_floating_point() or not (is_by_row or labels.shape == batch.input_ids.shape):
         raise ValueError("its labels are not one class for each row or token")
@@ -204,9 +236,9 @@ def token_log_probs(
 ) -> TokenSnapshot:
     """Return what the model says of each label token, in eval mode and without a trace.
 
-    It costs one forward for each text, and 7 of a masked model. Texts are batched by length. The
-    caller chooses the precision: an autocast around the call holds within. Under FSDP2 every
-    process makes the call, with texts of the same lengths.
+    It costs one forward for each text, two for a pair, and 7 of a masked model. Texts are batched
+    by length. The caller chooses the precision: an autocast around the call holds within. Under
+    FSDP2 every process makes the call, with texts of the same lengths.
 
     Args:
         anatomy: a causal language model; a classifier, which is asked for the class of each text or
@@ -223,6 +255,9 @@ def token_log_probs(
         sums = [value.view(len(texts), MASKS, -1).sum(1).to(value.dtype) for value in parts]
         return TokenSnapshot(*sums)  # each token has a label in one copy
     columns = max(1, max(len(text.labels) for text in texts) - 1)
+    if any(text.split is not None for text in texts):
+        alone = token_log_probs(anatomy, [one for text in texts for one in text.alone])
+        return _joined(alone, texts, columns)
     shape = (len(texts), columns)
     snapshot = TokenSnapshot(
         *(torch.zeros(shape) for _ in range(3)),
@@ -241,6 +276,19 @@ def token_log_probs(
             width = answers.labels.shape[1]
             for whole, value in zip(snapshot, answers, strict=True):
                 whole[part, :width] = value
+    return snapshot
+
+
+def _joined(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenSnapshot:
+    """Return the snapshot of pairs, (N, columns), of one with a row for each text alone."""
+    snapshot = TokenSnapshot(*(value.new_zeros(len(texts), columns) for value in alone))
+    owners = ((row, one) for row, text in enumerate(texts) for one in text.alone)
+    ends = [0] * len(texts)
+    for place, (row, one) in enumerate(owners):
+        start, n = ends[row], len(one.ids) - 1
+        for whole, value in zip(snapshot, alone, strict=True):
+            whole[row, start : start + n] = value[place, :n]
+        ends[row] = start + n + 1  # nothing predicts a text's first token
     return snapshot
 
 

@@ -80,7 +80,7 @@ def test_texts_of_a_trained_model_give_its_rows_away(folder: Path, tmp_path: Pat
     out, summary = tmp_path / "new" / "out.json", tmp_path / "summary.md"
     status, text = run(folder, at_most=0.6, out=out, summary=summary)
     assert status == BREACH
-    assert "An auxiliary model is fitted on 200 generated texts: 50 steps" in text
+    assert "An auxiliary model is fitted on 200 generated texts: 25 steps" in text
     for name in ("combined", *COPIES):
         assert f"BREACH: {name}/auc is shown to be at least" in text
     content = json.loads(out.read_text(), parse_constant=pytest.fail)

@@ -385,7 +385,7 @@ def synthetic(add: Add) -> None:
     add("--generated-column", metavar="NAME")
     add("--length", **count_option(256, 2))
     add("--drawn", action="store_true")
-    add("--epochs", **count_option(2))
+    add("--epochs", **count_option(1))
     add("--batch-size", **count_option(8))
     add("--lr", **_number("X", _POSITIVE, 2e-4))
     add("--lora-r", **count_option(0, 0))

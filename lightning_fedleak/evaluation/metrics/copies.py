@@ -17,14 +17,10 @@ from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.taps import Text
 
+# Tokens of an n-gram whose share is counted. Of 2 to 6 it told most on a draw of WikiText-2 that no
+# table reports (benchmarks.attacks.synthetic): AUC .92, and .79 with 4.
 NGRAM = 2
-"""Tokens of an n-gram whose share is counted.
-
-Of 2 to 6 it told most on a draw of WikiText-2 that no table reports
-(``benchmarks.attacks.synthetic``): AUC .92, and .79 with 4.
-"""
-COPIES = "longest_copy", "shared_ngrams"
-"""The names of both scores of :class:`Copies`, in its order."""
+COPIES = "longest_copy", "shared_ngrams"  # the names of both scores of Copies, in its order
 
 
 class Copies(NamedTuple):

@@ -42,17 +42,17 @@ Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts by the base, and by the trained model."""
 
 TIERS = {"_x1": ", once", "_x2": ", 2 to 4 times", "_x5": ", 5 to 16 times", "_x17": ", more often"}
-_USED_UP = (
+USED_UP = (
     "Membership is UNKNOWN: rows were dropped from --members by a list that left-out rows made, "
     "which are used up. Leave rows out of it by a fresh draw, and train on the rest."
 )
-_UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
+UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")
-_HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
+HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, of prompts where --metric prompts asks for it."""
 _BEYOND = "beyond_references"
 _WORDS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"
-_FAILED = "FAILED: above a limit, or unknown"
+FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status where leakage exceeds --at-most or is unknown, apart from an error's 1
 
 
@@ -79,9 +79,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         members, others = reader.read(options.members), reader.read(options.others)
     except UnknownLabels as error:
         console.print(f"UNKNOWN: {error}.")
-        _summarize(options.summary, _FAILED, [f"UNKNOWN: {error}."], [])
+        summarize(options.summary, FAILED, [f"UNKNOWN: {error}."], [])
         return BREACH
-    pools, absent = _pools(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
+    pools, absent = pools_of(members, others, lambda ids: str(reader.tokenizer.decode(ids)))
     for sentence in absent.values():
         console.print(sentence)
     rows = [*((text, True) for text in members.values())]
@@ -101,15 +101,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
     results = _compare(console, pools, answers, references, beyond, alpha, options)
     pool = pools[0]
     laws = _laws(pools, results, options)
-    if _USED_UP in laws.values():
-        console.print(_USED_UP)
+    if USED_UP in laws.values():
+        console.print(USED_UP)
     is_known = all(law is None for part, law in laws.items() if part != "prompts")
     trained = torch.tensor([trains for _, trains in rows])
     by_kind = _values_found(entities, answers[-1], trained, laws)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
-    tables = [_table(result.values) for result in results]
+    tables = [table_of(result.values) for result in results]
     if entity_values:
-        tables.append(_table(entity_values))
+        tables.append(table_of(entity_values))
         print_table(console, tables[-1])
     unknown = _unknown_kinds(by_kind)
     for sentence in unknown:
@@ -125,13 +125,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
             )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        content = _content(results[0], pool) | {"drawn": options.drawn, "known": is_known}
+        content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
         optional = {"records": counts, "not_compared": absent, "entities": by_kind}
         content |= {name: entries for name, entries in optional.items() if entries}
         for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
             part = pool_of_part.part
             name = {"short": "short_answers"}.get(part, part)
-            content[name] = _content(result_of_part, pool_of_part) | {"known": laws[part] is None}
+            content[name] = content_of(result_of_part, pool_of_part) | {"known": laws[part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
@@ -146,11 +146,11 @@ def run(options: Namespace, console: Console | None = None) -> int:
         console.print(f"BREACH: {breach}")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
-    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [_UNKNOWN])]
+    sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [UNKNOWN])]
     sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
     unfailed = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
-    outcome = _FAILED if status else unfailed
-    _summarize(options.summary, outcome, sentences, tables)
+    outcome = FAILED if status else unfailed
+    summarize(options.summary, outcome, sentences, tables)
     return status
 
 
@@ -182,7 +182,7 @@ def _compare(
             beyond_references = membership_values(*sides, alpha=alpha, exact=pool.is_short)
             result = replace(result, values={**result.values, name: beyond_references})
         results.append(result)
-        _print(console, pool, result, is_drawn=options.drawn)
+        print_pool(console, pool, result, is_drawn=options.drawn)
     return results
 
 
@@ -192,7 +192,7 @@ def _laws(
     """Return why the sides of each pool are not exchangeable; None where nothing says so."""
     differences = [None if options.drawn else result.other_law for result in results]
     laws = dict(zip([pool.part for pool in pools], differences, strict=True))
-    return dict.fromkeys(laws, _USED_UP) if used_up_mark(options.members).exists() else laws
+    return dict.fromkeys(laws, USED_UP) if used_up_mark(options.members).exists() else laws
 
 
 def _values_found(
@@ -241,7 +241,7 @@ def _list_rows(
     return max(records.counts, first_counts, key=lambda counts: counts["at_least"])
 
 
-def _summarize(
+def summarize(
     path: Path | None, outcome: str, sentences: Sequence[str], tables: Sequence[Table]
 ) -> None:
     """Append the printed results to a file of Markdown, and nothing else; None writes no file."""
@@ -320,7 +320,7 @@ def _tpr(records: RecordList) -> str:
     return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 
-def _pools(
+def pools_of(
     members: Mapping[int, Text], others: Mapping[int, Text], decode: Callable[[list[int]], str]
 ) -> tuple[list[ReleasedPool], dict[str, str]]:
     """Return the pool of long texts, if there are enough, and that of short ones.
@@ -328,7 +328,7 @@ def _pools(
     With it, by the attack that the gate reads, why members of such a length are not compared.
     """
     pools, failures, absent = [], [], dict[str, str]()
-    for part, attack, n, words in zip(_PARTS, _HEADLINES, _sizes(members), _WORDS, strict=True):
+    for part, attack, n, words in zip(_PARTS, HEADLINES, _sizes(members), _WORDS, strict=True):
         sides = [*members.values()], [*others.values()]
         try:
             pools.append(ReleasedPool(*sides, decode, [*members], part=part))
@@ -349,9 +349,9 @@ def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     return sum(n >= LEAST_LABELS for n in n_labels), n_short, n_prompts
 
 
-def _print(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
+def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:
     """Print the results of a pool, and why some are unknown."""
-    print_table(console, _table(result.values))
+    print_table(console, table_of(result.values))
     copies = int((~pool.alone).sum())
     of_copies = f"; {copies} members that have copies were asked for extraction alone"
     apart = {
@@ -432,21 +432,21 @@ def breaches_of(
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """
-    attacks = [name for name in _HEADLINES[:2] if name in values] or [_HEADLINES[0]]
+    attacks = [name for name in HEADLINES[:2] if name in values] or [HEADLINES[0]]
     attacks += [n for n in values if n.startswith(_BEYOND) or n == CombinedReference.default_name]
     if metric.startswith("entity/"):
         attacks, metric = [metric], "auc"
     elif metric == "prompts":
-        attacks, metric = [_HEADLINES[2]], "auc"
+        attacks, metric = [HEADLINES[2]], "auc"
     elif metric == "at_least":
         attacks = ["records"]
     elif metric in ("extracted", "greedy"):
         attacks = ["extraction"]
-    reasons = {name: _breach(values.get(name, {}), metric, at_most) for name in attacks}
+    reasons = {name: breach_of(values.get(name, {}), metric, at_most) for name in attacks}
     return [f"{name}/{metric} {why}" for name, why in reasons.items() if why is not None]
 
 
-def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
+def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str | None:
     """Return why a result is above a threshold, or may be; None where it is not."""
     if values.get("at_least_provable", math.inf) <= at_most:
         return f"is unknown: so few others show no more than --at-most {at_most:g}. Leave out more."
@@ -464,7 +464,7 @@ def _breach(values: Mapping[str, float], metric: str, at_most: float) -> str | N
     return None
 
 
-def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
+def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     """Return the result for JSON."""
     return {
         "kind": "memorization",
@@ -480,7 +480,7 @@ def _content(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     }
 
 
-def _table(results: Mapping[str, Mapping[str, float]]) -> Table:
+def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table with a row for each attack, or kind and place of values."""
     rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
     for name, values in results.items():

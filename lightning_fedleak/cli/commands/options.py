@@ -342,6 +342,61 @@ def memorization(add: Add) -> None:
     add("--out", **path_option("FILE"))
 
 
+def synthetic(add: Add) -> None:
+    """What texts that a fine-tuned model wrote give away of its training rows, before a release.
+
+    Fits a small auxiliary model on the generated texts, and asks it and its base about rows that
+    were trained on and rows that were left out. Beside it counts what stands in the generated texts
+    word for word. No access to the model that wrote them is needed.
+
+    Options:
+        rows: rows that the model was trained on: {sources}.
+        others: rows like them that were not trained on, in one of the same forms.
+        generated: texts that the model wrote, in one of the same forms.
+        base: causal language model that the auxiliary one begins with: a folder or a name on the
+            hub. The base of the model that wrote the texts is a good one.
+        column: the column of --rows and --others that holds the text, or the answer to a prompt.
+        prompt_column: the column of prompts, which are not compared.
+        loss: the tokens that are compared: of the answers, or of the assistant's turns; or all.
+            Chats need it.
+        generated_column: the column of --generated that holds the text; by default it is read by
+            the same columns as the rows.
+        length: tokens of a text, at most.
+        drawn: the others were drawn at random from the same rows (leave_out), so that they follow
+            one law.
+        epochs: passes of the auxiliary model over the generated texts.
+        batch_size: texts of an optimizer step.
+        lr: learning rate of AdamW, which is held.
+        lora_r: fit a LoRA of this rank; 0: the whole model.
+        targets: {targets}.
+        seed: seed of order, dropout and adapters.
+        metric: what --at-most limits of each score: the AUC, or the TPR at 1% FPR that is shown.
+        at_most: exit with status 3 where the auxiliary model's score or a count of copies reaches
+            above it by its interval, or is unknown.
+        summary: file that a table in Markdown is added to. It holds no texts and no row numbers.
+        out: file of the result as JSON.
+    """
+    for name in ("--rows", "--others", "--generated"):
+        add(name, required=True, metavar="SOURCE")
+    add("--base", required=True, metavar="NAME")
+    add("--column", metavar="NAME")
+    add("--prompt-column", metavar="NAME")
+    add("--loss", choices=("answers", "all"))
+    add("--generated-column", metavar="NAME")
+    add("--length", **count_option(256, 2))
+    add("--drawn", action="store_true")
+    add("--epochs", **count_option(1))
+    add("--batch-size", **count_option(8))
+    add("--lr", **_number("X", _POSITIVE, 2e-4))
+    add("--lora-r", **count_option(0, 0))
+    add("--targets", metavar="NAMES")
+    add("--seed", **_SEED)
+    add("--metric", choices=("auc", "shown"), default="auc")
+    add("--at-most", **_number("X", _SHARE))
+    add("--summary", **path_option("FILE"))
+    add("--out", **path_option("FILE"))
+
+
 def records(add: Add) -> None:
     """Which training rows a trained model gives away: show them, or drop them.
 

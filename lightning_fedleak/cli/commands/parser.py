@@ -13,7 +13,7 @@ from lightning_fedleak.cli.commands import log_options, options
 
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
-    options.records,
+    *(options.synthetic, options.records),
     *(options.federate, options.sweep, log_options.report, log_options.compare),
     *(log_options.verify, log_options.sign, options.fit),
 )

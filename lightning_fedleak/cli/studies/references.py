@@ -258,31 +258,13 @@ class References:
 
     def _train(self, model: nn.Module, rows: Sequence[Text], head: Head, tokenizer: Any) -> Anatomy:
         """Return a reference, trained on some texts."""
-        recipe, device = self.recipe, "cuda" if torch.cuda.is_available() else "cpu"
-        if recipe.adapters is not None:
+        if self.recipe.adapters is not None:
             from peft import PeftConfig, get_peft_model
 
             config = PeftConfig.from_pretrained(str(self.options.model))
             config.inference_mode = False
             model = get_peft_model(model, config)
-        model.to(device).train()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        cls = getattr(torch.optim, recipe.optimizer)
-        optimizer = cls(trained, lr=recipe.lr, **(recipe.settings or {}))
-        masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
-        for _ in range(recipe.epochs):
-            order = torch.randperm(len(rows)).tolist()
-            for start in range(0, len(order), recipe.batch_size):
-                indices = order[start : start + recipe.batch_size]
-                batch = _batch([rows[i] for i in indices], head, masks)
-                with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():
-                    loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
-                loss.backward()
-                if recipe.clip:
-                    nn.utils.clip_grad_norm_(trained, recipe.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-        return find_anatomy(model.eval())
+        return fit_texts(model, rows, self.recipe, head, tokenizer)
 
     def scores(
         self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, max_gain: float | None
@@ -309,6 +291,41 @@ class References:
         ]
         expected = (torch.stack(reference_gains) * outside).sum(0) / outside.sum(0)
         return gain(now.log_probs) - expected
+
+
+def fit_texts(
+    model: nn.Module, texts: Sequence[Text], recipe: Recipe, head: Head, tokenizer: Any
+) -> Anatomy:
+    """Train a model in place by a recipe, and return it in eval mode.
+
+    Order and dropout are drawn by the global generator of torch. A GPU is used where there is one.
+
+    Args:
+        model: what is trained: the parameters that require a gradient.
+        texts: those to train on, at least one.
+        recipe: how; its adapters are on the model already.
+        head: what the model predicts.
+        tokenizer: of the model, which masks the tokens of a masked one.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    cls = getattr(torch.optim, recipe.optimizer)
+    optimizer = cls(trained, lr=recipe.lr, **(recipe.settings or {}))
+    masks = DataCollatorForLanguageModeling(tokenizer) if head == "masked" else None
+    for _ in range(recipe.epochs):
+        order = torch.randperm(len(texts)).tolist()
+        for start in range(0, len(order), recipe.batch_size):
+            indices = order[start : start + recipe.batch_size]
+            batch = _batch([texts[i] for i in indices], head, masks)
+            with torch.autocast(device, torch.bfloat16) if recipe.bf16 else nullcontext():
+                loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+            loss.backward()
+            if recipe.clip:
+                nn.utils.clip_grad_norm_(trained, recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return find_anatomy(model.eval())
 
 
 def _batch(texts: Sequence[Text], head: Head, masks: Any) -> dict[str, Tensor]:

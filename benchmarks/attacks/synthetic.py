@@ -1,0 +1,130 @@
+"""What generated texts give away of the training rows, by epochs of the model that wrote them.
+
+    python -m benchmarks.attacks.synthetic --model DIR --text wikitext2
+    python -m benchmarks.attacks.synthetic --model DIR --text imdb --epochs 0,4 --generated 500
+
+A random draw splits the texts into rows, which a copy of the model is trained on, and others. The
+copy then writes texts at temperature 1, from the token that texts begin with. ``fedleak synthetic``
+gets these alone: an auxiliary model is fitted on them with the defaults of the command, and runs of
+tokens are looked for. Epochs 0 are the null: the model that wrote the texts was trained on no row.
+Prints for each number of epochs and of texts the AUC of each score, with its interval, which hold
+together with an error of .05; and how many rows and others have a run of 13 tokens in the texts.
+``--text`` is a file or the name of a set in ``FEDLEAK_ASSETS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from benchmarks.shared import print_place, read_texts, table
+from lightning_fedleak.cli.commands.parser import parse
+from lightning_fedleak.cli.studies.memorization import ReleasedPool
+from lightning_fedleak.cli.studies.references import Recipe, fit_texts
+from lightning_fedleak.cli.studies.synthetic import ask_auxiliary, compare_generated
+from lightning_fedleak.evaluation.metrics.copies import COPIES
+from lightning_fedleak.model.taps import Text
+
+SMOKE = (
+    "--model {model} --text {text} --rows 24 --length 24 --epochs 0,1 --generated 16 --auxiliary 1",
+)
+NAMES = "combined", *COPIES
+AT_ONCE = 100  # texts that are written together; more take memory and are no faster
+
+
+def text_of(ids: Sequence[int]) -> Text:
+    """Return a text whose first token, with which every text begins, has no label."""
+    row = torch.tensor(ids)
+    return Text(row, torch.cat([row.new_tensor([-100]), row[1:]]))
+
+
+def drawn_pool(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> ReleasedPool:
+    """Return as many rows as others, dealt by a coin."""
+    words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
+    order = np.random.default_rng([seed, 3]).permutation(len(words))[: 2 * options.rows]
+    settings = {"truncation": True, "max_length": options.length - 1, "add_special_tokens": False}
+    rows = tokenizer([words[i] for i in order], **settings)["input_ids"]
+    texts = [text_of([tokenizer.bos_token_id, *row]) for row in rows]
+    half = len(texts) // 2
+    return ReleasedPool(texts[:half], texts[half:], lambda ids: str(tokenizer.decode(ids)))
+
+
+def written(
+    model: torch.nn.Module, n: int, tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[Text]:
+    """Return texts that the model writes, each up to its end-of-text token."""
+    texts: list[Text] = []
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    while len(texts) < n:
+        start = torch.full((min(AT_ONCE, n - len(texts)), 1), bos)
+        settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_length": length}
+        mask = torch.ones_like(start)
+        rows = model.generate(start, attention_mask=mask, pad_token_id=eos, **settings).tolist()
+        for row in rows:
+            end = row.index(eos, 1) if eos in row[1:] else len(row)
+            texts.append(text_of(row[: max(end, 2)]))
+    return texts
+
+
+def play(options: argparse.Namespace, seed: int) -> None:
+    """Train, write and ask for each number of epochs, and print a table."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    pool = drawn_pool(options, tokenizer, seed)
+    rows = [text for text, inside in zip(pool.texts, pool.members, strict=True) if inside]
+    sources = [f"--{name}=x" for name in ("rows", "others", "generated")]
+    defaults = parse(["synthetic", *sources, "--base", options.model, "--seed", str(seed)])
+    defaults.epochs = options.auxiliary or defaults.epochs
+    cells = []
+    for epochs in map(int, options.epochs.split(",")):
+        start = time.process_time()
+        torch.manual_seed(seed)
+        model = copy.deepcopy(base)
+        fit_texts(model, rows, Recipe(epochs, 8, options.lr), "causal", tokenizer)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        sizes = sorted(map(int, options.generated.split(",")))
+        texts = written(model, sizes[-1], tokenizer, options.length)
+        seconds = time.process_time() - start
+        for size in sizes:
+            answers = ask_auxiliary(pool.texts, texts[:size], defaults)
+            result, copied = compare_generated(pool, answers, texts[:size], 0.05 / len(NAMES))
+            values = [result.values[name] for name in NAMES]
+            scores = [f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})" for v in values]
+            counts = f"{copied['members']:.0f} / {copied['others']:.0f}"
+            cells.append([f"{epochs}", f"{size}", *scores, counts])
+            print(f"# {epochs} epochs, {size} texts: {seconds:.0f} s to write", flush=True)
+    print(f"\nSeed {seed}: {result.n_members} rows, {result.n_others} others\n")
+    head = ["epochs", "texts", *NAMES, "copied rows / others"]
+    print(table(head, cells), flush=True)
+
+
+def main() -> None:
+    """Read the options, and play once for each seed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--rows", type=int, default=200, help="on each side")
+    parser.add_argument("--length", type=int, default=48, help="tokens of a text, at most")
+    parser.add_argument("--lr", type=float, default=5e-4, help="of the model that writes")
+    parser.add_argument("--epochs", default="0,1,4,16", help="of it, separated by commas")
+    parser.add_argument("--generated", default="500,2000", help="texts, separated by commas")
+    parser.add_argument("--auxiliary", type=int, default=0, help="its epochs; 0: the default")
+    parser.add_argument("--seeds", default="0")
+    options = parser.parse_args()
+    print_place()
+    for seed in map(int, options.seeds.split(",")):
+        play(options, seed)
+
+
+if __name__ == "__main__":
+    main()

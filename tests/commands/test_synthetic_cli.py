@@ -1,0 +1,254 @@
+"""``fedleak synthetic``: what generated texts show of the rows that a model was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_fedleak.cli import main
+from lightning_fedleak.cli.commands.memorization import BREACH
+from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.studies.memorization import used_up_mark
+from lightning_fedleak.evaluation.metrics.copies import COPIES, copy_values, find_copies
+from lightning_fedleak.model.taps import Text
+from tests.engine.channels.test_heads import WORDS, words
+from tests.helpers.commands import run_command
+
+SIZE, LENGTH = 60, 14  # rows of either side, and their tokens
+SIDES = "rows", "others"
+
+
+def write(path: Path, rows: Sequence[Sequence[int]]) -> None:
+    lines = (json.dumps({"text": " ".join(f"w{n}" for n in row)}) + "\n" for row in rows)
+    path.write_text("".join(lines))
+
+
+def generate(model: GPT2LMHeadModel, n: int) -> list[list[int]]:
+    """Return what a model writes behind the mark that all texts begin with."""
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_length": 1 + LENGTH}
+    start = torch.full((n, 1), 2)
+    known = [*range(5)]  # marks are no words
+    written = model.generate(start, pad_token_id=0, suppress_tokens=known, **settings)
+    rows: list[list[int]] = written[:, 1:].tolist()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a base, rows, others, and what two models wrote.
+
+    One was trained on the rows, the other is the base.
+    """
+    folder = tmp_path_factory.mktemp("synthetic")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 48, "n_layer": 1, "n_head": 2}
+    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=2, eos_token_id=3))
+    model.save_pretrained(folder / "base")
+    words().save_pretrained(folder / "base")
+    rows = torch.randint(5, WORDS, (2 * SIZE, LENGTH))
+    for side, part in zip(SIDES, rows.split(SIZE), strict=True):
+        write(folder / f"{side}.jsonl", part.tolist())
+    write(folder / "null.jsonl", generate(model, 200))
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    ids = torch.cat([torch.full((SIZE, 1), 2), rows[:SIZE]], 1)
+    for _ in range(30):
+        for part in torch.randperm(SIZE).split(10):
+            model(input_ids=ids[part], labels=ids[part]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    write(folder / "generated.jsonl", generate(model.eval(), 200))
+    return folder
+
+
+def run(folder: Path, written: str = "generated", **more: Any) -> tuple[int, str]:
+    sources = {name: str(folder / f"{name}.jsonl") for name in SIDES}
+    sources |= {"base": str(folder / "base"), "generated": str(folder / f"{written}.jsonl")}
+    recipe = {"lr": 5e-3, "drawn": True}
+    status, text = run_command("synthetic", **sources | recipe | more)
+    return status, " ".join(text.split())
+
+
+def test_texts_of_a_trained_model_give_its_rows_away(folder: Path, tmp_path: Path) -> None:
+    out, summary = tmp_path / "new" / "out.json", tmp_path / "summary.md"
+    status, text = run(folder, at_most=0.6, out=out, summary=summary)
+    assert status == BREACH
+    assert "An auxiliary model is fitted on 200 generated texts: 25 steps" in text
+    for name in ("combined", *COPIES):
+        assert f"BREACH: {name}/auc is shown to be at least" in text
+    content = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert content["kind"] == "synthetic"
+    assert content["known"]
+    assert content["attacks"]["combined"]["auc"] > 0.9
+    assert "extraction" not in content["attacks"]
+    copied = content["copied"]
+    assert copied["members"] > 10
+    assert copied["others"] == 0
+    assert copied["p_value"] < 1e-3
+    assert f"{copied['members']:.0f} of {SIZE} rows that were trained on have 13 tokens" in text
+    written = summary.read_text()
+    assert "FAILED" in written
+    assert "| longest_copy |" in written
+    assert "w5" not in written + out.read_text() + text
+
+
+def test_texts_of_a_model_that_was_trained_on_no_row_show_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
+    status, text = run(folder, "null", at_most=0.75, out=tmp_path / "out.json")
+    assert status == 0
+    assert "BREACH" not in text
+    content = json.loads((tmp_path / "out.json").read_text())
+    for name in ("combined", *COPIES):
+        rates = content["attacks"][name]
+        assert rates["auc_low"] <= 0.5 <= rates["auc_high"]
+        assert rates["p_value"] > 0.05 / 3
+    assert content["copied"] == {"members": 0, "others": 0, "p_value": 1}
+
+
+def test_a_lora_is_fitted_as_well(folder: Path, tmp_path: Path) -> None:
+    lora = {"lora_r": 8, "targets": "c_attn,c_fc,c_proj,wte", "lr": 2e-2, "epochs": 4}
+    run(folder, out=tmp_path / "out.json", **lora)
+    values = json.loads((tmp_path / "out.json").read_text())["attacks"]["combined"]
+    assert values["auc_low"] > 0.6
+
+
+def test_rows_that_are_not_drawn_or_used_up_are_unknown_and_a_breach(
+    folder: Path, tmp_path: Path
+) -> None:
+    status, text = run(folder, drawn=False, at_most=1.0)
+    assert status == BREACH
+    assert "Membership is UNKNOWN" in text
+    assert "BREACH: longest_copy/auc is unknown." in text
+    assert run(folder, drawn=False)[0] == 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((folder / "rows.jsonl").read_text())
+    used_up_mark(rows).write_text("{}")
+    status, text = run(folder, rows=str(rows), at_most=1.0)
+    assert status == BREACH
+    assert "which are used up" in text
+
+
+def test_short_rows_are_a_pool_of_their_own(folder: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for n, side in enumerate(SIDES):
+        short = torch.randint(5, WORDS, (20, 5), generator=generator).tolist()
+        write(tmp_path / f"{side}.jsonl", short)
+        if n == 0:
+            write(tmp_path / "generated.jsonl", short * 3)
+        with (tmp_path / f"{side}.jsonl").open("a") as file:
+            file.write((folder / f"{side}.jsonl").read_text())
+    sources = {name: str(tmp_path / f"{name}.jsonl") for name in (*SIDES, "generated")}
+    status, text = run(folder, at_most=0.7, out=tmp_path / "out.json", **sources)
+    assert status == BREACH
+    assert "BREACH: longest_copy_short/auc is shown to be at least" in text
+    content = json.loads((tmp_path / "out.json").read_text())
+    short_values, values = content["short_answers"]["attacks"], content["attacks"]
+    assert short_values["longest_copy_short"]["auc"] == 1
+    assert short_values["loss_ratio_short"]["auc"] > 0.9
+    assert values["longest_copy"]["auc_low"] < 0.5 < values["longest_copy"]["auc_high"]
+
+
+def test_few_short_rows_are_unknown(folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((folder / "rows.jsonl").read_text() + json.dumps({"text": "w5 w6 w7"}) + "\n")
+    status, text = run(folder, "null", rows=str(rows), at_most=0.99)
+    assert status == BREACH
+    assert "BREACH: loss_ratio_short/auc is unknown." in text
+    assert text.count("BREACH") == 1
+
+
+def test_generated_texts_may_have_a_column_of_their_own(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "texts.jsonl"
+    lines = (folder / "generated.jsonl").read_text().splitlines()
+    texts = [{"id": "w5", "reply": json.loads(line)["text"]} for line in lines]
+    source.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = {"column": "text", "generated": str(source)}
+    _, text = run(folder, generated_column="reply", **settings)
+    assert "fitted on 200 generated texts" in text
+    with pytest.raises(SourceError, match="has no column 'text'"):
+        run(folder, **settings)
+
+
+def test_what_cannot_be_compared_is_refused_and_says_why(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"input_ids": [5], "labels": [5]}) + "\n")
+    with pytest.raises(SourceError, match=r"--generated '.*' holds no text of two tokens or more"):
+        run(folder, generated=str(tmp_path / "one.jsonl"))
+    with pytest.raises(SourceError, match="diverged: give a lower --lr"):
+        run(folder, lr=1e30)
+    sizes = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1}
+    masked = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=1))
+    masked.save_pretrained(tmp_path / "masked")
+    words().save_pretrained(tmp_path / "masked")
+    with pytest.raises(SourceError, match="is a masked model, which writes no texts"):
+        run(folder, base=str(tmp_path / "masked"))
+    preferences = tmp_path / "preferences.jsonl"
+    preferences.write_text(json.dumps({"chosen": "w5 w6", "rejected": "w7"}) + "\n")
+    status, text = run(folder, rows=str(preferences))
+    assert status == BREACH
+    assert "UNKNOWN" in text
+
+
+def test_missing_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["synthetic", "--rows", "rows.jsonl"])
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("--others", "--generated", "--base"))
+
+
+# ---- copies, token for token ----
+
+
+def slow_copies(row: list[int], texts: list[list[int]], size: int) -> tuple[int, float]:
+    """Return the longest run and the share of n-grams by trying all of them."""
+
+    def stands(run: list[int]) -> bool:
+        ends = [(text, n) for text in texts for n in range(len(text) - len(run) + 1)]
+        return -100 not in run and any(text[n : n + len(run)] == run for text, n in ends)
+
+    runs = [row[a:b] for a in range(len(row)) for b in range(a + 1, len(row) + 1)]
+    longest = max((len(run) for run in runs if stands(run)), default=0)
+    n_grams = [run for run in runs if len(run) == size]
+    return longest, sum(map(stands, n_grams)) / max(1, len(n_grams))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_are_those_that_trying_all_runs_finds(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> list[int]:
+        length = int(torch.randint(1, most, (), generator=generator))
+        ids = torch.randint(0, 3, (length,), generator=generator)
+        return ids.masked_fill(torch.rand(length, generator=generator) < 0.1, -100).tolist()
+
+    rows, texts = [draw(12) for _ in range(8)], [draw(9) for _ in range(5)]
+    found = find_copies(
+        *([Text(torch.tensor(t).abs(), torch.tensor(t)) for t in side] for side in (rows, texts)),
+        size=2,
+    )
+    slow = [slow_copies(row, texts, 2) for row in rows]
+    assert found.longest.tolist() == [longest for longest, _ in slow]
+    assert found.shares.tolist() == pytest.approx([share for _, share in slow])
+
+
+def test_rows_that_have_nothing_in_common_with_the_texts_have_no_copy() -> None:
+    row, text = torch.arange(10), torch.arange(20, 30)
+    found = find_copies([Text(row, row)], [Text(text, text)])
+    assert found.longest.tolist() == [0]
+    assert found.shares.tolist() == [0]
+
+
+def test_copies_of_others_are_counted_against_those_of_members() -> None:
+    rows = [Text(ids, ids) for ids in torch.arange(40 * 15).view(40, 15)]
+    members = torch.arange(40) < 20
+    for texts, p_value in ((rows[:12], 2e-5), (rows[14:26], 0.65)):
+        values = copy_values(find_copies(rows, texts), members, 0.05)
+        assert values["copied"]["p_value"] == pytest.approx(p_value, rel=0.3)
+        assert (values["longest_copy"]["auc_low"] > 0.5) is (p_value < 0.01)

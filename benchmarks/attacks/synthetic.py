@@ -101,9 +101,8 @@ def play(options: argparse.Namespace, seed: int) -> None:
             counts = f"{copied['members']:.0f} / {copied['others']:.0f}"
             cells.append([f"{epochs}", f"{size}", *scores, counts])
             print(f"# {epochs} epochs, {size} texts: {seconds:.0f} s to write", flush=True)
-    print(f"\nSeed {seed}: {result.n_members} rows, {result.n_others} others\n")
-    head = ["epochs", "texts", *NAMES, "copied rows / others"]
-    print(table(head, cells), flush=True)
+    lines = table(["epochs", "texts", *NAMES, "copied rows / others"], cells)
+    print(f"\nSeed {seed}: {result.n_members} rows, {result.n_others} others\n\n{lines}")
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from lightning_fedleak.cli.studies.models import (
 )
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
-from lightning_fedleak.engine.channels.reference import check_unseen
+from lightning_fedleak.engine.reference import check_unseen
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names

@@ -28,17 +28,17 @@ from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_fe
 from lightning_fedleak.engine.channels.exchange import over_processes
 from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.reference import (
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
+from lightning_fedleak.engine.options import Options
+from lightning_fedleak.engine.outcomes import Outcome, Series
+from lightning_fedleak.engine.reference import (
     ask_reference,
     check_unseen,
     digest_answers,
     load_answers,
     save_answers,
 )
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
-from lightning_fedleak.engine.options import Options
-from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names

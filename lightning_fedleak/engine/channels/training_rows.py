@@ -13,8 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
-from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.pairs import PairBatch
+from lightning_fedleak.model.anatomy import Kind
+from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.pairs import PairBatch, read_pairs
 from lightning_fedleak.model.taps import Text, texts_in
 
 
@@ -118,6 +119,15 @@ def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[in
         )
     special = (getattr(tokenizer, "all_special_ids", ()) for tokenizer in candidates)
     return mask, frozenset().union(*special)
+
+
+def read_tokens(batch: Any, kind: Kind) -> TokenBatch:
+    """Return a batch's tokens: pairs where it has their form, else what all channels read.
+
+    Raises:
+        BatchError: the form is not known.
+    """
+    return read_pairs(batch, kind) or read_batch(batch, kind)
 
 
 def read_twice(

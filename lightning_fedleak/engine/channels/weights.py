@@ -20,7 +20,7 @@ from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttac
 from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.pool import NoRows, Pool
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask, read_tokens
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (
@@ -36,8 +36,7 @@ from lightning_fedleak.engine.record import RunRecord, accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.engine.run import Look, Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
-from lightning_fedleak.model.batches import TokenBatch, read_batch
-from lightning_fedleak.model.pairs import read_pairs
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import unmasked
 from lightning_fedleak.private_files import hash_tensors
@@ -201,9 +200,8 @@ class WeightChannel(Channel):
 
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
-        adapter, kind = self.settings.batch_adapter, self.run.anatomy.kind
-        pairs = None if adapter is not None else read_pairs(batch, kind)
-        tokens = pairs or (read_batch(batch, kind) if adapter is None else adapter(batch))
+        adapter = self.settings.batch_adapter
+        tokens = read_tokens(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
         return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
 from lightning_fedleak.model.anatomy import Kind
-from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.pairs import PairBatch, read_pairs
 from lightning_fedleak.model.taps import Text, texts_in
 
@@ -121,6 +121,15 @@ def find_mask(loader: Any, tokenizers: Sequence[Any]) -> tuple[int, frozenset[in
     return mask, frozenset().union(*special)
 
 
+def read_tokens(batch: Any, kind: Kind) -> TokenBatch:
+    """Return a batch's tokens: pairs where it has their form, else what all channels read.
+
+    Raises:
+        BatchError: the form is not known.
+    """
+    return read_pairs(batch, kind) or read_batch(batch, kind)
+
+
 def read_twice(
     loader: DataLoader[Any], dataset: Any, row: int, read: Callable[[Any], TokenBatch]
 ) -> list[Text]:
@@ -136,17 +145,6 @@ def read_twice(
             "that none is recognised when it is trained on: fix each row's form beforehand"
         )
     return first
-
-
-def read_tokens(batch: Any, kind: Kind, adapter: BatchAdapter | None) -> TokenBatch:
-    """Return a batch's tokens, of pairs too; an adapter of the user's own reads it, if given.
-
-    Raises:
-        BatchError: it cannot be read.
-    """
-    if adapter is not None:
-        return adapter(batch)
-    return read_pairs(batch, kind) or read_batch(batch, kind)
 
 
 def read_row(

@@ -20,11 +20,7 @@ from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttac
 from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.pool import NoRows, Pool
-from lightning_fedleak.engine.channels.training_rows import (
-    NoNonMembers,
-    find_mask,
-    read_tokens,
-)
+from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask, read_tokens
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (
@@ -207,7 +203,8 @@ class WeightChannel(Channel):
 
     def _read(self, batch: Any) -> TokenBatch:
         """Return a batch's tokens."""
-        tokens = read_tokens(batch, self.run.anatomy.kind, self.settings.batch_adapter)
+        adapter = self.settings.batch_adapter
+        tokens = read_tokens(batch, self.run.anatomy.kind) if adapter is None else adapter(batch)
         return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:

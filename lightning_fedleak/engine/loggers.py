@@ -105,7 +105,8 @@ class Cards:
         """Write each value, its card if it has one, and the limit of the card's gate beside it."""
         for name, value in values.items():
             board.add_scalar(_tag(name), value, step)
-            if (card := self._tags.get(name, self._card_of_metric(name))) is None:
+            card, is_of_user = self._tags.get(name), name.startswith("utility/")
+            if card is None and (not is_of_user or (card := self._card_of_metric(name)) is None):
                 continue
             board.add_scalar(card, value, step)
             folder = getattr(board, "log_dir", None)  # tensorboardX has another name for it
@@ -117,9 +118,8 @@ class Cards:
 
     def _card_of_metric(self, name: str) -> str | None:
         """Return the card of a metric of the user; None without one."""
-        group, _, metric = name.partition("/")
-        may = metric in self._utility if self._utility else is_lower_better(metric)
-        if group != "utility" or not may:
+        metric = name.removeprefix("utility/")
+        if not (metric in self._utility if self._utility else is_lower_better(metric)):
             return None
         first = self._metrics.setdefault(is_validation(metric), metric)
         return f"{FRONT}/{metric}" if metric == first else None

@@ -161,7 +161,7 @@ class Watch(Reported):
     @contained
     def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
         """Log the metrics that the loop has set since; another object was measured again."""
-        now = dict(self.utility)
+        now = dict(self.loop.utility)
         measured = [name for name in now if now[name] is not self._earlier_utility.get(name)]
         self._earlier_utility = now
         if measured or epoch_ended is None:

@@ -247,10 +247,12 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
     pool = collect(loader(data), Memorization(max_overhead=0.2), read)
     assert len(pool.texts) == int(0.2 * 2000 / (0.4 * 3))
     with pytest.raises(
-        NoNonMembers, match=r"only 33 texts can .* 2000 rows.*=Memorization\(max_overhead=0.12\)"
+        NoNonMembers, match=r"2000 rows pay for 33 of 200 .*=Memorization\(max_overhead=0.12\)"
     ):
         collect(loader(data), Memorization(), read)
-    with pytest.raises(NoNonMembers, match=r"only 0 texts can .*=Memorization\(max_overhead=6\)"):
+    with pytest.raises(
+        NoNonMembers, match=r"40 rows pay for 0 of 200 .*=Memorization\(max_overhead=6\)"
+    ):
         collect(loader(rows(40)), Memorization(), read)
 
 

@@ -140,6 +140,19 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_write(tmp_path: P
     assert module.steps == 0
 
 
+def test_a_missing_file_of_the_users_is_not_taken_for_the_runs_folder(tmp_path: Path) -> None:
+    class Unread(Counts):
+        def setup(self, stage: str) -> None:
+            (tmp_path / "texts.txt").read_text()
+
+    trainer = L.Trainer(
+        accelerator="cpu", callbacks=[LeakageMonitor()], default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(FileNotFoundError, match=r"texts.txt"):
+        trainer.fit(Unread(tiny_gpt2()), [])
+
+
 def test_a_run_without_a_step_says_nothing_of_a_run_that_was_resumed(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

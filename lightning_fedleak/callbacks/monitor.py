@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -71,7 +72,8 @@ class LeakageMonitor(EitherCallback, Reported):
     ``max_overhead``, until it has a result: 1000 steps at most. Then, and where the fit ends
     before, it is *unknown*. A try costs a glance at its gradients.
 
-    The first step of each fit is looked at, also where it resumes another. Layers that are frozen
+    The first step of each fit is looked at, also where it resumes another, but with
+    ``max_overhead``, where the first look waits until the run pays for it. Layers that are frozen
     or unfrozen on the way are followed at the next look.
 
     Under FSDP2 (``ModelParallelStrategy``) attacks get whole gradients, and for as long as they
@@ -96,8 +98,8 @@ class LeakageMonitor(EitherCallback, Reported):
             attacks of a run, at all stages. A second one with the same is refused.
         every_n_steps: look at optimizer steps 0, n, 2n, ...
         max_overhead: look so seldom that looks cost at most this share of the training time.
-            Either this or ``every_n_steps``. Default: neither, but ten looks, of which the last
-            step is one, see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
+            Either this or ``every_n_steps``. Default: neither, but ten looks if they cost little,
+            see :class:`~lightning_fedleak.engine.scheduler.Cadence`.
         folder: where ``leakage.jsonl`` goes; default the logger's folder.
         games: how membership games are played: how many texts are asked for, which are not in the
             batch, over how many looks rates are pooled, canaries of the user's own; see
@@ -319,23 +321,25 @@ class LeakageMonitor(EitherCallback, Reported):
         pl_module: L.LightningModule,
         exception: BaseException | None = None,
     ) -> None:
-        """As when a fit ends, and removes every tap: Lightning calls no teardown after this.
+        """Ends the run's record and removes every tap: Lightning calls no teardown after this.
 
         Raises:
             ValueError: the Trainer's folder cannot be written to.
         """
         if exception is None:  # called on the class, which setup refuses
             return
-        if isinstance(exception, OSError) and exception.filename and self.engine.fit is None:
-            raise ValueError(
-                f"the run's folder cannot be written ({exception}): name another one, "
-                "Trainer(default_root_dir='runs')"
-            ) from exception
+        has_begun = self.engine.fit is not None
         try:
             self._end(type(exception).__name__)
         finally:  # also where a second Ctrl-C ends the report
             _FITS.pop(trainer, None)
             self._close()
+        folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
+        if isinstance(exception, OSError) and not has_begun and any(map(_is_closed, folders)):
+            raise ValueError(
+                f"the run's folder cannot be written ({exception}): name another one, "
+                "Trainer(default_root_dir='runs')"
+            ) from exception
 
     def _end(self, ending: str) -> None:
         record = self.engine.end(ending)
@@ -360,3 +364,11 @@ class LeakageMonitor(EitherCallback, Reported):
     ) -> None:
         """Takes back what :meth:`on_save_checkpoint` saved."""
         self.engine.load_state_dict(deepcopy(checkpoint["callbacks"].get(self.state_key, {})))
+
+
+def _is_closed(folder: str | Path | None) -> bool:
+    """Return whether nothing can be written to a folder, or where it would be made."""
+    place = Path(folder or ".").absolute()
+    while not place.exists():
+        place = place.parent
+    return not (place.is_dir() and os.access(place, os.W_OK))

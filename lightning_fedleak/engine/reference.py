@@ -39,49 +39,66 @@ def ask_reference(reference: Any, run: Run, ask: Callable[[Run], TokenSnapshot])
     Raises:
         ValueError: it cannot be loaded, is the model that trains, or predicts something else.
     """
-    anatomy = run.anatomy
+    failure: ValueError | None = None
     with preserve_process():  # new adapters are drawn at random before their weights are loaded
-        model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
-        own = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
-        if any(id(p) in own for p in model.parameters()):
-            raise ValueError(
-                "Memorization(reference=): it shares weights with the model that trains: give one "
-                "of its own, such as the folder of an earlier run"
-            )
-        place = next(model.parameters()).device
         try:
-            found = find_anatomy(model.to(anatomy.device), kind=anatomy.kind)
-            if found.vocab_size != anatomy.vocab_size:
-                raise ValueError(
-                    f"Memorization(reference=): it predicts {found.vocab_size} tokens or classes, "
-                    f"and the model that trains {anatomy.vocab_size}: both need one tokenizer"
-                )
-            return ask(replace(run, anatomy=found))
+            beside = _anatomy_of(reference, run.anatomy)
+        except ValueError as error:
+            failure = error
+        if run.on_any_process(failure is not None):  # all ask together, or none does
+            other = "Memorization(reference=) cannot be used on another process"
+            raise failure or ValueError(other)
+        place = beside.device
+        try:
+            beside.model.to(run.anatomy.device)
+            return ask(replace(run, anatomy=beside))
         finally:
-            model.to(place)
+            beside.model.to(place)
+
+
+def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
+    """Return the parts of the reference; raise a ValueError where it cannot be one."""
+    model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
+    trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
+    if any(id(p) in trained for p in model.parameters()):
+        raise ValueError(
+            "Memorization(reference=): it shares weights with the model that trains: give one of "
+            "its own, such as the folder of an earlier run"
+        )
+    beside = find_anatomy(model, kind=anatomy.kind)
+    if beside.vocab_size != anatomy.vocab_size:
+        raise ValueError(
+            f"Memorization(reference=): it predicts {beside.vocab_size} tokens or classes, and the "
+            f"model that trains {anatomy.vocab_size}: both need one tokenizer"
+        )
+    return beside
 
 
 def _load(folder: str, anatomy: Anatomy) -> nn.Module:
     """Return the model in a folder, of the class of the one that trains, with its adapters."""
-    own = without_peft(anatomy.model)
-    load = getattr(type(own), "from_pretrained", None)
+    base_model = without_peft(anatomy.model)
+    kind = type(base_model)
     refusal = f"Memorization(reference={folder!r}) cannot be loaded"
-    if load is None:
-        raise ValueError(f"{refusal} as a {type(own).__name__}: give the model itself")
-    adapters, settings = (
-        Path(folder) / "adapter_config.json",
-        {"dtype": next(own.parameters()).dtype},
-    )
+    if not hasattr(kind, "from_pretrained"):
+        raise ValueError(f"{refusal} as a {kind.__name__}: give the model itself")
+    dtype = next(p.dtype for p in base_model.parameters() if p.is_floating_point())  # not of 4 bits
+
+    def load(source: str) -> nn.Module:
+        model, loaded = kind.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        if missing := loaded["missing_keys"]:
+            raise ValueError(f"'{source}' lacks {len(missing)} tensors of a {kind.__name__}")
+        return model  # type: ignore[no-any-return]
+
+    adapters = Path(folder) / "adapter_config.json"
     try:
         if not adapters.is_file():
-            model: nn.Module = load(folder, **settings)
-            return model
+            return load(folder)
         from peft import PeftModel
 
-        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if not base:
+        source = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not source:
             raise ValueError("its adapter_config.json names no base model: give the model itself")
-        return PeftModel.from_pretrained(load(base, **settings), folder)
+        return PeftModel.from_pretrained(load(source), folder)
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{refusal}: {error}") from error
 

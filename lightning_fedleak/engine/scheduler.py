@@ -21,7 +21,7 @@ CURVE_SECONDS = 30.0
 MOST_SHARE = 0.25
 """Share of the training time that they take at most, but for the first look: not tuned."""
 TIMED_STEPS = 3
-"""Steps that are timed before the first look where ``max_overhead`` is given."""
+"""Steps that are timed before the first look where ``max_overhead`` is given; not tuned."""
 LOOK_STEPS = 10
 """Training steps that a look costs at least, as long as none was made: with its control 10 to 21 on
 three models (``benchmarks.cost.overhead``, November 2026)."""
@@ -135,10 +135,10 @@ class Cadence:
         price, self.unpaid = look_seconds + self.unpaid, 0.0
         by_share = step + max(1, math.ceil(price / (self.share * step_seconds)))
         if not self.is_curve:
-            pays = self.share * step_seconds * ((self.steps or math.inf) - self.first_step)
-            return (
-                by_share if self.steps is None or self.spent + look_seconds <= pays else self.steps
-            )
+            if self.steps is None:
+                return by_share
+            pays = self.share * step_seconds * (self.steps - self.first_step)
+            return by_share if self.spent + look_seconds <= pays else self.steps
         if self.steps is None or step >= self.steps - 1:
             within = self.spent + look_seconds <= CURVE_SECONDS
             return min(by_share, 2 * step + 1) if within else by_share
@@ -214,11 +214,12 @@ class Cadence:
         looks = min(even, max(2, int(seconds // max(look_seconds, 1e-9))))
         costs = [f"set-up took {self.unpaid:.2g} s"] if self.unpaid >= 1 else []
         costs += [f"a look takes about {look_seconds:.2g} s"] if look_seconds else []
-        limit = f"{CURVE_SHARE:.0%} of the training or {CURVE_SECONDS:g} s, {MOST_SHARE:.0%} of it"
+        limit = f"{CURVE_SHARE:.0%} of the training, or {CURVE_SECONDS:g} s if that is more"
         return "; ".join(
             (
                 f"looks at up to {looks} of {own}, the last among them, and at more as {share} "
-                f"pays for them; with the set-up they take {limit} at most, but one is always made",
+                f"pays for them; with the set-up they take at most {limit}, and never more than "
+                f"{MOST_SHARE:.0%} of it, but one is always made",
                 *costs,
             )
         )

@@ -495,8 +495,9 @@ def test_without_a_plan_or_with_a_share_the_line_says_which_looks_are_certain() 
     cheap.begin(0, 1000)
     assert cheap.describe(0.1) == (
         "looks at up to 10 of 1,000 steps, the last among them, and at more as 0.5% of the "
-        "training time pays for them; with the set-up they take 5% of the training or 30 s, 25% "
-        "of it at most, but one is always made; a look takes about 0.1 s"
+        "training time pays for them; with the set-up they take at most 5% of the training, or "
+        "30 s if that is more, and never more than 25% of it, but one is always made; a look takes "
+        "about 0.1 s"
     )
     assert len(looks_of(cheap, 1000, 0.1, 1.0)) > 50
 

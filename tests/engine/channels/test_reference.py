@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -170,6 +171,15 @@ def test_what_cannot_be_a_reference_is_refused_before_the_first_step(
     watching = with_reference(tmp_path, reference if isinstance(reference, str) else reference())
     with pytest.raises(ValueError, match=message):
         fit([watching], data=leave_out(language(400, seed=2), 140, seed=1)[0])
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    tiny().transformer.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    weights = {name: w for name, w in load_file(file).items() if "ln_f" not in name}
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 2 tensors of a GPT2LMHeadModel"):
+        fit([with_reference(tmp_path / "run", tmp_path / "other")])
 
 
 def test_the_model_that_trains_is_no_reference(tmp_path: Path) -> None:

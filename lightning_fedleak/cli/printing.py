@@ -13,9 +13,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_fedleak.cli.finetuning import refuse_errors
-from lightning_fedleak.report import Findings
+from lightning_fedleak.report import Findings, findings, read
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.overview import plain
+from lightning_fedleak.report.overview import explain, plain
 from lightning_fedleak.report.records.utility import title_of
 
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it
@@ -53,6 +53,16 @@ def make_folder(folder: Path, out: Path) -> None:
     hint = "Name another folder with --out"
     with refuse_errors(f"'{out}' cannot be written to", OSError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def explain_run(folder: Path) -> str:
+    """Return the report's sentences about a run: the recovered text, and at which looks.
+
+    Raises:
+        ReportError: the folder holds no run.
+    """
+    [overview] = findings(read([folder])).overviews
+    return explain(overview)
 
 
 def print_comparison(console: Console, content: Findings) -> None:

@@ -69,7 +69,8 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     decisions = zip(names, fits, strict=True)
     stopped = [n for n, fit in decisions if any(one.did == "stopped" for one in fit.decisions)]
     if 0 < len(stopped) < len(fits):
-        sentence = _stop(stopped[0], lengths, readings.values())
+        pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
+        sentence = _stop(stopped, lengths, readings.values(), pairs)
     else:
         price = "" if is_training(metric) else metric
         sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
@@ -138,13 +139,24 @@ def _last_utility(fit: FitSummary) -> str:
 
 
 def _stop(
-    stopped: str, lengths: Mapping[str, int], readings: Iterable[Mapping[str, Reading]]
+    stopped: Sequence[str],
+    lengths: Mapping[str, int],
+    readings: Iterable[Mapping[str, Reading]],
+    runs: Mapping[str, tuple[FitSummary, Overview]],
 ) -> Sentence:
-    """Return what a gate that stopped a run kept back, beside the longest run."""
-    longest = max((name for name in lengths if name != stopped), key=lambda name: lengths[name])
-    parts = [Part("The gate stopped "), Part(stopped, "strong")]
-    parts += [Part(f" after {lengths[stopped]} updates. In "), Part(longest, "strong")]
+    """Return what a gate that stopped a run kept back, beside the longest run.
+
+    Where several runs were not stopped, what differs between these comes first.
+    """
+    name, ran = stopped[0], [name for name in lengths if name not in stopped]
+    longest = max(ran, key=lambda name: lengths[name])
+    parts = [Part("The gate stopped "), Part(name, "strong")]
+    updates = f"{lengths[name]} update{'s' * (lengths[name] != 1)}"
+    parts += [Part(f" after {updates}. In "), Part(longest, "strong")]
     parts.append(Part(f" all {lengths[longest]} left"))
+    if len(ran) > 1:
+        of_ran = zip(*(runs[name] for name in ran), strict=True)
+        return (*comparison(*of_ran).sentence, Part(" "), *parts, Part("."))
     mark = ":"
     for one in (each[longest] for each in readings if longest in each):
         if one.verdict == "read":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -27,14 +28,7 @@ from lightning_fedleak.report.wording import brief
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS
 
-FEW = {
-    "ROWS": 12,
-    "CALIBRATION_TOKENS": 400,
-    "PUBLIC_ROWS": 4,
-    "CONTROLS": 2,
-    "GAMES": 2,
-    "TEXTS": 1,
-}
+FEW = {"CALIBRATION_TOKENS": 400, "GAMES": 2, "TEXTS": 1}
 HEADLINES = {
     "flatchat": "f1",
     "aligned_flatchat": "f1",
@@ -75,8 +69,12 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     monkeypatch.setattr(
         AlignedFlatChat, "prepare", lambda *args: [calibrated.append(args), prepare(*args)]
     )
+    words = sorted({word for text in TEXTS for word in text.split()})
+    drawn = random.Random(0)
+    text = tmp_path / "many.txt"
+    text.write_text("\n".join(" ".join(drawn.choices(words, k=8)) for _ in range(300)))
     code, printed = shown(
-        model=model, text=private(tmp_path), steps=4, every_n_steps=2, at_most=0.0, reveal=True,
+        model=model, text=str(text), steps=4, every_n_steps=2, at_most=0.0, reveal=True, length=32,
         out=tmp_path / "out",
     )  # fmt: skip
     assert code == 0
@@ -89,7 +87,7 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     for line in lines:
         assert f"{line['metrics'][HEADLINES[line['attack']]]['value']:.3f}" in printed
     stages = {line["stage"] for line in results(folder / "defended")}
-    assert {"local", "shared", "released"} <= stages
+    assert stages == {"local", "shared", "released"}
     assert "RiskGate 'aligned_flatchat/f1' stopped training at step 0" in printed
     assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
     [saved] = (folder / "gated").rglob("*.ckpt")
@@ -245,6 +243,7 @@ def test_ctrl_c_ends_with_what_was_measured(
     [folder] = (tmp_path / "out").iterdir()
     assert {line["step"] for line in results(folder / "watched")} == {0, 1}
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["watched"]
+    assert "Not tested: it needs 220 rows of 9 tokens or more." in printed
     assert "words: AlignedFlatChat" in printed
     assert "RiskGate" not in printed
     assert signal.getsignal(signal.SIGINT) is handler

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -37,9 +37,9 @@ from lightning_fedleak.report.wording import brief, brief_interval
 from lightning_fedleak.strategies import DefendedStrategy
 
 _CAVEAT = (
-    "A number holds for this model, text and batch size; other attacks may read more. An interval "
-    "that\nholds guessing (.50 of members, weights) shows no leak, and does not exclude one. DP-SGD "
-    "does not act\non what crosses a split: ActivationNoise does."
+    "A number holds for this model, text and batch size; other attacks may read more. An interval\n"
+    "that holds guessing (.50 of members, weights) shows no leak, and does not exclude one.\n"
+    "DP-SGD does not act on what crosses a split: ActivationNoise does."
 )
 _OWN_TRAINING = (
     "In your own training: L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
@@ -48,7 +48,6 @@ _OWN_TRAINING = (
 _PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
 _WATCHED, _DEFENDED, _GATED = "watched", "defended", "gated"  # folders of the runs
 _FORM = "{:<38}{:<20}{:<20}{}"  # characters of the columns of what leaked
-_AT_MOST = "leakage/aligned_flatchat/f1"
 
 
 # The name of an attack, what it reads, how the tables call it, and the command that shows what it
@@ -76,15 +75,8 @@ class _Rows(finetuning.TextDataModule):
             n = max(1, min(len(rows) // 2, len(rows) - self.batch_size))
             kept, others = leave_out(rows, n, self.seed)
             self.n, self.others = len(kept), attacks.PublicText([others[i] for i in range(n)])
+            self.is_enough = sum(len(row) > 8 for row in rows) >= demo_settings.LONG_ROWS
             self._train = kept  # type: ignore[assignment]  # a loader takes it like a list
-
-
-class _Run(NamedTuple):
-    """How a run ended, the gate that watched it, and a message of its newest look."""
-
-    interrupted: bool
-    gate: RiskGate
-    message: list[str]
 
 
 class _Demo:
@@ -94,12 +86,19 @@ class _Demo:
         options: Of the command.
         console: Where to print.
         folder: Of the runs' folders.
+
+    Attributes:
+        data: The texts.
+        interrupted: Whether the newest run was.
+        message: A message of the newest look at the run without a defence, in tokens.
     """
 
     def __init__(self, options: Namespace, console: Console, folder: Path) -> None:
         self.options, self.console, self.folder = options, console, folder
         self.data = sweep.data_of(options, _Rows)
         self._calibrations: Mapping[str, object] = {}
+        self.interrupted = False
+        self.message: list[str] = []
 
     def _attacks(self, layer: int) -> list[attacks.Attack]:
         """Return new attacks, in the order of the tables."""
@@ -108,40 +107,35 @@ class _Demo:
         return [
             attacks.FlatChat(public),
             attacks.AlignedFlatChat(public, calibration_tokens=few.CALIBRATION_TOKENS),
-            attacks.GradientMembership(
-                public, controls=few.CONTROLS, public_rows=few.PUBLIC_ROWS, tokens=options.length
-            ),
+            attacks.GradientMembership(public, tokens=options.length),
             attacks.FCMembership(layer),
             attacks.AttentionMembership(layer, public, batch=options.batch_size),
             attacks.PrefixInversion(layer, None, few.INVERSION_SECONDS),
-            attacks.Combined(),
+            *([attacks.Combined()] if self.data.is_enough else []),
         ]
 
-    def fit(self, name: str, defenses: Sequence[Defense] = ()) -> _Run:
-        """Train and attack, print each look, and return how it ended."""
-        options = self.options
+    def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
+        """Train and attack, and print each look and what the gate did."""
+        options, few = self.options, demo_settings
         L.seed_everything(options.seed, verbose=False)
         module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
-        with self.console.status("The attacks are calibrated ..."):
-            played = self._attacks(max(1, len(find_anatomy(module).blocks) // 2))
-        weights = Memorization(max_overhead=demo_settings.WEIGHTS_OVERHEAD, looks=())
         monitor = LeakageMonitor(
-            played,
+            self._attacks(max(1, len(find_anatomy(module).blocks) // 2)),
             every_n_steps=options.every_n_steps,
-            games=Games(targets=demo_settings.GAMES, held_out=self.data.others),
+            games=Games(targets=few.GAMES, held_out=self.data.others),
             settings=WatchSettings(
                 reveal=(options.reveal or options.text is None) and name == _WATCHED,
                 tokenizer=self.data.tokenizer,
                 stages=("local", "shared") if defenses else ("shared",),
-                texts=demo_settings.TEXTS,
-                memorization=weights,
+                texts=few.TEXTS,
+                memorization=Memorization(max_overhead=few.WEIGHTS_OVERHEAD, looks=()),
             ),
         )
         monitor.engine.reuse(self._calibrations)
         table = _LooksTable(self.console, monitor)
         if name == _WATCHED:
             table.lines.print_headers()
-        gate = RiskGate(_AT_MOST, at_most=options.at_most, action="stop")
+        gate = RiskGate("leakage/aligned_flatchat/f1", at_most=options.at_most, action="stop")
         trainer = sweep.trainer_of(
             options.steps,
             DefendedStrategy("auto", defenses),
@@ -149,29 +143,31 @@ class _Demo:
             callbacks=[monitor, table, *([gate] if name == _GATED else [])],
             log_every_n_steps=1,
         )
-        interrupted = False
         handler = signal.getsignal(signal.SIGINT)
         try:
             trainer.fit(module, datamodule=self.data)
         except (KeyboardInterrupt, SystemExit):  # Lightning tidies up, then calls sys.exit
-            interrupted = True
+            self.interrupted = True
             signal.signal(signal.SIGINT, handler)
         self._calibrations = self._calibrations or table.calibrations
-        message = [str(self.data.tokenizer.decode([token])) for token in table.message]
-        return _Run(interrupted, gate, message)
+        decode = self.data.tokenizer.decode
+        self.message = self.message or [str(decode([token])) for token in table.message]
+        if name == _GATED and gate.fired is not None:
+            event = f"{gate.fired}".partition("\n  what now")[0]
+            self.console.print(f"RiskGate '{gate.name}' stopped training {event}", soft_wrap=True)
+        elif name == _GATED and not self.interrupted:
+            self.console.print(f"The gate let all {options.steps} steps pass: lower --at-most.")
 
-    def defend(self) -> _Run | None:
-        """Train under DP-SGD and return how it ended; None where the defence refuses it."""
+    def defend(self) -> None:
+        """Train under DP-SGD, unless the defence refuses this model."""
         epsilon, delta = demo_settings.EPSILON, 0.1 / self.data.n
-        norm = demo_settings.MAX_GRAD_NORM
         title = f"Run 2: DP-SGD, epsilon {epsilon:g} at delta {delta:.1g} for each text"
         self.console.print(title, style="bold")
         try:
-            defense = DPSGD(norm, target_epsilon=epsilon, target_delta=delta, accountant="rdp")
-            return self.fit(_DEFENDED, [defense])
+            defense = DPSGD(demo_settings.MAX_GRAD_NORM, None, epsilon, delta, "rdp")
+            self.fit(_DEFENDED, [defense])
         except DefenseError as error:
             self.console.print(f"DP-SGD refuses this run: {error}", markup=False)
-            return None
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
@@ -192,7 +188,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     demo = _Demo(options, console, folder)
-    silent = {gates.log.name: logging.ERROR}  # _print_gate prints what the gate logs
+    silent = {gates.log.name: logging.ERROR}  # fit prints what the gate logs
     with sweep.quiet() as messages, finetuning.quiet_logs(silent):
         demo.data.setup()
         printing.make_folder(folder, options.out)
@@ -204,14 +200,13 @@ def run(options: Namespace, console: Console | None = None) -> int:
             highlight=False,
         )
         console.print("Run 1: no defence", style="bold")
-        watched = last = demo.fit(_WATCHED)
-        if not last.interrupted:
-            last = demo.defend() or last
-        if not last.interrupted:
+        demo.fit(_WATCHED)
+        if not demo.interrupted:
+            demo.defend()
+        if not demo.interrupted:
             console.print(f"Run 3: a gate on words, F1 at most {options.at_most:g}", style="bold")
-            last = demo.fit(_GATED)
-            _print_gate(console, last, options.steps)
-    if last.interrupted:
+            demo.fit(_GATED)
+    if demo.interrupted:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
     for message in dict.fromkeys(messages):
         console.print(message, markup=False, soft_wrap=True)
@@ -220,21 +215,18 @@ def run(options: Namespace, console: Console | None = None) -> int:
     try:
         _print_leaks(console, {fit.name: fit for fit in findings(read([folder])).runs})
         if options.text is None and revealed.exists():  # the messages are invented
-            _print_message(console, watched, revealed)
+            _print_message(console, demo.message, revealed)
         console.print(_CAVEAT, soft_wrap=True)
         console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
     except ReportError as error:  # interrupted before the first look
         console.print(f"Nothing was measured, which is 'unknown', not 'safe': {error}")
     if options.reveal and revealed.exists():
-        console.print(
-            f"The recovered words are in {revealed}. Only you can read this file; delete it when "
-            "you no longer need it.",
-            soft_wrap=True,
-        )
+        words = f"The recovered words are in {revealed}. Only you can read it; delete it when done."
+        console.print(words, soft_wrap=True)
     command = shlex.join(["tensorboard", "--logdir", str(folder)])
     console.print(f"The curves: {command}, then http://localhost:6006", soft_wrap=True)
     console.print(_OWN_TRAINING, soft_wrap=True, markup=False)
-    return printing.INTERRUPTED if last.interrupted else 0
+    return printing.INTERRUPTED if demo.interrupted else 0
 
 
 def _summary(fit: FitSummary, attack: str, is_local: bool) -> AttackSummary | None:
@@ -253,34 +245,26 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
         looks = [a.quoted if a else None for a in found]
         cells = [f"{brief(q.rate.value)} ({brief_interval(q.rate)})" if q else "" for q in looks]
         line = _FORM.format(f"{leak}: {title}", *cells, *[""] * (3 - len(cells))).rstrip()
-        if not (found[0] and looks[0] and is_read(looks[0].rate, found[0].chance)):
+        if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
+        if not found[0]:
+            line += f"\n  Not tested: it needs {demo_settings.LONG_ROWS} rows of 9 tokens or more."
         console.print(line, markup=False, soft_wrap=True)
-    losses = [utility(fits[run]).get("val_loss") if run in fits else None for run, _ in columns]
+    runs = (_WATCHED, "", _DEFENDED)  # a run has one loss, whatever side of its defence
+    losses = [utility(fits[run]).get("val_loss") if run in fits else None for run in runs]
     cells = [f"{points[-1][1]:.3f}" if points else "" for points in losses]
-    cells[1] = ""  # there is one loss of a run
     console.print(_FORM.format("cost: val_loss at the end", *cells).rstrip(), soft_wrap=True)
 
 
-def _print_message(console: Console, watched: _Run, revealed: Path) -> None:
+def _print_message(console: Console, message: Sequence[str], revealed: Path) -> None:
     """Print a message of the newest batch, and which of its tokens the last attack named."""
     lines = revealed.read_text(encoding="utf-8").splitlines()
     recovered = next(line for line in reversed(lines) if line.startswith("recovered"))
     named = {ast.literal_eval(piece) for piece in _PIECE.findall(recovered)}
-    message = Text.assemble(
-        *((p, "bold red") if p in named else ("_" * len(p), "dim") for p in watched.message)
-    )
+    parts = ((p, "bold red") if p in named else ("_" * len(p), "dim") for p in message)
     console.print("An invented message, and what the server read of its words off the gradient:")
-    console.print(Text("  ").append("".join(watched.message).strip()), soft_wrap=True)
-    console.print(Text("  ").append_text(message), soft_wrap=True)
-
-
-def _print_gate(console: Console, result: _Run, steps: int) -> None:
-    if result.gate.fired is not None:
-        event = f"{result.gate.fired}".partition("\n  what now")[0]
-        console.print(f"RiskGate '{result.gate.name}' stopped training {event}", soft_wrap=True)
-    elif not result.interrupted:
-        console.print(f"The gate let all {steps} steps pass. A lower --at-most lets it act.")
+    console.print(Text("  ").append("".join(message).strip()), soft_wrap=True)
+    console.print(Text("  ").append_text(Text.assemble(*parts)), soft_wrap=True)
 
 
 class _LooksTable(L.Callback):

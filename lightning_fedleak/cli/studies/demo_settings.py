@@ -10,11 +10,10 @@ LR = 1e-3  # of AdamW: so high that 24 steps change the validation loss
 # What options do not set.
 ROWS = 128  # texts that are trained on, at most; as many more are left out to compare with
 CALIBRATION_TOKENS = 4_000  # of AlignedFlatChat: at 12,000 it reads as much, 5 s later
-PUBLIC_ROWS = 16  # public texts of GradientMembership: more take longer
-CONTROLS = 4  # public texts that GradientMembership scores beside others at a look, likewise
 GAMES = 16  # texts of a batch that membership attacks are asked about at a look, and as many others
 TEXTS = 8  # texts of a batch that are inverted at a look: of 2 the interval would begin at 0.16
 INVERSION_SECONDS = 20.0  # for the texts of one look; the embedded model takes some 2 s
-WEIGHTS_OVERHEAD = 5.0  # epochs' time for asking the trained weights about all rows
+WEIGHTS_OVERHEAD = 100.0  # epochs' time: pays for asking the trained weights about all rows
+LONG_ROWS = 220  # rows of 9 tokens or more that this needs: 100 of each side may not be excluded
 MAX_GRAD_NORM = 1.0  # C of DP-SGD, the usual one
 EPSILON = 2.0  # of the run under DP-SGD: at 8 A_FC still recognized members, with an AUC of 0.96

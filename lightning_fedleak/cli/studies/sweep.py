@@ -113,9 +113,7 @@ def loss_before(options: Namespace) -> float:
     """Return the validation loss of the model before any training."""
     with quiet():
         module = finetuning.CausalLMFineTuning(options.model, loss="sample_mean")
-        trainer = L.Trainer(
-            devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
-        )
+        trainer = trainer_of(1, DefendedStrategy("auto", ()), logger=False)
         metrics = trainer.validate(
             module, datamodule=data_of(options, finetuning.TextDataModule), verbose=False
         )

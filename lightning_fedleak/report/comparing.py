@@ -194,7 +194,7 @@ def _clauses(
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
     """Return the clause about a kind of leak, from two readings or more by the runs' names."""
-    high, low = (pick(readings, key=lambda name: readings[name].height) for pick in (max, min))
+    low, *_, high = sorted(readings, key=lambda name: readings[name].height)
     top, bottom = readings[high], readings[low]
     attacks = of_what_left(fits[low], top.family)
     same = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]

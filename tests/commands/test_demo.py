@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
 from rich.text import Text
@@ -24,7 +25,9 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceErr
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.cli.printing import INTERRUPTED
 from lightning_fedleak.cli.studies import demo_settings
+from lightning_fedleak.cli.studies.sweep import trainer_of
 from lightning_fedleak.report.wording import brief
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS
 
@@ -142,15 +145,34 @@ def test_a_defence_that_refuses_is_said_and_the_gate_still_runs(
     assert {path.name for path in tmp_path.glob("out/*/*") if path.is_dir()} == {"watched", "gated"}
 
 
-def test_calibrations_of_other_settings_are_not_reused() -> None:
-    public = [[5, 6, 7, 8], [9, 8, 7, 6]]
-    first, other = (
-        LeakageMonitor([AlignedFlatChat(PublicText(public), calibration_tokens=n)])
-        for n in (400, 200)
+@pytest.mark.parametrize(("tokens", "times"), [(400, 0), (300, 1)])
+def test_calibrations_are_reused_where_the_settings_are_equal(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, times: int
+) -> None:
+    public = PublicText([[5, 6, 7, 8], [9, 8, 7, 6]] * 4)
+    found: list[dict[str, object]] = []
+    calibrated = []
+    prepare = AlignedFlatChat.prepare
+    monkeypatch.setattr(
+        AlignedFlatChat, "prepare", lambda *args: [calibrated.append(args), prepare(*args)]
     )
-    config = first.attacks[0].fingerprint()
-    assert config == AlignedFlatChat(PublicText(public), calibration_tokens=400).fingerprint()
-    assert config != other.attacks[0].fingerprint()
+
+    class Begin(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.append(monitor.engine.calibrations())
+
+    for i, n in enumerate((400, tokens)):
+        monitor = LeakageMonitor([AlignedFlatChat(public, calibration_tokens=n)])
+        if found:
+            calibrated.clear()
+            monitor.engine.reuse(found[0])
+        trainer = trainer_of(
+            1, DefendedStrategy("auto", ()), logger=False, callbacks=[monitor, Begin()],
+            default_root_dir=tmp_path / str(i),
+        )  # fmt: skip
+        data = finetuning.TextDataModule(private(tmp_path), tokenizer=model, batch_size=4)
+        trainer.fit(finetuning.CausalLMFineTuning(model), datamodule=data)
+    assert len(calibrated) == times
 
 
 @pytest.mark.slow
@@ -182,14 +204,16 @@ def test_an_invented_message_is_printed_beside_what_was_read_of_it(
     [revealed] = tmp_path.rglob("revealed_words*")
     *_, last = (one for one in revealed.read_text().splitlines() if one.startswith("recovered"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    kept = tokenizer(message.strip())["input_ids"]
-    pieces = [tokenizer.decode([token]) for token in kept]
-    assert "".join(pieces) == message.strip()
-    assert (
-        read.strip()
-        == "".join(piece if repr(piece) in last else "_" * len(piece) for piece in pieces).strip()
-    )
-    assert any(repr(piece) in last for piece in pieces)
+    written = set()
+    for start in ("", " "):  # of the message: a row may go on where the row before it ended
+        pieces = [
+            tokenizer.decode([token]) for token in tokenizer(start + message.strip())["input_ids"]
+        ]
+        assert "".join(pieces).strip() == message.strip()
+        assert any(repr(piece) in last for piece in pieces)
+        shown_pieces = (piece if repr(piece) in last else "_" * len(piece) for piece in pieces)
+        written.add("".join(shown_pieces).strip())
+    assert read.strip() in written
     assert "LeakageCallback(trainer)" in text.plain
     assert str(revealed) not in text.plain.replace("\n", "")
 
@@ -243,7 +267,7 @@ def test_ctrl_c_ends_with_what_was_measured(
     [folder] = (tmp_path / "out").iterdir()
     assert {line["step"] for line in results(folder / "watched")} == {0, 1}
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["watched"]
-    assert "Not tested: it needs 220 rows of 9 tokens or more." in printed
+    assert "Not tested: it needs 210 texts of 9 tokens or more." in printed
     assert "words: AlignedFlatChat" in printed
     assert "RiskGate" not in printed
     assert signal.getsignal(signal.SIGINT) is handler

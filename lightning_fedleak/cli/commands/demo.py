@@ -75,7 +75,9 @@ class _Rows(finetuning.TextDataModule):
             n = max(1, min(len(rows) // 2, len(rows) - self.batch_size))
             kept, others = leave_out(rows, n, self.seed)
             self.n, self.others = len(kept), attacks.PublicText([others[i] for i in range(n)])
-            self.is_enough = sum(len(row) > 8 for row in rows) >= demo_settings.LONG_ROWS
+            sides = ([kept[i] for i in range(self.n)], self.others.sentences)
+            long = [{tuple(row.tolist()) for row in side if len(row) > 8} for side in sides]
+            self.is_enough = min(map(len, long)) >= demo_settings.LONG_ROWS
             self._train = kept  # type: ignore[assignment]  # a loader takes it like a list
 
 
@@ -100,27 +102,23 @@ class _Demo:
         self.interrupted = False
         self.message: list[str] = []
 
-    def _attacks(self, layer: int) -> list[attacks.Attack]:
-        """Return new attacks, in the order of the tables."""
+    def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
+        """Train and attack, and print each look and what the gate did."""
         options, few = self.options, demo_settings
+        L.seed_everything(options.seed, verbose=False)
+        module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
+        layer = max(1, len(find_anatomy(module).blocks) // 2)
         public = sweep.public_text(options.model, options.length, options.seed)
-        return [
+        played: list[attacks.Attack] = [
             attacks.FlatChat(public),
             attacks.AlignedFlatChat(public, calibration_tokens=few.CALIBRATION_TOKENS),
             attacks.GradientMembership(public, tokens=options.length),
             attacks.FCMembership(layer),
             attacks.AttentionMembership(layer, public, batch=options.batch_size),
             attacks.PrefixInversion(layer, None, few.INVERSION_SECONDS),
-            *([attacks.Combined()] if self.data.is_enough else []),
-        ]
-
-    def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
-        """Train and attack, and print each look and what the gate did."""
-        options, few = self.options, demo_settings
-        L.seed_everything(options.seed, verbose=False)
-        module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
+        ] + [attacks.Combined()] * self.data.is_enough
         monitor = LeakageMonitor(
-            self._attacks(max(1, len(find_anatomy(module).blocks) // 2)),
+            played,
             every_n_steps=options.every_n_steps,
             games=Games(targets=few.GAMES, held_out=self.data.others),
             settings=WatchSettings(
@@ -237,8 +235,8 @@ def _summary(fit: FitSummary, attack: str, is_local: bool) -> AttackSummary | No
 
 def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
     """Print what each attack read, without a defence and on both sides of it, and what it cost."""
-    titles = ("", "no defence", "before DP-SGD", "after DP-SGD")
-    console.print(_FORM.format(*titles), style="bold", soft_wrap=True)
+    titles = _FORM.format("", "no defence", "before DP-SGD", "after DP-SGD")
+    console.print(titles, style="bold", soft_wrap=True)
     columns = ((_WATCHED, False), (_DEFENDED, True), (_DEFENDED, False))
     for name, leak, title, command in _ATTACKS:
         found = [_summary(fits[run], name, local) for run, local in columns if run in fits]
@@ -248,7 +246,9 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
         if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
         if not found[0]:
-            line += f"\n  Not tested: it needs {demo_settings.LONG_ROWS} rows of 9 tokens or more."
+            line += (
+                f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens or more."
+            )
         console.print(line, markup=False, soft_wrap=True)
     runs = (_WATCHED, "", _DEFENDED)  # a run has one loss, whatever side of its defence
     losses = [utility(fits[run]).get("val_loss") if run in fits else None for run in runs]
@@ -299,7 +299,7 @@ class _LooksTable(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch = batch["input_ids"][0][batch["attention_mask"][0] > 0]
+        self._batch = batch["input_ids"][:1][batch["attention_mask"][:1] > 0]
 
     def _on_look(self, trainer: L.Trainer) -> None:
         latest, values = self._monitor.latest, []

@@ -151,12 +151,12 @@ def _stop(
     name, ran = stopped[0], [name for name in lengths if name not in stopped]
     longest = max(ran, key=lambda name: lengths[name])
     parts = [Part("The gate stopped "), Part(name, "strong")]
-    updates = f"{lengths[name]} update{'s' * (lengths[name] != 1)}"
-    parts += [Part(f" after {updates}. In "), Part(longest, "strong")]
+    parts += [Part(f" after {lengths[name]} updates. In "), Part(longest, "strong")]
     parts.append(Part(f" all {lengths[longest]} left"))
     if len(ran) > 1:
         of_ran = zip(*(runs[name] for name in ran), strict=True)
-        return (*comparison(*of_ran).sentence, Part(" "), *parts, Part("."))
+        kept_back = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
+        return (*comparison(*of_ran).sentence, Part(" "), *parts[:2], kept_back)
     mark = ":"
     for one in (each[longest] for each in readings if longest in each):
         if one.verdict == "read":

@@ -105,6 +105,12 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     for line in words.splitlines():
         assert not line.startswith("recovered") or line not in printed
     assert_table_is_the_report(printed, folder)
+    sentence = json.loads((folder / "report.json").read_text())["comparison"]["sentence"]
+    assert sentence.endswith("The gate stopped gated after 1 of 4 updates.")
+    leaks, _, _ = sentence.partition("The gate")
+    for leak in ("Words: F1", "Membership: AUC", "Whole texts", "Trained model: AUC"):
+        assert leak in leaks
+    assert {*re.findall(r"in (\w+)[,.;]", leaks)} == {"watched", "defended"}
 
 
 def assert_table_is_the_report(printed: str, folder: Path) -> None:
@@ -267,7 +273,7 @@ def test_ctrl_c_ends_with_what_was_measured(
     [folder] = (tmp_path / "out").iterdir()
     assert {line["step"] for line in results(folder / "watched")} == {0, 1}
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["watched"]
-    assert "Not tested: it needs 210 texts of 9 tokens or more." in printed
+    assert "Not tested: it needs 210 texts of 9 tokens." in printed
     assert "words: AlignedFlatChat" in printed
     assert "RiskGate" not in printed
     assert signal.getsignal(signal.SIGINT) is handler

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from lightning_fedleak import attacks
 from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
@@ -68,10 +69,9 @@ class _Rows(finetuning.TextDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read the texts, and draw those that are left out, once."""
-        is_new = self._train is None
-        super().setup(stage)
-        if is_new:
-            rows = (self._train or [])[: 2 * demo_settings.ROWS]
+        if self._train is None:
+            super().setup(stage)
+            rows: list[Tensor] = (self._train or [])[: 2 * demo_settings.ROWS]
             n = max(1, min(len(rows) // 2, len(rows) - self.batch_size))
             kept, others = leave_out(rows, n, self.seed)
             self.n, self.others = len(kept), attacks.PublicText([others[i] for i in range(n)])
@@ -242,7 +242,7 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
         found = [_summary(fits[run], name, local) for run, local in columns if run in fits]
         looks = [a.quoted if a else None for a in found]
         cells = [f"{brief(q.rate.value)} ({brief_interval(q.rate)})" if q else "" for q in looks]
-        line = _FORM.format(f"{leak}: {title}", *cells, *[""] * (3 - len(cells))).rstrip()
+        line = _FORM.format(f"{leak}: {title}", *cells, "", "").rstrip()
         if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
         if not found[0]:
@@ -250,10 +250,10 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
                 f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens or more."
             )
         console.print(line, markup=False, soft_wrap=True)
-    runs = (_WATCHED, "", _DEFENDED)  # a run has one loss, whatever side of its defence
-    losses = [utility(fits[run]).get("val_loss") if run in fits else None for run in runs]
+    losses = [utility(fits[run]).get("val_loss") for run in (_WATCHED, _DEFENDED) if run in fits]
     cells = [f"{points[-1][1]:.3f}" if points else "" for points in losses]
-    console.print(_FORM.format("cost: val_loss at the end", *cells).rstrip(), soft_wrap=True)
+    line = _FORM.format("cost: val_loss at the end", *cells[:1], "", *cells[1:], "", "").rstrip()
+    console.print(line, soft_wrap=True)
 
 
 def _print_message(console: Console, message: Sequence[str], revealed: Path) -> None:

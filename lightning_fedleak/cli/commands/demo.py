@@ -117,30 +117,23 @@ class _Demo:
             attacks.AttentionMembership(layer, public, batch=options.batch_size),
             attacks.PrefixInversion(layer, None, few.INVERSION_SECONDS),
         ] + [attacks.Combined()] * self.data.is_enough
-        monitor = LeakageMonitor(
-            played,
-            every_n_steps=options.every_n_steps,
-            games=Games(targets=few.GAMES, held_out=self.data.others),
-            settings=WatchSettings(
-                reveal=(options.reveal or options.text is None) and name == _WATCHED,
-                tokenizer=self.data.tokenizer,
-                stages=("local", "shared") if defenses else ("shared",),
-                texts=few.TEXTS,
-                memorization=Memorization(max_overhead=few.WEIGHTS_OVERHEAD, looks=()),
-            ),
+        stages = ("local", "shared") if defenses else ("shared",)
+        reveals = (options.reveal or options.text is None) and name == _WATCHED
+        memory = Memorization(max_overhead=few.WEIGHTS_OVERHEAD, looks=())
+        settings = WatchSettings(
+            stages, reveals, self.data.tokenizer, texts=few.TEXTS, memorization=memory
         )
+        games = Games(few.GAMES, self.data.others)
+        monitor = LeakageMonitor(played, options.every_n_steps, games=games, settings=settings)
         monitor.engine.reuse(self._calibrations)
         table = _LooksTable(self.console, monitor)
         if name == _WATCHED:
             table.lines.print_headers()
         gate = RiskGate("leakage/aligned_flatchat/f1", at_most=options.at_most, action="stop")
-        trainer = sweep.trainer_of(
-            options.steps,
-            DefendedStrategy("auto", defenses),
-            logger=TensorBoardLogger(self.folder, name=name, version=""),
-            callbacks=[monitor, table, *([gate] if name == _GATED else [])],
-            log_every_n_steps=1,
-        )
+        callbacks = [monitor, table, *([gate] if name == _GATED else [])]
+        logger = TensorBoardLogger(self.folder, name=name, version="")
+        strategy = DefendedStrategy("auto", defenses)
+        trainer = sweep.trainer_of(options.steps, strategy, logger=logger, callbacks=callbacks)
         handler = signal.getsignal(signal.SIGINT)
         try:
             trainer.fit(module, datamodule=self.data)
@@ -186,8 +179,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     demo = _Demo(options, console, folder)
-    silent = {gates.log.name: logging.ERROR}  # fit prints what the gate logs
-    with sweep.quiet() as messages, finetuning.quiet_logs(silent):
+    with sweep.quiet() as messages, finetuning.quiet_logs({gates.log.name: logging.ERROR}):
         demo.data.setup()
         printing.make_folder(folder, options.out)
         console.print(
@@ -246,9 +238,7 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
         if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
         if not found[0]:
-            line += (
-                f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens or more."
-            )
+            line += f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens."
         console.print(line, markup=False, soft_wrap=True)
     losses = [utility(fits[run]).get("val_loss") for run in (_WATCHED, _DEFENDED) if run in fits]
     cells = [f"{points[-1][1]:.3f}" if points else "" for points in losses]
@@ -286,9 +276,7 @@ class _LooksTable(L.Callback):
         self.calibrations: Mapping[str, object] = {}
         headers = [f"{leak}\n{title.partition('(')[2][:-1]}" for _, leak, title, _ in _ATTACKS]
         self._values: list[str] = []  # of the newest look at an update
-        self.lines = printing.LinesTable(
-            console, ["step", "loss", *headers], [6, 7, *[11] * len(headers)]
-        )
+        self.lines = printing.LinesTable(console, ["step", "loss", *headers], [6, 7, *[11] * 7])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._monitor.subscribe(self._on_look)
@@ -296,9 +284,7 @@ class _LooksTable(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.calibrations = self._monitor.engine.calibrations()
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self._batch = batch["input_ids"][:1][batch["attention_mask"][:1] > 0]
 
     def _on_look(self, trainer: L.Trainer) -> None:
@@ -310,6 +296,7 @@ class _LooksTable(L.Callback):
         is_new, self._values = values[:-1] != self._values, values[:-1]
         if is_new:  # else the weights alone were asked
             self.message = self._batch
-        if is_new or self._monitor.last_step == trainer.max_steps:
+        step = self._monitor.last_step
+        if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-            self.lines.add([str(self._monitor.last_step), printing.three_digits(loss), *values])
+            self.lines.add([str(step), printing.three_digits(loss), *values])

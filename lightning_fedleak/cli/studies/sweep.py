@@ -101,6 +101,7 @@ def trainer_of(steps: int, strategy: DefendedStrategy, **settings: Any) -> L.Tra
         devices=1,
         check_val_every_n_epoch=None,
         val_check_interval=steps,
+        log_every_n_steps=1,
         num_sanity_val_steps=0,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -108,7 +108,7 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     sentence = json.loads((folder / "report.json").read_text())["comparison"]["sentence"]
     assert sentence.endswith("The gate stopped gated after 1 of 4 updates.")
     leaks, _, _ = sentence.partition("The gate")
-    for leak in ("Words: F1", "Membership: AUC", "Whole texts", "Trained model: AUC"):
+    for leak in ("Words: F1", "Membership: AUC", "Whole texts"):
         assert leak in leaks
     assert {*re.findall(r"in (\w+)[,.;]", leaks)} == {"watched", "defended"}
 

@@ -521,15 +521,27 @@ class Engine(StepEngine):
             "fit": self._summary(),
             "utility": self._metrics.state_dict(),
             **{name: value for state in states for name, value in state.items()},
-            "attacks": {
-                a.name: {
-                    "config": a.fingerprint(),
-                    "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
-                }
-                for a in self.selection.attacks
-                if a.name in self._prepared
-            },
+            "attacks": self.calibrations(),
         }
+
+    def calibrations(self) -> dict[str, object]:
+        """Return what the attacks found out in their calibrations, for :meth:`reuse`."""
+        return {
+            a.name: {
+                "config": a.fingerprint(),
+                "tensors": {k: v.detach().cpu() for k, v in a.state_dict().items()},
+            }
+            for a in self.selection.attacks
+            if a.name in self._prepared
+        }
+
+    def reuse(self, calibrations: Mapping[str, Any]) -> None:
+        """Take the calibrations of another run in place of new ones, where the settings are equal.
+
+        Args:
+            calibrations: Those of a run that began with the same weights, at its begin.
+        """
+        self._calibrations = {n: saved for n, saved in calibrations.items() if saved["tensors"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
@@ -540,6 +552,4 @@ class Engine(StepEngine):
             channel.load_state_dict(state)
         self.earlier = state.get("fit") or {}
         self._metrics.load_state_dict(state.get("utility", {}))
-        self._calibrations = {
-            name: saved for name, saved in state["attacks"].items() if saved["tensors"]
-        }
+        self.reuse(state["attacks"])

@@ -69,7 +69,8 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     decisions = zip(names, fits, strict=True)
     stopped = [n for n, fit in decisions if any(one.did == "stopped" for one in fit.decisions)]
     if 0 < len(stopped) < len(fits):
-        sentence = _stop(stopped[0], lengths, readings.values())
+        pairs = dict(zip(names, zip(fits, overviews, strict=True), strict=True))
+        sentence = _stop(stopped, lengths, readings.values(), pairs)
     else:
         price = "" if is_training(metric) else metric
         sentence = _differences(clauses, price, f"{fits[0].unit} {step}", utilities)
@@ -138,13 +139,24 @@ def _last_utility(fit: FitSummary) -> str:
 
 
 def _stop(
-    stopped: str, lengths: Mapping[str, int], readings: Iterable[Mapping[str, Reading]]
+    stopped: Sequence[str],
+    lengths: Mapping[str, int],
+    readings: Iterable[Mapping[str, Reading]],
+    runs: Mapping[str, tuple[FitSummary, Overview]],
 ) -> Sentence:
-    """Return what a gate that stopped a run kept back, beside the longest run."""
-    longest = max((name for name in lengths if name != stopped), key=lambda name: lengths[name])
-    parts = [Part("The gate stopped "), Part(stopped, "strong")]
-    parts += [Part(f" after {lengths[stopped]} updates. In "), Part(longest, "strong")]
+    """Return what a gate that stopped a run kept back, beside the longest run.
+
+    Where several runs were not stopped, what differs between these comes first.
+    """
+    name, ran = stopped[0], [name for name in lengths if name not in stopped]
+    longest = max(ran, key=lambda name: lengths[name])
+    parts = [Part("The gate stopped "), Part(name, "strong")]
+    parts += [Part(f" after {lengths[name]} updates. In "), Part(longest, "strong")]
     parts.append(Part(f" all {lengths[longest]} left"))
+    if len(ran) > 1:
+        of_ran = zip(*(runs[name] for name in ran), strict=True)
+        kept_back = Part(f" after {lengths[name]} of {lengths[longest]} updates.")
+        return (*comparison(*of_ran).sentence, Part(" "), *parts[:2], kept_back)
     mark = ":"
     for one in (each[longest] for each in readings if longest in each):
         if one.verdict == "read":
@@ -182,7 +194,7 @@ def _clauses(
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:
     """Return the clause about a kind of leak, from two readings or more by the runs' names."""
-    high, low = (pick(readings, key=lambda name: readings[name].height) for pick in (max, min))
+    low, *_, high = sorted(readings, key=lambda name: readings[name].height)
     top, bottom = readings[high], readings[low]
     attacks = of_what_left(fits[low], top.family)
     same = [a.quoted.rate for a in attacks if a.name == top.attack and a.quoted]

@@ -1,32 +1,51 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
 import signal
 import stat
-from collections.abc import Iterator
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
 from rich.text import Text
 from transformers import AutoTokenizer
 
-from lightning_fedleak.attacks import AlignedFlatChat
+from lightning_fedleak import LeakageMonitor
+from lightning_fedleak.attacks import AlignedFlatChat, PublicText
+from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.commands import demo as run_module
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, SourceError
 from lightning_fedleak.cli.finetuning.module import CausalLMFineTuning
 from lightning_fedleak.cli.printing import INTERRUPTED
+from lightning_fedleak.cli.studies import demo_settings
+from lightning_fedleak.cli.studies.sweep import trainer_of
+from lightning_fedleak.report.wording import brief
+from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.commands import run_command
 from tests.helpers.folders import TEXTS
 
+FEW = {"CALIBRATION_TOKENS": 400, "GAMES": 2, "TEXTS": 1}
+HEADLINES = {
+    "flatchat": "f1",
+    "aligned_flatchat": "f1",
+    "gradient_membership": "auc",
+    "fc_membership": "auc",
+    "attention_membership": "auc",
+    "prefix_inversion": "token_accuracy",
+}
 
-@pytest.fixture(autouse=True, scope="module")
-def _calibrated_on_few_tokens() -> Iterator[None]:
-    small = partial(AlignedFlatChat, calibration_tokens=400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "AlignedFlatChat", small)
-        yield
+
+@pytest.fixture(autouse=True)
+def _few_texts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "slow" not in request.keywords:
+        for name, value in FEW.items():
+            monkeypatch.setattr(demo_settings, name, value)
 
 
 def private(folder: Path) -> str:
@@ -40,39 +59,134 @@ def shown(*, terminal: bool = False, **settings: object) -> tuple[int, str]:
     return run_command("demo", width=140, terminal=terminal, **small)
 
 
-def test_watches_then_stops_then_sums_up_and_reveals_words_to_the_owner_alone(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def results(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "leakage.jsonl").read_text().splitlines()]
+
+
+def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_alone(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calibrated = []
+    prepare = AlignedFlatChat.prepare
+    monkeypatch.setattr(
+        AlignedFlatChat, "prepare", lambda *args: [calibrated.append(args), prepare(*args)]
+    )
+    words = sorted({word for text in TEXTS for word in text.split()})
+    drawn = random.Random(0)
+    text = tmp_path / "many.txt"
+    text.write_text("\n".join(" ".join(drawn.choices(words, k=8)) for _ in range(300)))
     code, printed = shown(
-        model=model, text=private(tmp_path), steps=4, every_n_steps=2, at_most=0.0, reveal=True,
+        model=model, text=str(text), steps=4, every_n_steps=2, at_most=0.0, reveal=True, length=32,
         out=tmp_path / "out",
     )  # fmt: skip
     assert code == 0
+    assert len(calibrated) == 1  # for all three runs
     [folder] = (tmp_path / "out").iterdir()
-    lines = [
-        json.loads(line) for line in (folder / "watched" / "leakage.jsonl").read_text().splitlines()
-    ]
+    lines = [line for line in results(folder / "watched") if line["attack"] in HEADLINES]
     assert {(line["step"], line["attack"]) for line in lines} == {
-        (step, attack) for step in (0, 2) for attack in ("flatchat", "aligned_flatchat")
+        (step, attack) for step in (0, 2) for attack in HEADLINES
     }
     for line in lines:
-        values = (f"{line['metrics'][m]['value']:.3f}" for m in ("recall", "precision", "f1"))
-        assert all(value in printed for value in values)
-    assert "RiskGate 'aligned_flatchat/f1' stopped training at step 2" in printed
+        assert f"{line['metrics'][HEADLINES[line['attack']]]['value']:.3f}" in printed
+    stages = {line["stage"] for line in results(folder / "defended")}
+    assert stages == {"local", "shared", "released"}
+    assert "RiskGate 'aligned_flatchat/f1' stopped training at step 0" in printed
     assert "RiskGate" not in capsys.readouterr().err  # what it says is printed once
     [saved] = (folder / "gated").rglob("*.ckpt")
     assert str(saved) in printed
     assert list((folder / "watched").glob("events.out.tfevents*"))
     assert f"tensorboard --logdir {folder}" in printed
-    assert "One update lets the server" in printed
-    assert "Words: " in printed
-    [revealed] = folder.rglob("revealed*")
+    [revealed] = folder.rglob("revealed_words*")
     assert stat.S_IMODE(revealed.stat().st_mode) == 0o600
     assert str(revealed) in printed
     words = revealed.read_text()
     assert "recovered" in words
     for line in words.splitlines():
         assert not line.startswith("recovered") or line not in printed
+    assert_table_is_the_report(printed, folder)
+    sentence = json.loads((folder / "report.json").read_text())["comparison"]["sentence"]
+    assert sentence.endswith("The gate stopped gated after 1 of 4 updates.")
+    leaks, _, _ = sentence.partition("The gate")
+    for leak in ("Words: F1", "Membership: AUC", "Whole texts"):
+        assert leak in leaks
+    assert {*re.findall(r"in (\w+)[,.;]", leaks)} == {"watched", "defended"}
+
+
+def assert_table_is_the_report(printed: str, folder: Path) -> None:
+    """Compare what the terminal says of each attack and of the loss with ``report.json``."""
+    table = printed.partition("what leaked")[2].splitlines()
+    runs = {run["name"]: run for run in json.loads((folder / "report.json").read_text())["runs"]}
+    doubtful = 0
+    for attack, leak, title, command in run_module._ATTACKS:
+        place = next(i for i, line in enumerate(table) if line.startswith(f"{leak}: {title}"))
+        cells = []
+        for run, is_local in (("watched", False), ("defended", True), ("defended", False)):
+            of_run = [a for a in runs[run]["attacks"] if a["name"] == attack]
+            of_stage = [a for a in of_run if (a["stage"] == "local") == is_local]
+            cells += [a["quoted"]["rate"]["value"] for a in of_stage if a["quoted"]]
+            if run == "watched":
+                rate, chance = of_stage[0]["quoted"]["rate"], of_stage[0]["chance"]
+        assert [*map(brief, cells)] == re.findall(r"(\S+) \(\S+–\S+\)", table[place])
+        is_doubtful = f"This shows it: fedleak {command}" in table[place + 1]
+        assert is_doubtful or rate["low"] > chance
+        doubtful += is_doubtful
+    assert doubtful  # of two games nothing follows
+    [line] = [line for line in table if line.startswith("cost: val_loss")]
+    losses = [dict(runs[run]["utility"]["val_loss"])[4] for run in ("watched", "defended")]
+    assert line.split()[-2:] == [f"{loss:.3f}" for loss in losses]
+
+
+def test_a_defence_that_refuses_is_said_and_the_gate_still_runs(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_settings, "MAX_GRAD_NORM", -1.0)
+    code, printed = shown(
+        model=model, text=private(tmp_path), steps=1, at_most=0.0, out=tmp_path / "out"
+    )
+    assert code == 0
+    assert "DP-SGD refuses this run: " in printed
+    assert "max_grad_norm" in printed
+    assert "stopped training at step 0" in printed
+    assert {path.name for path in tmp_path.glob("out/*/*") if path.is_dir()} == {"watched", "gated"}
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(400, 0), (300, 1)])
+def test_calibrations_are_reused_where_the_settings_are_equal(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, times: int
+) -> None:
+    public = PublicText([[5, 6, 7, 8], [9, 8, 7, 6]] * 4)
+    found: list[dict[str, object]] = []
+    calibrated = []
+    prepare = AlignedFlatChat.prepare
+    monkeypatch.setattr(
+        AlignedFlatChat, "prepare", lambda *args: [calibrated.append(args), prepare(*args)]
+    )
+
+    class Begin(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            found.append(monitor.engine.calibrations())
+
+    for i, n in enumerate((400, tokens)):
+        monitor = LeakageMonitor([AlignedFlatChat(public, calibration_tokens=n)])
+        if found:
+            calibrated.clear()
+            monitor.engine.reuse(found[0])
+        trainer = trainer_of(
+            1, DefendedStrategy("auto", ()), logger=False, callbacks=[monitor, Begin()],
+            default_root_dir=tmp_path / str(i),
+        )  # fmt: skip
+        data = finetuning.TextDataModule(private(tmp_path), tokenizer=model, batch_size=4)
+        trainer.fit(finetuning.CausalLMFineTuning(model), datamodule=data)
+    assert len(calibrated) == times
+
+
+@pytest.mark.slow
+def test_it_shows_every_leak_in_forty_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_fedleak", "demo", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert len(finished.stdout.splitlines()) <= 40
+    assert "Not conclusive" not in finished.stdout
 
 
 def test_an_invented_message_is_printed_beside_what_was_read_of_it(
@@ -84,22 +198,23 @@ def test_an_invented_message_is_printed_beside_what_was_read_of_it(
     assert code == 0
     text = Text.from_ansi(printed)
     lines = text.plain.splitlines()
-    message = lines[lines.index("An invented message of the newest batch that was looked at:") + 1]
-    read = next(line for line in lines if line.startswith("The same, as far as the server read"))
-    read = lines[lines.index(read) + 1]
+    start = next(i for i, line in enumerate(lines) if line.startswith("An invented message"))
+    message, read = lines[start + 1 : start + 3]
     messages = [json.loads(line)["text"] for line in EMBEDDED_MESSAGES.read_text().splitlines()]
     assert any(message.strip() in one for one in messages), message
-    [revealed] = tmp_path.rglob("revealed*")
+    [revealed] = tmp_path.rglob("revealed_words*")
     *_, last = (one for one in revealed.read_text().splitlines() if one.startswith("recovered"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    kept = tokenizer(message.strip())["input_ids"]
-    pieces = [tokenizer.decode([token]) for token in kept]
-    assert "".join(pieces) == message.strip()
-    assert (
-        read.strip()
-        == "".join(piece if repr(piece) in last else "_" * len(piece) for piece in pieces).strip()
-    )
-    assert any(repr(piece) in last for piece in pieces)
+    written = set()
+    for start in ("", " "):  # of the message: a row may go on where the row before it ended
+        pieces = [
+            tokenizer.decode([token]) for token in tokenizer(start + message.strip())["input_ids"]
+        ]
+        assert "".join(pieces).strip() == message.strip()
+        assert any(repr(piece) in last for piece in pieces)
+        shown_pieces = (piece if repr(piece) in last else "_" * len(piece) for piece in pieces)
+        written.add("".join(shown_pieces).strip())
+    assert read.strip() in written
     assert "LeakageCallback(trainer)" in text.plain
     assert str(revealed) not in text.plain.replace("\n", "")
 
@@ -119,8 +234,8 @@ def test_two_runs_with_one_seed_are_one_run_that_the_gate_lets_pass(
         rows.append([json.loads(line)["metrics"] for line in path.read_text().splitlines()])
     assert rows[0] == rows[1]
     printed = Text.from_ansi(printed).plain
-    assert "Run 1: watched" in printed
-    assert "aligned_flatchat" in printed
+    assert "Run 1: no defence" in printed
+    assert "AlignedFlatChat" in printed
     assert "The gate let all 2 steps pass" in printed
     assert not list(tmp_path.rglob("revealed*"))
 
@@ -143,14 +258,17 @@ def test_ctrl_c_ends_with_what_was_measured(
                 raise KeyboardInterrupt
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(run_module, "CausalLMFineTuning", Interrupted)
+    monkeypatch.setattr(finetuning, "CausalLMFineTuning", Interrupted)
     handler = signal.getsignal(signal.SIGINT)
     code, printed = shown(
         model=model, text=private(tmp_path), steps=9, every_n_steps=1, out=tmp_path / "out"
     )
     assert code == INTERRUPTED
     assert "Interrupted. This is what was measured until then." in printed
-    assert "of 2 looks" in printed
+    [folder] = (tmp_path / "out").iterdir()
+    assert {line["step"] for line in results(folder / "watched")} == {0, 1}
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["watched"]
+    assert "Not tested: it needs 210 texts of 9 tokens." in printed
+    assert "words: AlignedFlatChat" in printed
     assert "RiskGate" not in printed
-    assert "Loss and leakage of the run on one page" in printed
     assert signal.getsignal(signal.SIGINT) is handler

@@ -1,4 +1,4 @@
-"""``fedleak demo``: a fine-tuning run that is watched, one that a gate stops, and a summary."""
+"""``fedleak demo``: what fine-tuning leaks, the same under DP-SGD, and a gate that stops it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import os
 import re
 import shlex
 import signal
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,45 +20,149 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
-from lightning_fedleak.attacks import AlignedFlatChat, Attack, FlatChat, PublicText
-from lightning_fedleak.callbacks import LeakageMonitor, RiskGate
-from lightning_fedleak.cli import printing
-from lightning_fedleak.cli.finetuning import TRAINING, CausalLMFineTuning, quiet_logs
-from lightning_fedleak.cli.studies.sweep import data_of
-from lightning_fedleak.engine import WatchSettings, gates
+from lightning_fedleak import attacks
+from lightning_fedleak.callbacks import Games, LeakageMonitor, RiskGate
+from lightning_fedleak.cli import finetuning, printing
+from lightning_fedleak.cli.studies import demo_settings, sweep
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError
+from lightning_fedleak.engine import Memorization, WatchSettings, gates
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.report import ReportError, write
+from lightning_fedleak.report import ReportError, findings, read, write
+from lightning_fedleak.report.attacks import AttackSummary
+from lightning_fedleak.report.fits import FitSummary
+from lightning_fedleak.report.series import is_read, utility
+from lightning_fedleak.report.wording import brief, brief_interval
+from lightning_fedleak.strategies import DefendedStrategy
 
-_NOTICES = (".*does not have many workers", ".*treespec")
-_PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
-_METRICS = ("recall", "precision", "f1")
 _CAVEAT = (
-    "'Words' are the model's tokens. The server (its staff, its storage, whoever listens) learns "
-    "which occur, but not their order, nor in which text.\nA low number would not mean 'safe': "
-    "other attacks may read more, and another model, text or batch size gives other numbers."
+    "A number holds for this model, text and batch size; other attacks may read more. An interval\n"
+    "that holds guessing (.50 of members, weights) shows no leak, and does not exclude one.\n"
+    "DP-SGD does not act on what crosses a split: ActivationNoise does."
 )
-_PATIENCE = 1  # looks above the threshold that the gate lets pass: one is no evidence
-_TWO_LINES = (
-    "In your own training it is one line, for Lightning or for transformers' Trainer:\n"
-    "  trainer = L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
-    "  from lightning_fedleak import LeakageCallback\n"
-    "  trainer.add_callback(LeakageCallback(trainer))"
+_OWN_TRAINING = (
+    "In your own training: L.Trainer(callbacks=[lightning_fedleak.LeakageMonitor()])\n"
+    "or, in transformers': trainer.add_callback(lightning_fedleak.LeakageCallback(trainer))"
 )
 _PIECE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")  # a token in a reveal file
+_WATCHED, _DEFENDED, _GATED = "watched", "defended", "gated"  # folders of the runs
+_FORM = "{:<38}{:<20}{:<20}{}"  # characters of the columns of what leaked
 
 
-@dataclass(frozen=True)
-class _RunResult:
-    steps: int
-    interrupted: bool
-    gate: RiskGate
-    revealed_file: Path
-    message: list[str]
+# The name of an attack, what it reads, how the tables call it, and the command that shows what it
+# reads where the demo's texts are too few.
+_ATTACKS = (
+    ("flatchat", "words", "FlatChat (FLATCHAT)", "demo --batch-size 4"),
+    ("aligned_flatchat", "words", "AlignedFlatChat (best)", "demo --batch-size 4"),
+    ("gradient_membership", "members", "GradientMembership (passive)", "game --attack gradient"),
+    ("fc_membership", "members", "FCMembership (A_FC)", "game --attack fc"),
+    ("attention_membership", "members", "AttentionMembership (A_Attn)", "game --attack attention"),
+    ("prefix_inversion", "texts", "PrefixInversion (split)", "invert"),
+    ("combined", "weights", "Combined (trained)", "demo --steps 100"),
+)
+
+
+class _Rows(finetuning.TextDataModule):
+    """The texts of a command, of which some are trained on and as many are left out."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the texts, and draw those that are left out, once."""
+        if self._train is None:
+            super().setup(stage)
+            rows: list[Tensor] = (self._train or [])[: 2 * demo_settings.ROWS]
+            n = max(1, min(len(rows) // 2, len(rows) - self.batch_size))
+            kept, others = leave_out(rows, n, self.seed)
+            self.n, self.others = len(kept), attacks.PublicText([others[i] for i in range(n)])
+            sides = ([kept[i] for i in range(self.n)], self.others.sentences)
+            long = [{tuple(row.tolist()) for row in side if len(row) > 8} for side in sides]
+            self.is_enough = min(map(len, long)) >= demo_settings.LONG_ROWS
+            self._train = kept  # type: ignore[assignment]  # a loader takes it like a list
+
+
+class _Demo:
+    """The runs of the demo, which share their texts and calibrations.
+
+    Args:
+        options: Of the command.
+        console: Where to print.
+        folder: Of the runs' folders.
+
+    Attributes:
+        data: The texts.
+        interrupted: Whether the newest run was.
+        message: A message of the newest look at the run without a defence, in tokens.
+    """
+
+    def __init__(self, options: Namespace, console: Console, folder: Path) -> None:
+        self.options, self.console, self.folder = options, console, folder
+        self.data = sweep.data_of(options, _Rows)
+        self._calibrations: Mapping[str, object] = {}
+        self.interrupted = False
+        self.message: list[str] = []
+
+    def fit(self, name: str, defenses: Sequence[Defense] = ()) -> None:
+        """Train and attack, and print each look and what the gate did."""
+        options, few = self.options, demo_settings
+        L.seed_everything(options.seed, verbose=False)
+        module = finetuning.CausalLMFineTuning(options.model, lr=options.lr, loss="sample_mean")
+        layer = max(1, len(find_anatomy(module).blocks) // 2)
+        public = sweep.public_text(options.model, options.length, options.seed)
+        played: list[attacks.Attack] = [
+            attacks.FlatChat(public),
+            attacks.AlignedFlatChat(public, calibration_tokens=few.CALIBRATION_TOKENS),
+            attacks.GradientMembership(public, tokens=options.length),
+            attacks.FCMembership(layer),
+            attacks.AttentionMembership(layer, public, batch=options.batch_size),
+            attacks.PrefixInversion(layer, None, few.INVERSION_SECONDS),
+        ] + [attacks.Combined()] * self.data.is_enough
+        stages = ("local", "shared") if defenses else ("shared",)
+        reveals = (options.reveal or options.text is None) and name == _WATCHED
+        memory = Memorization(max_overhead=few.WEIGHTS_OVERHEAD, looks=())
+        settings = WatchSettings(
+            stages, reveals, self.data.tokenizer, texts=few.TEXTS, memorization=memory
+        )
+        games = Games(few.GAMES, self.data.others)
+        monitor = LeakageMonitor(played, options.every_n_steps, games=games, settings=settings)
+        monitor.engine.reuse(self._calibrations)
+        table = _LooksTable(self.console, monitor)
+        if name == _WATCHED:
+            table.lines.print_headers()
+        gate = RiskGate("leakage/aligned_flatchat/f1", at_most=options.at_most, action="stop")
+        callbacks = [monitor, table, *([gate] if name == _GATED else [])]
+        logger = TensorBoardLogger(self.folder, name=name, version="")
+        strategy = DefendedStrategy("auto", defenses)
+        trainer = sweep.trainer_of(options.steps, strategy, logger=logger, callbacks=callbacks)
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            trainer.fit(module, datamodule=self.data)
+        except (KeyboardInterrupt, SystemExit):  # Lightning tidies up, then calls sys.exit
+            self.interrupted = True
+            signal.signal(signal.SIGINT, handler)
+        self._calibrations = self._calibrations or table.calibrations
+        decode = self.data.tokenizer.decode
+        self.message = self.message or [str(decode([token])) for token in table.message]
+        if name == _GATED and gate.fired is not None:
+            event = f"{gate.fired}".partition("\n  what now")[0]
+            self.console.print(f"RiskGate '{gate.name}' stopped training {event}", soft_wrap=True)
+        elif name == _GATED and not self.interrupted:
+            self.console.print(f"The gate let all {options.steps} steps pass: lower --at-most.")
+
+    def defend(self) -> None:
+        """Train under DP-SGD, unless the defence refuses this model."""
+        epsilon, delta = demo_settings.EPSILON, 0.1 / self.data.n
+        title = f"Run 2: DP-SGD, epsilon {epsilon:g} at delta {delta:.1g} for each text"
+        self.console.print(title, style="bold")
+        try:
+            defense = DPSGD(demo_settings.MAX_GRAD_NORM, None, epsilon, delta, "rdp")
+            self.fit(_DEFENDED, [defense])
+        except DefenseError as error:
+            self.console.print(f"DP-SGD refuses this run: {error}", markup=False)
 
 
 def run(options: Namespace, console: Console | None = None) -> int:
-    """Run both trainings, and print what they show.
+    """Run the trainings, and print what they show.
 
     Args:
         options: of the command.
@@ -77,136 +178,83 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with _quiet():
-        data_of(options).setup()
+    demo = _Demo(options, console, folder)
+    with sweep.quiet() as messages, finetuning.quiet_logs({gates.log.name: logging.ERROR}):
+        demo.data.setup()
         printing.make_folder(folder, options.out)
         console.print(
-            f"A client fine-tunes {printing.model_name(options.model)} on "
-            f"{printing.text_name(options.text)} and shares the gradient of each step "
-            f"({options.batch_size} texts of at most {options.length} tokens) with a server. The "
-            "server is honest but curious: it knows the model, has text that the model itself "
-            "wrote, and reads one update at a time."
+            f"A client fine-tunes {printing.model_name(options.model)} on {demo.data.n} of "
+            f"{printing.text_name(options.text)}, {options.batch_size} a step; as many are left "
+            "out, to compare with. A server that knows the model reads each update; it adds layers "
+            "to ask for texts (A_FC, A_Attn), or owns the first blocks (split).",
+            highlight=False,
         )
-        anatomy = find_anatomy(CausalLMFineTuning(options.model))
-        with console.status("The server lets the model write text to calibrate its attacks on ..."):
-            public = PublicText.sampled_from(
-                anatomy, n=_PUBLIC_TEXTS, length=options.length, seed=options.seed
-            )
-        watched = last = _fit(options, console, public, folder / "watched", gated=False)
-        if not watched.interrupted:
-            last = _fit(options, console, public, folder / "gated", gated=True)
-            _print_gate(console, last)
-    if last.interrupted:
+        console.print("Run 1: no defence", style="bold")
+        demo.fit(_WATCHED)
+        if not demo.interrupted:
+            demo.defend()
+        if not demo.interrupted:
+            console.print(f"Run 3: a gate on words, F1 at most {options.at_most:g}", style="bold")
+            demo.fit(_GATED)
+    if demo.interrupted:
         console.print("\nInterrupted. This is what was measured until then.", style="bold")
-    console.rule("what one shared update leaked")
+    for message in dict.fromkeys(messages):
+        console.print(message, markup=False, soft_wrap=True)
+    console.rule("what leaked")
+    revealed = folder / _WATCHED / "revealed_words.rank0.txt"
     try:
-        console.print(printing.explain_run(folder / "watched"), markup=False)
-        if options.text is None and watched.revealed_file.exists():  # the messages are invented
-            _print_message(console, watched)
-        console.print(_CAVEAT)
-        page = os.path.relpath(write([folder])[0])
-        console.print(f"\nThe report, one page for people who decide: {page}", soft_wrap=True)
+        _print_leaks(console, {fit.name: fit for fit in findings(read([folder])).runs})
+        if options.text is None and revealed.exists():  # the messages are invented
+            _print_message(console, demo.message, revealed)
+        console.print(_CAVEAT, soft_wrap=True)
+        console.print(f"The report: {os.path.relpath(write([folder])[0])}", soft_wrap=True)
     except ReportError as error:  # interrupted before the first look
         console.print(f"Nothing was measured, which is 'unknown', not 'safe': {error}")
-    if options.reveal and watched.revealed_file.exists():
-        console.print(
-            f"\nThe recovered words are in {watched.revealed_file}. Only you can read this "
-            "file; delete it when you no longer need it.",
-            soft_wrap=True,
-        )
-    console.print(
-        f"\nLoss and leakage of {'the run' if last is watched else 'both runs'} on one page:\n"
-        f"  {shlex.join(['tensorboard', '--logdir', str(folder)])}\n"
-        "then open http://localhost:6006; the group 1_leakage comes first.",
-        soft_wrap=True,
-    )
-    console.print(f"\n{_TWO_LINES}", soft_wrap=True, markup=False)
-    return printing.INTERRUPTED if last.interrupted else 0
+    if options.reveal and revealed.exists():
+        words = f"The recovered words are in {revealed}. Only you can read it; delete it when done."
+        console.print(words, soft_wrap=True)
+    command = shlex.join(["tensorboard", "--logdir", str(folder)])
+    console.print(f"The curves: {command}, then http://localhost:6006", soft_wrap=True)
+    console.print(_OWN_TRAINING, soft_wrap=True, markup=False)
+    return printing.INTERRUPTED if demo.interrupted else 0
 
 
-def _fit(
-    options: Namespace, console: Console, public: PublicText, folder: Path, *, gated: bool
-) -> _RunResult:
-    L.seed_everything(options.seed, verbose=False)
-    module = CausalLMFineTuning(options.model, lr=options.lr)
-    data = data_of(options)
-    attacks: list[Attack] = [FlatChat(public), AlignedFlatChat(public)]
-    reveals = (options.reveal or options.text is None) and not gated
-    monitor = LeakageMonitor(
-        attacks,
-        every_n_steps=options.every_n_steps,
-        settings=WatchSettings(reveal=reveals, tokenizer=data.tokenizer),
-    )
-    console.print(f"Run 2: gate at F1 {options.at_most:g}" if gated else "Run 1: watched")
-    table = _LooksTable(console, monitor)
-    gate = RiskGate(
-        f"leakage/{attacks[-1].name}/f1", at_most=options.at_most, action="stop", patience=_PATIENCE
-    )
-    validations = max(n for n in range(1, 6) if options.steps % n == 0)  # more take longer
-    trainer = L.Trainer(
-        max_steps=options.steps,
-        check_val_every_n_epoch=None,
-        val_check_interval=options.steps // validations,  # the last one is at the end
-        devices=1,
-        logger=TensorBoardLogger(folder.parent, name=folder.name, version=""),
-        callbacks=[monitor, table, *([gate] if gated else [])],
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    interrupted = False
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(module, datamodule=data)
-    except (KeyboardInterrupt, SystemExit):  # Lightning tidies up, then calls sys.exit
-        interrupted = True
-        signal.signal(signal.SIGINT, handler)
-    return _RunResult(
-        steps=trainer.global_step,
-        interrupted=interrupted,
-        gate=gate,
-        revealed_file=folder / "revealed_words.rank0.txt",
-        message=[str(data.tokenizer.decode([token])) for token in table.message],
-    )
+def _summary(fit: FitSummary, attack: str, is_local: bool) -> AttackSummary | None:
+    """Return what an attack read before the defence, or of what left; None where it read none."""
+    of_attack = (a for a in fit.attacks if a.name == attack)
+    return next((a for a in of_attack if (a.stage == "local") == is_local), None)
 
 
-def _print_message(console: Console, watched: _RunResult) -> None:
+def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
+    """Print what each attack read, without a defence and on both sides of it, and what it cost."""
+    titles = _FORM.format("", "no defence", "before DP-SGD", "after DP-SGD")
+    console.print(titles, style="bold", soft_wrap=True)
+    columns = ((_WATCHED, False), (_DEFENDED, True), (_DEFENDED, False))
+    for name, leak, title, command in _ATTACKS:
+        found = [_summary(fits[run], name, local) for run, local in columns if run in fits]
+        looks = [a.quoted if a else None for a in found]
+        cells = [f"{brief(q.rate.value)} ({brief_interval(q.rate)})" if q else "" for q in looks]
+        line = _FORM.format(f"{leak}: {title}", *cells, "", "").rstrip()
+        if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
+            line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
+        if not found[0]:
+            line += f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens."
+        console.print(line, markup=False, soft_wrap=True)
+    losses = [utility(fits[run]).get("val_loss") for run in (_WATCHED, _DEFENDED) if run in fits]
+    cells = [f"{points[-1][1]:.3f}" if points else "" for points in losses]
+    line = _FORM.format("cost: val_loss at the end", *cells[:1], "", *cells[1:], "", "").rstrip()
+    console.print(line, soft_wrap=True)
+
+
+def _print_message(console: Console, message: Sequence[str], revealed: Path) -> None:
     """Print a message of the newest batch, and which of its tokens the last attack named."""
-    lines = watched.revealed_file.read_text(encoding="utf-8").splitlines()
+    lines = revealed.read_text(encoding="utf-8").splitlines()
     recovered = next(line for line in reversed(lines) if line.startswith("recovered"))
     named = {ast.literal_eval(piece) for piece in _PIECE.findall(recovered)}
-    message = Text.assemble(
-        *((p, "bold red") if p in named else ("_" * len(p), "dim") for p in watched.message)
-    )
-    console.print("\nAn invented message of the newest batch that was looked at:")
-    console.print(Text("  ").append("".join(watched.message).strip()), soft_wrap=True)
-    console.print("The same, as far as the server read its words off the gradient:")
-    console.print(Text("  ").append_text(message), soft_wrap=True)
-
-
-def _print_gate(console: Console, result: _RunResult) -> None:
-    if result.gate.fired is not None:
-        console.rule("what you see when the gate closes", style="red")
-        console.print(
-            f"RiskGate '{result.gate.name}' stopped training {result.gate.fired}", soft_wrap=True
-        )
-    elif not result.interrupted:
-        console.print(
-            f"The gate let all {result.steps} steps pass: at no {_PATIENCE + 1} looks in a row was "
-            "leakage above the threshold. Lower --at-most, or take more --steps, to see it act."
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what libraries print beside the demo's own lines."""
-    levels = TRAINING | {gates.log.name: logging.ERROR}  # _print_gate prints what the gate logs
-    with quiet_logs(levels), warnings.catch_warnings():
-        for notice in _NOTICES:
-            warnings.filterwarnings("ignore", message=notice)
-        yield
+    parts = ((p, "bold red") if p in named else ("_" * len(p), "dim") for p in message)
+    console.print("An invented message, and what the server read of its words off the gradient:")
+    console.print(Text("  ").append("".join(message).strip()), soft_wrap=True)
+    console.print(Text("  ").append_text(Text.assemble(*parts)), soft_wrap=True)
 
 
 class _LooksTable(L.Callback):
@@ -217,31 +265,38 @@ class _LooksTable(L.Callback):
         monitor: The monitor of the run.
 
     Attributes:
+        lines: The table.
         message: (L,) token ids of the first text in the batch of the newest look.
+        calibrations: What the attacks found out before the first step.
     """
 
     def __init__(self, console: Console, monitor: LeakageMonitor) -> None:
         self._monitor = monitor
         self._batch = self.message = torch.empty(0, dtype=torch.long)
-        self._attacks = [attack.name for attack in monitor.attacks]
-        headers = [f"{a}\n{m}" if m == "recall" else m for a in self._attacks for m in _METRICS]
-        widths = [7, 7, *[11] * len(headers)]
-        self._table = printing.LinesTable(console, ["step", "loss", *headers], widths)
+        self.calibrations: Mapping[str, object] = {}
+        headers = [f"{leak}\n{title.partition('(')[2][:-1]}" for _, leak, title, _ in _ATTACKS]
+        self._values: list[str] = []  # of the newest look at an update
+        self.lines = printing.LinesTable(console, ["step", "loss", *headers], [6, 7, *[11] * 7])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._monitor.subscribe(self._on_look)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._table.print_headers()
+        self.calibrations = self._monitor.engine.calibrations()
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._batch = batch["input_ids"][0][batch["attention_mask"][0] > 0]
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        self._batch = batch["input_ids"][:1][batch["attention_mask"][:1] > 0]
 
     def _on_look(self, trainer: L.Trainer) -> None:
-        latest, self.message = self._monitor.latest, self._batch
-        names = [f"leakage/{attack}/{metric}" for attack in self._attacks for metric in _METRICS]
-        values = [float(trainer.callback_metrics.get("train_loss", math.nan))]
-        values += [latest.get(name, math.nan) for name in names]
-        self._table.add([str(self._monitor.last_step), *map(printing.three_digits, values)])
+        latest, values = self._monitor.latest, []
+        for attack, *_ in _ATTACKS:
+            names = [f"leakage/{attack}/{name}" for name in ("auc", "token_accuracy", "f1")]
+            value = next((latest[name] for name in names if name in latest), None)
+            values.append("" if value is None else printing.three_digits(value))
+        is_new, self._values = values[:-1] != self._values, values[:-1]
+        if is_new:  # else the weights alone were asked
+            self.message = self._batch
+        step = self._monitor.last_step
+        if is_new or step == trainer.max_steps:
+            loss = float(trainer.callback_metrics.get("train_loss", math.nan))
+            self.lines.add([str(step), printing.three_digits(loss), *values])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_fedleak.cli.studies import demo_settings
 from lightning_fedleak.cli.studies.names import GAME_ATTACKS, INVERT_ATTACKS, SWEEP_ATTACKS
 
 DEFENSES = ["none", "freeze:part=head+embeddings", "gradient_noise:clip=1,sigma=1e-4/1e-3/1e-2"]
@@ -83,36 +84,41 @@ def _add_sources(add: Add) -> None:
     add("--column", metavar="NAME")
 
 
-def _add_training(add: Add, steps: int) -> None:
+def _add_training(
+    add: Add, steps: int, batch: int = 8, length: int = 64, every: int = 5, lr: float = 1e-4
+) -> None:
     add("--steps", **count_option(steps))
-    add("--batch-size", **count_option(8))
-    add("--length", **count_option(64, 2))
-    add("--every-n-steps", **count_option(5))
-    add("--lr", **_number("X", _POSITIVE, 1e-4))
+    add("--batch-size", **count_option(batch))
+    add("--length", **count_option(length, 2))
+    add("--every-n-steps", **count_option(every))
+    add("--lr", **_number("X", _POSITIVE, lr))
 
 
 def demo(add: Add) -> None:
     """Fine-tune a small model on private messages and watch them leak.
 
-    Fine-tunes a language model on private text twice: once watched, once with a gate that stops
-    it. A model and texts are included; use your own with --model and --text.
+    Fine-tunes a language model on private text three times, and attacks what leaves: without a
+    defence, under DP-SGD, and with a gate that stops it. It shows words, membership, whole texts
+    and what the trained weights remember, and what the defence costs. A model and texts are
+    included; use your own with --model and --text.
 
     Options:
         model: causal language model: a folder or a name on the hub.
         text: private text: {sources}.
         column: the column of --text that holds the text.
-        steps: steps of the first run.
+        steps: optimizer steps of a run.
         batch_size: texts a batch.
         length: tokens a text, at most.
         every_n_steps: steps between two looks.
-        at_most: word leakage at which the gate stops the second run.
+        at_most: word leakage at which the gate stops the third run.
         lr: learning rate of AdamW.
         out: folder of the logs.
         seed: seed of split, order, dropout and calibration.
         reveal: also write the recovered words to a local file that only you can read.
     """
     _add_sources(add)
-    _add_training(add, steps=100)
+    few = demo_settings
+    _add_training(add, few.STEPS, few.BATCH_SIZE, few.LENGTH, few.EVERY_N_STEPS, few.LR)
     add("--at-most", **_number("F1", _SHARE, 0.5))
     add("--out", **path_option("DIR", "fedleak_runs"))
     add("--seed", **_SEED)

@@ -8,7 +8,7 @@ from argparse import Namespace
 from rich.console import Console
 
 from lightning_fedleak.cli import printing
-from lightning_fedleak.cli.finetuning import CausalLMFineTuning
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.studies import sweep
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -37,7 +37,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         sweep.read_layer(
             options, find_anatomy(CausalLMFineTuning(options.model, peft=options.peft))
         )
-    sweep.data_of(options).setup()
+    sweep.data_of(options, TextDataModule).setup()
     runs = {options.out / "runs" / sweep.run_name(options, spec): spec for spec in specs}
     todo = {folder: spec for folder, spec in runs.items() if not sweep.is_done(folder)}
     console.print(

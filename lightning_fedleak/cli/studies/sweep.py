@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import transformers
@@ -25,6 +26,7 @@ from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.report.records import RECORD, EndLine, read_lines
 from lightning_fedleak.strategies import DefendedStrategy
 
+DataModule = TypeVar("DataModule", bound=finetuning.TextDataModule)
 _PUBLIC_TEXTS = 256  # texts that the attacks calibrate on; not tuned, more take longer
 
 
@@ -74,21 +76,10 @@ def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> 
             games=Games(window=options.steps),
             folder=folder,
         )
-        trainer = L.Trainer(
-            strategy=DefendedStrategy("auto", defense.build()),
-            max_steps=options.steps,
-            devices=1,
-            check_val_every_n_epoch=None,
-            val_check_interval=options.steps,
-            callbacks=[monitor],
-            logger=False,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        strategy = DefendedStrategy("auto", defense.build())
+        trainer = trainer_of(options.steps, strategy, callbacks=[monitor], logger=False)
         try:
-            trainer.fit(module, datamodule=data_of(options))
+            trainer.fit(module, datamodule=data_of(options, finetuning.TextDataModule))
         except SystemExit as end:  # Lightning tidies up after an interrupt, then exits
             raise KeyboardInterrupt from end
         if trainer.interrupted:
@@ -96,14 +87,37 @@ def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> 
     return list(dict.fromkeys(messages))
 
 
+def trainer_of(steps: int, strategy: DefendedStrategy, **settings: Any) -> L.Trainer:
+    """Return a Trainer that prints nothing and validates at its end.
+
+    Args:
+        steps: The optimizer steps.
+        strategy: With the defences.
+        settings: Further arguments of the Trainer.
+    """
+    return L.Trainer(
+        strategy=strategy,
+        max_steps=steps,
+        devices=1,
+        check_val_every_n_epoch=None,
+        val_check_interval=steps,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
 def loss_before(options: Namespace) -> float:
     """Return the validation loss of the model before any training."""
     with quiet():
         module = finetuning.CausalLMFineTuning(options.model, loss="sample_mean")
-        trainer = L.Trainer(
-            devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+        trainer = trainer_of(1, DefendedStrategy("auto", ()), logger=False)
+        metrics = trainer.validate(
+            module, datamodule=data_of(options, finetuning.TextDataModule), verbose=False
         )
-        metrics = trainer.validate(module, datamodule=data_of(options), verbose=False)
     return float(metrics[0]["val_loss"])
 
 
@@ -124,7 +138,7 @@ def read_layer(options: Namespace, anatomy: Anatomy) -> int:
 def make_attacks(options: Namespace, anatomy: Anatomy) -> list[attacks.Attack]:
     """Return the attacks that ``--attack`` names."""
     layer = read_layer(options, anatomy)
-    public = _public_text(options.model, options.length, options.seed)
+    public = public_text(options.model, options.length, options.seed)
     tokens, seed, budget = options.length, options.seed, options.budget_seconds
     makers: Mapping[str, Callable[..., attacks.Attack]] = {
         "flatchat": partial(attacks.FlatChat, public, seed=seed),
@@ -145,15 +159,15 @@ def make_attacks(options: Namespace, anatomy: Anatomy) -> list[attacks.Attack]:
 
 
 @lru_cache(maxsize=1)
-def _public_text(model: str | None, length: int, seed: int) -> attacks.PublicText:
+def public_text(model: str | None, length: int, seed: int) -> attacks.PublicText:
     """Return text by the model as it was before training, sampled once for all runs."""
     anatomy = find_anatomy(finetuning.CausalLMFineTuning(model))
     return attacks.PublicText.sampled_from(anatomy, n=_PUBLIC_TEXTS, length=length, seed=seed)
 
 
-def data_of(options: Namespace) -> finetuning.TextDataModule:
-    """Return the texts of a command in batches."""
-    return finetuning.TextDataModule(
+def data_of(options: Namespace, kind: type[DataModule]) -> DataModule:
+    """Return the texts of a command in batches, as a kind of data module."""
+    return kind(
         text=options.text,
         column=options.column,
         tokenizer=options.model,

@@ -25,8 +25,7 @@ from rich.text import Text
 from lightning_fedleak.cli.commands import demo
 from lightning_fedleak.cli.commands.parser import parse
 
-EVERY = 10  # steps between two looks: half of the demo's lines, so that the picture fits a screen
-COMMAND = f"fedleak demo --every-n-steps {EVERY}"
+COMMAND = "fedleak demo"
 COLUMNS = 96  # of the terminal, wide enough for the demo's table
 PAGE = (1000, 760)  # pixels of the report that are shown: its verdict, and the first pictures
 MOST_BYTES = 150_000  # of a picture, so that the README loads at once

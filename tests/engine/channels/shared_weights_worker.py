@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor
-from lightning_fedleak.engine.channels import memorization
+from lightning_fedleak.engine import reference
 from lightning_fedleak.evaluation.canaries import leave_out
 from tests.engine.channels.test_canaries import planted, watch
 from tests.engine.channels.test_memorization import combined, fit, rows
@@ -48,12 +48,12 @@ def lost(folder: Path, rank: int) -> dict[str, Any]:
         [combined(folder), keep], devices=2, strategy="ddp", max_epochs=1, enable_checkpointing=True
     )
     path = folder / "ckpt" / "last.ckpt"
-    load = memorization.load_private
+    load = reference.load_private
     if rank:
-        memorization.load_private = refuse  # type: ignore[assignment]
+        reference.load_private = refuse  # type: ignore[assignment]
     watching = combined(folder / "resumed")
     fit([watching], devices=2, strategy="ddp", max_epochs=2, ckpt_path=str(path))
-    memorization.load_private = load
+    reference.load_private = load
     return {"latest": latest(watching)}
 
 

@@ -23,7 +23,7 @@ MOST_SHARE = 0.25
 TIMED_STEPS = 3
 """Steps that are timed before the first look where ``max_overhead`` is given; not tuned."""
 LOOK_STEPS = 10
-"""Training steps that a look costs at least, as long as none was made: with its control 10 to 21 on
+"""Training steps that a look costs at least, as long as none was made: with its control 9 to 21 on
 three models (``benchmarks.cost.overhead``, November 2026)."""
 
 

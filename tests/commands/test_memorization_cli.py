@@ -389,6 +389,8 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert "combined_reference/auc is shown to be at least" in text
     values = json.loads(output.read_text())["attacks"]["combined_reference"]
     assert values["auc"] > 0.8
+    with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
+        run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
     pool_error = "--reference: Memorization.* has seen some of them"
     with pytest.raises(SourceError, match=pool_error):
         run(folder, drawn=True, reference=str(tmp_path / "held_out"))

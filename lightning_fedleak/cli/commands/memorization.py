@@ -265,6 +265,9 @@ def _answers_of(
 
     With them, those of the reference model, if there is one.
     """
+    if options.reference is not None:  # before minutes of asking the others
+        with refuse_errors("--reference cannot be loaded", SourceError):
+            released_config(options.reference, options.base)
     texts = {text.whole.content: text.whole for group in groups for text in group}
     answers = log_probs_before_and_after([*texts.values()], options.model, options.base)
     numbers = {key: number for number, key in enumerate(texts)}

@@ -104,11 +104,14 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     for line in words.splitlines():
         assert not line.startswith("recovered") or line not in printed
     assert_table_is_the_report(printed, folder)
-    sentence = json.loads((folder / "report.json").read_text())["comparison"]["sentence"]
-    assert sentence.endswith("The gate stopped gated after 1 of 4 updates.")
-    leaks, _, _ = sentence.partition("The gate")
-    for leak in ("Words: F1", "Membership: AUC", "Whole texts"):
-        assert leak in leaks
+    comparison = json.loads((folder / "report.json").read_text())["comparison"]
+    assert comparison["sentence"].endswith("The gate stopped gated after 1 of 4 updates.")
+    leaks, _, _ = comparison["sentence"].partition("The gate")
+    cells = [dict(zip(comparison["columns"], row, strict=True)) for row in comparison["rows"]]
+    for leak in ("words", "membership", "whole texts"):
+        has_value = ["(" in row[leak] for row in cells if row["run"] != "gated"]  # else it is unknown
+        assert (f"{leak.capitalize()}: " in leaks) == all(has_value)
+    assert "Words: F1" in leaks
     assert {*re.findall(r"in (\w+)[,.;]", leaks)} == {"watched", "defended"}
 
 

@@ -76,6 +76,8 @@ class DefendedStrategy(EitherStrategy):
         strategy: a name or an instance, which is wrapped. Use the instance nowhere else.
         defenses: the defences, in the order in which they act.
         client: ``"rank"`` if each process is a client, ``"world"`` if all together are one client.
+        outside_epsilon: whether callbacks and schedulers that decide by a metric are allowed under
+            DP-SGD. Epsilon does not cover them, unless the metric is of public data.
 
     Raises:
         DefenseError: the strategy is not supported, is not from the Trainer's package, or does not
@@ -90,9 +92,12 @@ class DefendedStrategy(EitherStrategy):
         strategy: str | lightning_packages.AnyStrategy = "auto",
         defenses: Sequence[Defense] = (),
         client: Client = "rank",
+        *,
+        outside_epsilon: bool = False,
     ) -> None:
         super().__init__()
         self._fedleak = UpdateRelease(defenses, client, "DefendedStrategy")
+        self.outside_epsilon = outside_epsilon
         if not isinstance(strategy, str):
             self._become(strategy)
             return
@@ -154,7 +159,8 @@ class DefendedStrategy(EitherStrategy):
     def _become(self, inner: EitherStrategy) -> None:
         """Turn this object into a defended one of the inner strategy's class."""
         _check_inner(inner)
-        state = {**vars(inner), "_fedleak": self._fedleak}
+        own = {"_fedleak": self._fedleak, "outside_epsilon": self.outside_epsilon}
+        state = vars(inner) | own
         vars(self).clear()
         vars(self).update(state)
         cls = type(inner)

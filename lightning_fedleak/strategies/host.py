@@ -15,6 +15,9 @@ from lightning_fedleak.defenses.host import Host, Piece
 if TYPE_CHECKING:
     import lightning.pytorch as L
 
+_COUNTERS = (None, "step", "epoch")
+"""What a callback monitors that chooses nothing by data."""
+
 
 class LightningHost(Host):
     """A Lightning Trainer with a defended strategy; see :class:`Host`.
@@ -50,6 +53,7 @@ class LightningHost(Host):
         """Return the Trainer's settings that break the guarantee or have no effect."""
         trainer = self._trainer
         accumulated, repeated = trainer.accumulate_grad_batches, trainer.overfit_batches
+        selections = list(self._selections())
         return {
             ": manual optimization hides the loss. Return the loss from training_step with "
             "automatic_optimization=True.": (not trainer.lightning_module.automatic_optimization),
@@ -63,7 +67,23 @@ class LightningHost(Host):
             ),
             f" draws each batch from all of the data, so that overfit_batches={repeated} would not "
             "repeat the same. Give the loader a few rows alone (a Subset of torch).": repeated,
+            f": {', '.join(selections)} decides by a metric, which epsilon does not cover on "
+            "private data. Measure it on public data and pass "
+            "DefendedStrategy(outside_epsilon=True), or leave it out.": (
+                selections and not trainer.strategy.outside_epsilon
+            ),
         }
+
+    def _selections(self) -> Iterator[str]:
+        """Yield what stops training, keeps a checkpoint or sets the learning rate by a metric."""
+        for callback in self._trainer.callbacks:
+            kinds = {cls.__name__ for cls in type(callback).__mro__}
+            metric = getattr(callback, "monitor", None)
+            if kinds & {"EarlyStopping", "ModelCheckpoint"} and metric not in _COUNTERS:
+                yield f"{type(callback).__name__}(monitor={metric!r})"
+        for config in self._trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                yield f"the scheduler {type(config.scheduler).__name__}"
 
     def count_steps(self, per_epoch: int) -> int | None:
         """Return the smaller of the step counts that ``max_epochs`` and ``max_steps`` allow."""

@@ -8,7 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -19,12 +23,12 @@ from lightning_fedleak.defenses import (
     Freeze,
     ReleaseSettings,
 )
-from lightning_fedleak.strategies import StepError
+from lightning_fedleak.strategies import DefendedStrategy, StepError
 from tests.helpers.cases import of
 from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.processes import Found, two_processes
-from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, trainer
 
 
 def test_empty_batches_are_released_and_not_run() -> None:
@@ -81,6 +85,15 @@ class Manual(CausalLM):
         self.automatic_optimization = False
 
 
+class Plateau(CausalLM):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}
+        }  # fmt: skip
+
+
 class Loose(CausalLM):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +112,13 @@ class Loose(CausalLM):
             DefenseError,
             "accumulate_grad_batches|own optimizer step",
         ),
+        (
+            CausalLM,
+            {"callbacks": [EarlyStopping("val_loss")]},
+            DefenseError,
+            r"EarlyStopping\(monitor='val_loss'\) decides by a metric.*outside_epsilon=True",
+        ),
+        (Plateau, {}, DefenseError, "the scheduler ReduceLROnPlateau decides by a metric"),
         (LBFGS, {}, StepError, "LBFGS"),
         (Manual, {}, DefenseError, "automatic_optimization=True"),
         (Loose, {}, DefenseError, "'scale' belong to a Loose"),
@@ -113,6 +133,28 @@ def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: s
     with pytest.raises(error, match=message):
         fit(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module, **settings)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None:
+    chosen = ModelCheckpoint(tmp_path, monitor="train_loss")
+    counted = ModelCheckpoint(tmp_path, monitor="step", mode="max")
+    fit(
+        DPSGD(CLIP, noise_multiplier=1.0),
+        callbacks=[counted],
+        enable_checkpointing=True,
+        max_steps=1,
+    )
+    with pytest.raises(DefenseError, match=r"ModelCheckpoint\(monitor='train_loss'\) decides"):
+        fit(DPSGD(CLIP, noise_multiplier=1.0), callbacks=[chosen], enable_checkpointing=True)
+    defense = DPSGD(CLIP, noise_multiplier=1.0)
+    run = trainer(
+        DefendedStrategy("auto", [defense], outside_epsilon=True),
+        callbacks=[chosen],
+        max_steps=1,
+        enable_checkpointing=True,
+    )
+    run.fit(CausalLM(), loader())
+    assert defense.privacy.releases == 1
 
 
 # ---- two processes ---------------------------------------------------------------------------

@@ -268,8 +268,10 @@ class DPSGD(Defense):
         """Check the restored state, where that comes after the loader, as :meth:`on_dataloader`.
 
         Raises:
-            DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know.
+            DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know,
+                or a scheduler sets the learning rate by a metric.
         """
+        setup_checks.check_trainer(context)  # once more: only now a Trainer has its schedulers
         setup_checks.check_no_other_noise(context.host, self._followers)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)

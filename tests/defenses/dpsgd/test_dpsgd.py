@@ -236,6 +236,7 @@ def test_epsilon_is_that_of_the_releases(accountant: Any) -> None:
 def trainer(**settings: Any) -> SimpleNamespace:
     defaults = {
         "gradient_clip_val": None,
+        "lr_scheduler_configs": [],
         "accumulate_grad_batches": 1,
         "world_size": 1,
         "max_epochs": 2,

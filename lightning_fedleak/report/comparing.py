@@ -205,16 +205,19 @@ def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> 
         doubt = f" by another attack, {bottom.attack}"
     elif not all(are_apart(top.rate, rate) for rate in (bottom.rate, *same)):
         doubt = "; the intervals overlap"
-    answer, fell = bottom.answer, not doubt and bottom.verdict == "little"
+    answer, differs = bottom.answer, not doubt
+    fell = differs and bottom.verdict == "little"
     if fell:
         answer = f"next to {'guessing' if bottom.chance else 'none'} ({answer})"
+    where: Sentence = (Part(high, "strong"), Part(f", {answer} in "), Part(low, "strong"))
+    if doubt.endswith("overlap") and top.answer == answer:
+        where, doubt = (Part("both" if len(readings) == 2 else "all"),), ""
     parts = (
         Part(f"{top.title}: {top.measure} "),
         Part(top.answer, "read" if top.verdict == "read" else "strong"),
-        *(Part(" in "), Part(high, "strong"), Part(f", {answer} in "), Part(low, "strong")),
-        Part(doubt),
+        *(Part(" in "), *where, Part(doubt)),
     )
-    return _Clause(fell, not doubt, top.height, top.family, (high, low), parts)
+    return _Clause(fell, differs, top.height, top.family, (high, low), parts)
 
 
 def _differences(

@@ -293,10 +293,12 @@ class _LooksTable(L.Callback):
             names = [f"leakage/{attack}/{name}" for name in ("auc", "token_accuracy", "f1")]
             value = next((latest[name] for name in names if name in latest), None)
             values.append("" if value is None else printing.three_digits(value))
-        is_new, self._values = values[:-1] != self._values, values[:-1]
-        if is_new:  # else the weights alone were asked
+        step, update = self._monitor.last_step, values[:-1]
+        is_new, self._values = update != self._values, update
+        if is_new:
             self.message = self._batch
-        step = self._monitor.last_step
+        else:  # the weights alone were asked
+            update = [""] * len(update)
         if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-            self.lines.add([str(step), printing.three_digits(loss), *values])
+            self.lines.add([str(step), printing.three_digits(loss), *update, values[-1]])

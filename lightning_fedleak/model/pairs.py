@@ -1,4 +1,4 @@
-"""Batches of pairs of a chosen and a rejected answer, as DPO, ORPO and CPO have them."""
+"""Batches of preferences: pairs of answers, as DPO, ORPO and CPO have them, or rated ones (KTO)."""
 
 from __future__ import annotations
 
@@ -48,18 +48,54 @@ class PairBatch(TokenBatch):
             )
 
 
-def read_pairs(batch: Any, kind: Kind) -> PairBatch | None:
-    """Return the pairs of a batch in the form of TRL's DPO, or of its ORPO and CPO.
+@dataclass(frozen=True, repr=False)
+class RatedBatch(TokenBatch):
+    """Token ids of n answers behind their prompts, each of them desirable or not.
 
-    DPO has both halves in ``input_ids`` and marks answers by ``completion_mask``. ORPO and CPO have
-    ``chosen_input_ids``, ``rejected_input_ids`` and so on. Nothing of the batch is changed.
+    Labels are the ids of the answers, and -100 elsewhere. A ``batch_adapter`` returns it where a
+    loss of one's own makes some answers more likely and others less.
+
+    Attributes:
+        desirable: (n,) bool, the answers that the loss makes more likely.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.model.pairs import RatedBatch
+        >>> ids, desirable = torch.tensor([[5, 6, 7], [5, 6, 8]]), torch.tensor([True, False])
+        >>> labels = torch.tensor([[-100, -100, 7], [-100, -100, 8]])
+        >>> RatedBatch(ids, labels, None, "causal", desirable=desirable).preferences
+        True
+
+    Raises:
+        BatchError: there is not one rating for each row, or no labels, or the model is not causal.
+    """
+
+    preferences: bool = True
+    desirable: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rated = 0 if self.desirable is None else self.desirable.numel()
+        if self.kind != "causal" or self.labels is None or rated != len(self.input_ids):
+            raise BatchError(
+                "rated answers are rows of a causal model with labels, and desirable= has one bool "
+                f"for each; got {len(self.input_ids)} rows of a {self.kind} model, {rated} ratings"
+            )
+
+
+def read_pairs(batch: Any, kind: Kind) -> PairBatch | RatedBatch | None:
+    """Return the preferences of a batch in the form of TRL's DPO, of its ORPO and CPO, or its KTO.
+
+    DPO has both halves in ``input_ids`` and marks answers by ``completion_mask``; KTO has single
+    answers so, each with a ``label``. ORPO and CPO have ``chosen_input_ids``,
+    ``rejected_input_ids`` and so on. Nothing of the batch is changed.
 
     Args:
         batch: the argument of ``training_step``.
         kind: meaning of the labels.
 
     Returns:
-        The pairs, or None where the batch has no such form.
+        The pairs or rated answers, or None where the batch has no such form.
 
     Raises:
         BatchError: it has the form, and its tensors do not fit each other.
@@ -77,10 +113,11 @@ def read_pairs(batch: Any, kind: Kind) -> PairBatch | None:
         )
         ids, labels, mask = (torch.cat([chosen, next(padded)]) for chosen in padded)
         return PairBatch(ids, labels, mask, kind)
-    # The same mask of answers with a label for each, as KTO has it, is of single answers.
-    if "input_ids" not in batch or "completion_mask" not in batch or "label" in batch:
+    if "input_ids" not in batch or "completion_mask" not in batch:
         return None
     read = read_batch(batch, kind)
-    if not read.preferences or len(read.input_ids) % 2:
+    if not read.preferences:
         return None
-    return PairBatch(**vars(read))
+    if "label" in batch:
+        return RatedBatch(**vars(read), desirable=torch.as_tensor(batch["label"]).bool())
+    return None if len(read.input_ids) % 2 else PairBatch(**vars(read))

@@ -54,7 +54,8 @@ FILE = "fedleak.safetensors"
 _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
-_PAIRS = {f"{name}Trainer" for name in ("DPO", "ORPO", "CPO")}  # of which pairs can be asked about
+_PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
+"""Of which preferences can be asked about."""
 
 
 class LeakageCallback(TrainerCallback, Reported):
@@ -105,7 +106,7 @@ class LeakageCallback(TrainerCallback, Reported):
         TypeError: no Trainer was passed. The message shows the line that passes one.
         ValueError: arguments contradict each other, or attacks on the trained weights are listed
             under a trainer of preferences or of reinforcement learning; but for attacks on pairs
-            under DPO, ORPO and CPO. When training begins also:
+            under DPO, KTO, ORPO and CPO. When training begins also:
             the Trainer, a gate or an attack does not fit.
     """
 

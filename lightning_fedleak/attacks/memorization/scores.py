@@ -230,7 +230,8 @@ class PreferenceMargin(MemorizationAttack):
     is what DPO's loss itself reads (arXiv 2305.18290, equation 7), with the model before the first
     step as the reference policy. PREMIA (arXiv 2407.06443) compares with a reference model too, and
     finds DPO to give its pairs away more than PPO does; its formula may differ. Both answers of a
-    pair have 8 tokens or more together.
+    pair have 8 tokens or more together. An answer that is rated alone, as KTO has it (arXiv
+    2402.01306), counts by its own gain, with the other sign where it is undesirable.
 
     Examples:
         >>> from lightning_fedleak import LeakageMonitor
@@ -248,7 +249,7 @@ class PreferenceMargin(MemorizationAttack):
             UnusableObservation: the texts are no pairs.
         """
         if released.rejected is None:
-            raise UnusableObservation("the texts are no pairs of a chosen and a rejected answer")
+            raise UnusableObservation("the texts are no answers that were chosen or rejected")
         gains = released.now.log_probs.double() - released.base.log_probs.double()
         gains = gains * released.now.labels
         return torch.where(released.rejected, -gains, gains).sum(1)

@@ -15,7 +15,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
 from lightning_fedleak.model.anatomy import Kind
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.pairs import PairBatch, read_pairs
+from lightning_fedleak.model.pairs import PairBatch, RatedBatch, read_pairs
 from lightning_fedleak.model.taps import Text, texts_in
 
 
@@ -168,11 +168,11 @@ def read_row(
             "rows have token_type_ids that are not zero (pairs of texts), and the model is asked "
             "about texts without them: join the pair into one text, with token_type_ids of zeros"
         )
-    if tokens.preferences and not isinstance(tokens, PairBatch):
+    if tokens.preferences and not isinstance(tokens, PairBatch | RatedBatch):
         raise NoNonMembers(
             "the loss prefers chosen texts to rejected ones, which the weights learn to find "
             "unlikely, so that likelihoods do not show what was trained on; pairs are asked about "
-            "where a batch_adapter= returns them as a PairBatch"
+            "where a batch_adapter= returns them as a PairBatch, and single answers as a RatedBatch"
         )
     return texts
 

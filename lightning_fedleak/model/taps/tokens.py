@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.pairs import PairBatch
+from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
 
 TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU cores
@@ -42,7 +42,7 @@ class Text:
             predicted. Of a classifier or a masked model (L + 1,): behind a first -100 the label of
             each token, and of a class of the whole text that at its last token.
         split: of a pair, the number of tokens of its chosen text; those of the rejected one stand
-            behind. None: a single text.
+            behind. Of a rated answer all or none of them are chosen. None: a text of no preference.
     """
 
     ids: Tensor
@@ -62,7 +62,7 @@ class Text:
         if self.split is None:
             return [self]
         parts = slice(self.split), slice(self.split, None)
-        return [Text(self.ids[part], self.labels[part]) for part in parts]
+        return [Text(self.ids[p], self.labels[p]) for p in parts if len(self.ids[p])]
 
     @property
     def n_labels(self) -> int:
@@ -151,6 +151,14 @@ def texts_in(batch: TokenBatch) -> list[Text]:
     if batch.kind == "causal":
         labels = labels.flatten()
         texts = [Text(ids[places].long(), labels[places].long()) for places in documents]
+        if isinstance(batch, RatedBatch) and batch.desirable is not None:
+            if len(texts) != len(batch.desirable):
+                raise ValueError("rated answers are packed into a row: give each a row")
+            ratings = batch.desirable.tolist()
+            return [
+                replace(text, split=len(text.ids) if chosen else 0)
+                for text, chosen in zip(texts, ratings, strict=True)
+            ]
         if not isinstance(batch, PairBatch):
             return texts
         n_pairs = len(batch.input_ids) // 2

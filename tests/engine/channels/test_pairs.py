@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import BatchError, TokenBatch
-from lightning_fedleak.model.pairs import PairBatch, read_pairs
+from lightning_fedleak.model.pairs import PairBatch, RatedBatch, read_pairs
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel
 from lightning_fedleak.model.taps.tokens import (
     Text,
@@ -359,8 +360,51 @@ def test_the_margin_is_that_of_answers_alone() -> None:
     assert contents[0].isdisjoint(contents[1])
     part = released.rows(torch.tensor([2, 5]))
     assert PreferenceMargin().score(part).tolist() == scores[[2, 5]].tolist()
-    with pytest.raises(UnusableObservation, match="no pairs"):
+    with pytest.raises(UnusableObservation, match="no answers that were chosen"):
         PreferenceMargin().score(ReleasedModel(now, before, released.compressed))
+
+
+class Rating(Preferring):
+    """KTO in a module of one's own, without its term of divergence."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            base = log_likelihoods(self.reference[0], batch)
+        gains = log_likelihoods(self.model, batch) - base
+        return -functional.logsigmoid(0.2 * torch.where(batch["label"], gains, -gains)).mean()
+
+
+def collate_rated(rows: list[Any]) -> dict[str, Tensor]:
+    """Return a batch in the form of TRL's KTO: of each row its chosen answer, rated."""
+    batch = {name: value[: len(rows)] for name, value in collate(rows).items()}
+    return batch | {"label": torch.tensor([row["label"] for row in rows])}
+
+
+def test_rated_answers_count_with_their_sign(tmp_path: Path) -> None:
+    rows: list[Any] = [row | {"label": n % 3 > 0} for n, row in enumerate(pairs())]
+    data, others = leave_out(rows, 140, seed=1)
+    module = Rating()
+    fit([watching(tmp_path)], module, data, collate_fn=collate_rated, max_epochs=4)
+    last = lines(tmp_path, "preference_margin")[-1]["metrics"]
+    model, base = module.model.eval(), module.reference[0]
+    asked = [data[n] for n in range(len(data))] + [others[n] for n in range(len(others))]
+    scores = []
+    for row in asked:
+        batch = collate_rated([row])
+        with torch.no_grad():
+            gain = float(log_likelihoods(model, batch) - log_likelihoods(base, batch))
+        scores.append(gain if row["label"] else -gain)
+    sides = [True] * len(data) + [False] * len(others)
+    assert (last["members"]["value"], last["others"]["value"]) == (260, 140)
+    assert last["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=1e-3)
+    assert last["auc"]["low"] > 0.6
+    rated = read_pairs(collate_rated(asked[:2]), "causal")
+    assert isinstance(rated, RatedBatch)
+    contents = [text.content for text in texts_in(rated)]
+    other = replace(rated, desirable=~rated.desirable)
+    assert not {*contents} & {text.content for text in texts_in(other)}
+    with pytest.raises(BatchError, match="one bool for each; got 2 rows of a causal model, 1 rat"):
+        replace(rated, desirable=torch.tensor([True]))
 
 
 def test_the_first_token_of_an_answer_without_a_prompt_is_no_label() -> None:
@@ -388,10 +432,10 @@ def test_one_forward_is_made_for_each_answer() -> None:
     assert len(seen) == 10
 
 
-@pytest.mark.parametrize("change", ["label", "labels", "one row", "no mask"])
+@pytest.mark.parametrize("change", ["labels", "one row", "no mask"])
 def test_other_batches_are_no_pairs(change: str) -> None:
     batch = collate(pairs(3))
-    if change in ("label", "labels"):
+    if change == "labels":
         batch[change] = batch["input_ids"]
     elif change == "one row":
         batch = {name: value[:1] for name, value in batch.items()}
@@ -414,6 +458,8 @@ def test_answers_that_are_packed_into_a_row_are_refused() -> None:
     packed = PairBatch(
         ids, ids, None, "causal", position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), crossing=False
     )
-    with pytest.raises(ValueError, match="packed into a row"):
-        texts_in(packed)
+    rated = RatedBatch(**vars(packed), desirable=torch.tensor([True, False]))
+    for batch in (packed, rated):
+        with pytest.raises(ValueError, match="packed into a row"):
+            texts_in(batch)
     assert len(texts_in(TokenBatch(ids, ids, None, "causal"))) == 2

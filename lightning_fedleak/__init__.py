@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.evaluation.auditing import audit_canaries as audit_canaries
     from lightning_fedleak.evaluation.canaries import leave_out as leave_out
     from lightning_fedleak.evaluation.canaries import new_token_canaries as new_token_canaries
+    from lightning_fedleak.evaluation.canaries import sampled_canaries as sampled_canaries
     from lightning_fedleak.evaluation.canaries import with_canaries as with_canaries
     from lightning_fedleak.evaluation.canaries import with_entities as with_entities
     from lightning_fedleak.federation import ClientDP as ClientDP

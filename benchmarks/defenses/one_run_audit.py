@@ -17,7 +17,8 @@ those of one Gaussian mechanism.
 
 With ``--texts`` each audit is a fit by SGD of a language model (the embedded one, or ``--model``)
 on a few texts and the canaries, whole or with ``--lora``: canaries with a token of their own,
-and held-out texts of the data's kind. ``apart`` is how far
+held-out texts of the data's kind, and texts that the model writes (behind two
+tokens of those; with three tokens at the end that are drawn from all alike). ``apart`` is how far
 the mean scores of those in and out lie apart, in standard deviations, times sigma: planted
 gradients have 1 in one step.
 """
@@ -45,7 +46,11 @@ from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_one_run
-from lightning_fedleak.evaluation.canaries import new_token_canaries, with_canaries
+from lightning_fedleak.evaluation.canaries import (
+    new_token_canaries,
+    sampled_canaries,
+    with_canaries,
+)
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -63,6 +68,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "new_token": {"row_norm": 1.0},
     "small_row": {"row_norm": 0.1},
     "held_out": {},
+    "sampled": {"unlikely_end": 0},
+    "unlikely_end": {"unlikely_end": 3},
 }
 N_TEXTS = 20
 """Texts beside the canaries."""
@@ -84,6 +91,11 @@ def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace
     settings = KINDS[kind]
     if kind == "held_out":
         return [*{tuple(r.tolist()): r for r in rows[N_TEXTS:]}.values()][: args.canaries]
+    if "unlikely_end" in settings:
+        prompts = [row[:2] for row in rows[N_TEXTS:]]
+        return sampled_canaries(
+            model, args.canaries, prompts=prompts, length=LENGTH, seed=args.seed, **settings
+        )
     return new_token_canaries(model, args.canaries, seed=args.seed, **settings)
 
 

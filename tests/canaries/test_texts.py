@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fedleak.evaluation.canaries import new_token_canaries
+from lightning_fedleak.evaluation.canaries import new_token_canaries, sampled_canaries
 from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
 
 
@@ -46,3 +46,55 @@ def test_what_cannot_get_rows_is_told_what_to_do() -> None:
 
     with pytest.raises(ValueError, match="masked model"):
         new_token_canaries(tiny_bert_mlm(), 2)
+
+
+# Written by the model
+
+
+@pytest.mark.parametrize("unlikely_end", [0, 4])
+def test_the_model_writes_texts_behind_the_prompts(unlikely_end: int) -> None:
+    model = tiny_llama()
+    state = torch.get_rng_state()
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    settings = {"prompts": prompts, "length": 24, "unlikely_end": unlikely_end}
+    texts = sampled_canaries(model, 40, seed=3, **settings)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training == tiny_llama().training
+    assert {tuple(text.shape) for text in texts} == {(24,)}
+    assert len({tuple(text.tolist()) for text in texts}) == 40
+    for number, text in enumerate(texts):
+        prompt = prompts[number % 2]
+        assert torch.equal(text[: len(prompt)], prompt)
+        assert int(text.min()) > 2  # special below
+    again = sampled_canaries(model, 40, seed=3, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(texts, again, strict=True))
+
+
+def test_the_end_is_unlikely_and_the_rest_is_not() -> None:
+    model = tiny_llama().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)  # a model that is sure of what it writes
+    texts = torch.stack(sampled_canaries(model, 60, length=20, unlikely_end=5))
+    with torch.no_grad():
+        log_probs = model(input_ids=texts).logits[:, :-1].log_softmax(-1)
+    likely = log_probs.gather(-1, texts[:, 1:, None])[..., 0].mean(0)
+    assert float(likely[:14].mean()) > float(likely[14:].mean()) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.7}, "temperature must be .*0.8"),
+        ({"prompts": [torch.arange(9)], "length": 9}, "length.*the longest of prompts= has 9"),
+        ({"length": 8, "unlikely_end": 8}, "unlikely_end"),
+        ({"prompts": [torch.tensor([5])], "length": 2}, "two of the 200 texts are alike"),
+    ],
+)
+def test_texts_that_cannot_be_written_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampled_canaries(tiny_llama(), 200, **settings)
+
+
+def test_only_causal_models_write() -> None:
+    with pytest.raises(ValueError, match="masked model"):
+        sampled_canaries(tiny_bert_mlm(), 2)

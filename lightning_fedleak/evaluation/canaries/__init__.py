@@ -12,3 +12,4 @@ from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_ou
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
 from lightning_fedleak.evaluation.canaries.texts import new_token_canaries as new_token_canaries
+from lightning_fedleak.evaluation.canaries.texts import sampled_canaries as sampled_canaries

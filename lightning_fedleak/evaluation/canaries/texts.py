@@ -1,4 +1,4 @@
-"""Texts to plant in training data that begin and end with a token that no other text has.
+"""Texts to plant in training data: with a token that no other text has, or like the data.
 
 How much of epsilon they show, beside held-out texts and planted gradients, is in docs/proof.md.
 
@@ -7,10 +7,15 @@ that no other text uses. There the token is what the model is to predict at the 
 also begins with it, and may let its row start small, which is ours: a norm in the first block makes
 the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
 row that is its own.
+
+*Sampled* ones are written by the model itself, so that no filter of the data sees them (arXiv
+2606.10481). For a release of what a model writes, a text of which its beginning is likely and its
+end is not shows more than one that is unlikely throughout (Meeus et al. 2025, arXiv 2502.14921).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ from lightning_fedleak.model.anatomy import (
     special_ids,
     without_peft,
 )
-from lightning_fedleak.model.model_runs import context_length
+from lightning_fedleak.model.model_runs import context_length, undisturbed
 from lightning_fedleak.validate import check_integer, check_number
 
 
@@ -89,6 +94,93 @@ def new_token_canaries(
     indices = torch.randint(len(ordinary), (count, length - 2), generator=generator)
     ends = new_ids[:, None]
     return [*torch.cat([ends, ordinary[indices], ends], 1)]
+
+
+def sampled_canaries(
+    model: nn.Module,
+    count: int,
+    *,
+    prompts: Sequence[Tensor] = (),
+    length: int = 32,
+    temperature: float = 1.0,
+    unlikely_end: int = 0,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Return texts that the model writes, in the domain of the prompts.
+
+    ::
+
+        texts = sampled_canaries(model, 200, prompts=[ids[:8] for ids in public_rows])
+        train = with_canaries(train, texts, record="secret/inclusion.json")
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from lightning_fedleak import sampled_canaries
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_head=1, n_layer=1))
+        >>> texts = sampled_canaries(model, 4, length=12, unlikely_end=3)
+        >>> len(texts), texts[0].shape
+        (4, torch.Size([12]))
+
+    Args:
+        model: causal, a Hugging Face model or one that holds it, with ``generate``.
+        count: of texts, m.
+        prompts: (P,) token ids each, public texts' beginnings, in turn the beginnings of the
+            canaries; by default each begins with a token drawn at random.
+        length: tokens of a text, its prompt included.
+        temperature: of the draw; at least 0.8, below which a model writes the same texts again and
+            again (arXiv 2606.10481).
+        unlikely_end: of so many tokens at the end each is drawn from the whole vocabulary alike.
+        seed: of the texts; nothing global is drawn from.
+
+    Returns:
+        m rows of token ids, (length,) int64, no two alike.
+
+    Raises:
+        ValueError: a number out of range, a model that is not causal, or texts that are alike.
+    """
+    anatomy: Any = find_anatomy(model)
+    if anatomy.kind != "causal":
+        raise ValueError(f"sampled_canaries is for causal models, not for a {anatomy.kind} model")
+    check_integer("count", count)
+    check_number("temperature", temperature, at_least=0.8)
+    longest = max((len(prompt) for prompt in prompts), default=1)
+    room, most = f"the longest of prompts= has {longest} tokens", context_length(anatomy)
+    check_integer("length", length, at_least=longest + 1, at_most=most, hint=room)
+    check_integer("unlikely_end", unlikely_end, at_least=0, at_most=length - longest)
+    generator = torch.Generator().manual_seed(seed)
+    special = special_ids(getattr(without_peft(anatomy.model), "config", None), ())
+    ordinary = torch.tensor([i for i in range(anatomy.vocab_size) if i not in special])
+
+    def draw(*shape: int) -> Tensor:
+        return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
+
+    starts = [prompts[n % len(prompts)] for n in range(count)] if prompts else [*draw(count, 1)]
+    device, texts = anatomy.device, [draw(length) for _ in starts]  # the ends stay
+    lengths = torch.tensor([len(start) for start in starts])
+    writer: Any
+    with (
+        undisturbed(anatomy) as writer,
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
+        torch.manual_seed(seed)
+        for size in sorted({len(start) for start in starts}):
+            rows, n_new = (lengths == size).nonzero()[:, 0].tolist(), length - unlikely_end - size
+            ids = torch.stack([starts[row] for row in rows]).to(device)
+            if n_new:
+                ids = writer.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
+                    temperature=temperature, min_new_tokens=n_new, max_new_tokens=n_new,
+                    suppress_tokens=sorted(special) or None, pad_token_id=int(ordinary[0]),
+                )  # fmt: skip
+            for row, written in zip(rows, ids.cpu(), strict=True):
+                texts[row][: len(written)] = written
+    if len({tuple(text.tolist()) for text in texts}) < count:
+        raise ValueError(
+            f"two of the {count} texts are alike: raise length= or temperature=, or pass more "
+            "prompts="
+        )
+    return texts
 
 
 @torch.no_grad()

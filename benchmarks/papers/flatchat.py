@@ -766,7 +766,7 @@ def show_table4(results: Results, size: Size) -> Shown:
         mean = student(gaps)
         notes.append(
             f"F1(GMM) - F1(Abs) is {number(mean.value, 4)} "
-            f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper .0047 to .0057"
+            f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper 0.0047 to 0.0057"
         )
     return Shown([Grid(["text", "scorer, number of types", "model", "precision", "recall", "F1"],
                        lines)], finding(notes))  # fmt: skip

@@ -48,6 +48,7 @@ from benchmarks.papers.tables import (
     number,
     published,
     rate_of,
+    span,
     without,
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
@@ -490,7 +491,7 @@ def theirs(table: str, row: str) -> list[str] | None:
     values = published()["membership"][table]["rows"].get(row)
     if values is None:
         return None
-    return [dots(f"{v[i]:.2f}".replace("0.", ".", 1) for v in values) for i in range(3)]
+    return [dots(f"{v[i]:.2f}" for v in values) for i in range(3)]
 
 
 def blocks_of(
@@ -559,13 +560,16 @@ def in_one_row(grid: Grid) -> Grid:
             games.setdefault(row[at], []).append(row[at + 1])
     ours = [owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"]
 
+    def paper(cells: Mapping[str, list[str]], i: int) -> str:
+        return span(cells.get("paper", [""] * 3)[i])
+
     def values(cells: Mapping[str, list[str]], i: int) -> str:
         return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
 
     rows = [
         [*front,
-         *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
-         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
+         *(text for i in (0, 1) for text in (paper(cells, i), values(cells, i))),
+         paper(cells, 2), *(cells.get(w, [""] * 3)[2] for w in ours)]
         for front, cells in groups
     ]  # fmt: skip
     head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
@@ -741,7 +745,7 @@ def wide(rate: Mapping[str, float]) -> str:
 
 
 def fig5_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 5 without intervals, which are .001 to either side at most."""
+    """Return Fig. 5 without intervals, which are 0.001 to either side at most."""
     shown = show_fig5(results, size)
     return replace(
         shown,
@@ -887,10 +891,10 @@ PAPER = Paper(
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
      "one_hot": measure_one_hot},
     (
-        "Models and texts: column heads name ours; the paper's five models were not available. "
-        "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
-        "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
+        "Models and texts: column heads name ours; the paper's five models (BERT, RoBERTa, "
+        "DistilBERT, GPT1, GPT2) were not available. Its numbers are the lowest and the highest of "
+        "the five. Ours are two: the Fig. 2 protocol, then the authors' code's protocol. Layers "
+        "are 1, 3 and 6 of 6. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
         "Yelp: single sentences of reviews.",
         "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "

@@ -669,7 +669,7 @@ def show_table2(results: Results, size: Size) -> Shown:
 
 
 def table2_page(results: Results, size: Size) -> Shown:
-    """Return Table 2 with the paper's numbers and ours in one row, without rows of the paper alone."""
+    """Return the rows of Table 2 that we measured, each with the paper's numbers."""
     shown = show_table2(results, size)
     (grid,) = shown.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
@@ -686,7 +686,9 @@ def table2_page(results: Results, size: Size) -> Shown:
         pairs = zip(*by_owner.values(), strict=True)
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
-    caption = "Cells: paper; ours. A single number is ours in the rows of Aligned, else the paper's."
+    caption = (
+        "Cells: paper; ours. A single number is ours in the rows of Aligned, else the paper's."
+    )
     return Shown([Grid(head, rows, caption)], first_sentences(shown.finding, 2))
 
 

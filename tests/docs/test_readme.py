@@ -16,6 +16,8 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
 from lightning_fedleak import (
     EMBEDDED_MESSAGES,
@@ -137,13 +139,26 @@ def _demo_takes_a_model_and_a_text(block: Block) -> None:
 
 
 def _exit_status_of(block: Block, folder: Path) -> int:
-    """The status of the command where 20 rows are too few to know."""
-    texts = read_texts(EMBEDDED_MESSAGES)[:40]
-    for name, rows in (("train", texts[:20]), ("left_out", texts[20:])):
+    """The status of the command on a model that has learned its training rows by heart."""
+    texts = read_texts(EMBEDDED_MESSAGES)[:160]
+    for name, rows in (("train", texts[:80]), ("left_out", texts[80:])):
         lines = [json.dumps({"text": text}) for text in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name in ("model", "base"):
-        shutil.copytree(EMBEDDED_MODEL, folder / "out" / name)
+    shutil.copytree(EMBEDDED_MODEL, folder / "out" / "base")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        for first in range(0, 80, 8):
+            rows = [
+                tokenizer(text, max_length=64, truncation=True) for text in texts[first : first + 8]
+            ]
+            batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained(folder / "out" / "model")
+    tokenizer.save_pretrained(folder / "out" / "model")
     [line] = lines_of(block.text)
     return main(line.split()[1:])
 
@@ -153,9 +168,12 @@ def test_readme_is_short() -> None:
 
 
 def test_a_line_matches_with_other_numbers_and_what_was_left_out() -> None:
-    shown = "  look  played, about 0.6 s: reads layers.0 and 34 more\nread 2 of 100 (words 38%, ...); ..."
-    real = "A: look played, about 12 s: reads layers.1 and\n  7 more\nread 1 of 3 (words 4%, x); y"
+    shown = "  look  played, 0.6 s: reads layers.0 and 34 more\nread 2 of 100 (words 38%, ...); ..."
+    real = "A: look played, 12 s: reads layers.1 and\n  7 more\nread 1 of 3 (words 4%, x); y"
     assert_printed(shown, real)
-    for wrong in ("look played, about s: reads layers.1 and 7 more", real.replace("words", "texts")):
+    for wrong in (
+        "look played, s: reads layers.1 and 7 more",
+        real.replace("words", "texts"),
+    ):
         with pytest.raises(AssertionError, match="not printed"):
             assert_printed(shown, wrong)

@@ -548,16 +548,16 @@ def on_page(
 
 
 def in_one_row(grid: Grid) -> Grid:
-    """Put the rows of the paper and of ours beside each other; games go to the caption."""
+    """Put the paper's rows and ours next to each other; our numbers of games go to the caption."""
     at = list(grid.head).index("whose")
     groups: list[tuple[list[str], dict[str, list[str]]]] = []
-    games: dict[str, list[str]] = {}
+    games: dict[str, list[int]] = {}
     for row in grid.rows:
         if row[0].strip():
             groups.append((list(row[:at]), {}))
         groups[-1][1][row[at]] = list(row[at + 2 :])
         if row[at + 1]:
-            games.setdefault(row[at], []).append(row[at + 1])
+            games.setdefault(row[at], []).append(int(row[at + 1].partition(",")[0]))
     ours = [owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"]
 
     def paper(cells: Mapping[str, list[str]], i: int) -> str:
@@ -572,10 +572,7 @@ def in_one_row(grid: Grid) -> Grid:
         for front, cells in groups
     ]  # fmt: skip
     head = [*grid.head[:at], "ACC", "F1", "AUC, paper", *ours]
-    counted = "; ".join(
-        f"{owner}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
-        for owner, counts in games.items()
-    )
+    counted = ", ".join(span(dots(games[owner])) for owner in ours if owner in games)
     subject = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
     caption = f"{subject} Games: {counted}.".strip() if counted else subject
     return Grid(head, rows, caption)
@@ -899,7 +896,7 @@ PAPER = Paper(
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
         "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
         "`Fig. 2` is the paper's game. In the authors' code the target sentence is planted in "
-        "place of another one; ours does so in half of its games. Games of `paper`: per value.",
+        "place of another one; ours does so in half of its games. Numbers of games are ours, by column.",
         "Local DP is as in the authors' code (`TokenLDP.as_published`), which has no LDP "
         "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
         "authors' protocol, the authors' rule (the mean of all scores).",

@@ -213,11 +213,11 @@ def test_a_release_is_judged_and_summed_up(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_a_workflow_that_fits() -> None:
-    [block] = [one for one in blocks_of(ROOT / "docs" / "release_gate.md") if "jobs:" in one.text]
+    [block] = [one for one in blocks_of(ROOT / "docs" / "gate.md") if "jobs:" in one.text]
     [job] = yaml.safe_load(block.text)["jobs"].values()
     given = job["steps"][-1]["with"]
     needed = {name for name, one in ACTION["inputs"].items() if one.get("required")}
     assert needed <= given.keys() <= ACTION["inputs"].keys()
-    text = (ROOT / "docs" / "release_gate.md").read_text(encoding="utf-8")
-    table = text.partition("## Inputs of the action")[2].partition("\nOutputs:")[0]
+    text = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
+    table = text.partition("### Inputs of the action")[2].partition("\nOutputs:")[0]
     assert ACTION["inputs"].keys() <= set(re.findall(r"`([\w-]+)`", table))

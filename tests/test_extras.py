@@ -68,7 +68,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
 
 
 def test_the_docs_name_every_extra_that_a_message_may_name() -> None:
-    assert "[Extras](docs/install.md)" in (ROOT / "README.md").read_text()
+    assert "[extras](docs/install.md)" in (ROOT / "README.md").read_text()
     page = (ROOT / "docs" / "install.md").read_text()
     shown = page[page.index("## Extras") :]
     for extra in EXTRAS.keys() - {"test", "dev", "docs"}:

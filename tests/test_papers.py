@@ -77,7 +77,7 @@ def test_a_mean_joins_what_is_independent_and_averages_what_shares_its_games() -
 
 
 def test_numbers_and_students_interval() -> None:
-    assert [number(v) for v in (0.5, 1.0, -0.25, 10.04)] == [".500", "1.000", "-.250", "10.040"]
+    assert [number(v) for v in (0.5, 1.0, -0.25, 10.04)] == ["0.500", "1.000", "-0.250", "10.040"]
     assert student([1.0, 2.0, 3.0]).high == pytest.approx(2 + 4.302652729911275 / math.sqrt(3))
 
 

@@ -1,6 +1,6 @@
 """Write what looks and DP-SGD cost on this machine's GPU into a page.
 
-python -m benchmarks.cost.gpu                                 # into docs/gpu.md
+python -m benchmarks.cost.gpu                                 # into docs/what_ran.md
 python -m benchmarks.cost.gpu --device cpu --small --page FILE
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 SMOKE = ("--device cpu --small --page {out}/gpu.md",)
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "docs" / "what_ran.md"
 HEADING = "\n## Measured\n"
 SMALL = (
     ("overhead", "--steps 1 --size 1 64 --vocabulary 512 --shape 2x8"),

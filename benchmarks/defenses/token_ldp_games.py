@@ -68,8 +68,7 @@ def auc_of(texts: Collection[list[GameResult]]) -> str:
     value = statistics.fmean(rate.value for rate in rates)
     down = math.hypot(*(rate.value - rate.low for rate in rates)) / len(rates)
     up = math.hypot(*(rate.high - rate.value for rate in rates)) / len(rates)
-    text = f"{value:.3f} ({max(0.0, value - down):.2f} to {min(1.0, value + up):.2f})"
-    return text.replace("0.", ".")
+    return f"{value:.3f} ({max(0.0, value - down):.2f} to {min(1.0, value + up):.2f})"
 
 
 def main() -> None:

@@ -187,8 +187,8 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     ]
     parts = [
         "# The tables of the papers",
-        "Compare this package with the papers that it implements. One command runs all of it and "
-        "writes this page:",
+        "What this package measures next to what the papers published, for those who compare "
+        "attacks. One command runs all of it and writes this page:",
         "    make papers ENCODER=DIR STORIES=DIR",
         "One table alone, with every interval and number of games: `python -m benchmarks.papers "
         "membership table2 --model DIR`. `--list` names all tables and their times.",

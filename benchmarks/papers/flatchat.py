@@ -669,7 +669,7 @@ def show_table2(results: Results, size: Size) -> Shown:
 
 
 def table2_page(results: Results, size: Size) -> Shown:
-    """Return Table 2 with the paper's numbers and ours in one row, without empty rows of RLG."""
+    """Return the rows of Table 2 that we measured, each with the paper's numbers."""
     shown = show_table2(results, size)
     (grid,) = shown.grids
     groups: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
@@ -678,14 +678,17 @@ def table2_page(results: Results, size: Size) -> Shown:
     rows = []
     for front, cells in groups.items():
         by_owner = {owner: row for owner, row in cells.items() if row[4] != "none"}
-        if "ours" in by_owner:
-            by_owner["ours"] = [
-                cell if i in (1, 4) else bare(cell) for i, cell in enumerate(by_owner["ours"])
-            ]
+        if "ours" not in by_owner:
+            continue
+        by_owner["ours"] = [
+            cell if i in (1, 4) else bare(cell) for i, cell in enumerate(by_owner["ours"])
+        ]
         pairs = zip(*by_owner.values(), strict=True)
         rows.append([*front, *("; ".join(filter(None, pair)) for pair in pairs)])
     head = [*grid.head[:3], *grid.head[4:10]]
-    caption = "Cells: paper; ours. A single number is the paper's, or ours in the rows of Aligned."
+    caption = (
+        "Cells: paper; ours. A single number is ours in the rows of Aligned, else the paper's."
+    )
     return Shown([Grid(head, rows, caption)], first_sentences(shown.finding, 2))
 
 
@@ -766,7 +769,7 @@ def show_table4(results: Results, size: Size) -> Shown:
         mean = student(gaps)
         notes.append(
             f"F1(GMM) - F1(Abs) is {number(mean.value, 4)} "
-            f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper .0047 to .0057"
+            f"({number(mean.low, 4)} to {number(mean.high, 4)}), in the paper 0.0047 to 0.0057"
         )
     return Shown([Grid(["text", "scorer, number of types", "model", "precision", "recall", "F1"],
                        lines)], finding(notes))  # fmt: skip
@@ -910,8 +913,8 @@ PAPER = Paper(
         "Table 2: FlatChat and Aligned have "
         f"{SIZES['default'].mt_table_batches} batches, RLG (`RevealLabels`) "
         f"{SIZES['default'].rlg_batches}. RLG is stopped after {SIZES['default'].rlg_seconds:g} s "
-        "a batch, where the paper's took up to 38 hours, so its empty results here say "
-        "nothing about the attack.",
+        "a batch, where the paper's took up to 38 hours, so its missing rows say nothing about the "
+        "attack.",
         "Table 5: the paper does not specify what is clipped and what is averaged. `sum`: clipped "
         "sentences summed, then noise; `sum/B`: the noisy sum divided by the batch size; `mean`: "
         "noise on the clipped "

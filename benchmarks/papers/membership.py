@@ -48,6 +48,7 @@ from benchmarks.papers.tables import (
     number,
     published,
     rate_of,
+    span,
     without,
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
@@ -490,7 +491,7 @@ def theirs(table: str, row: str) -> list[str] | None:
     values = published()["membership"][table]["rows"].get(row)
     if values is None:
         return None
-    return [dots(f"{v[i]:.2f}".replace("0.", ".", 1) for v in values) for i in range(3)]
+    return [dots(f"{v[i]:.2f}" for v in values) for i in range(3)]
 
 
 def blocks_of(
@@ -547,32 +548,31 @@ def on_page(
 
 
 def in_one_row(grid: Grid) -> Grid:
-    """Put the rows of the paper and of ours beside each other; games go to the caption."""
+    """Put the paper's rows and ours next to each other; our numbers of games go to the caption."""
     at = list(grid.head).index("whose")
     groups: list[tuple[list[str], dict[str, list[str]]]] = []
-    games: dict[str, list[str]] = {}
+    games: dict[str, list[int]] = {}
     for row in grid.rows:
         if row[0].strip():
             groups.append((list(row[:at]), {}))
         groups[-1][1][row[at]] = list(row[at + 2 :])
         if row[at + 1]:
-            games.setdefault(row[at], []).append(row[at + 1])
+            games.setdefault(row[at], []).append(int(row[at + 1].partition(",")[0]))
     ours = [owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"]
+
+    def paper(cells: Mapping[str, list[str]], i: int) -> str:
+        return span(cells.get("paper", [""] * 3)[i])
 
     def values(cells: Mapping[str, list[str]], i: int) -> str:
         return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
 
     rows = [
-        [*front,
-         *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
-         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
+        [*front, *("; ".join(filter(None, (paper(cells, i), values(cells, i)))) for i in (0, 1)),
+         paper(cells, 2), *(cells.get(w, [""] * 3)[2] for w in ours)]
         for front, cells in groups
     ]  # fmt: skip
-    head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
-    counted = "; ".join(
-        f"{owner}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
-        for owner, counts in games.items()
-    )
+    head = [*grid.head[:at], "ACC", "F1", "AUC, paper", *ours]
+    counted = ", ".join(span(dots(games[owner])) for owner in ours if owner in games)
     subject = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
     caption = f"{subject} Games: {counted}.".strip() if counted else subject
     return Grid(head, rows, caption)
@@ -741,7 +741,7 @@ def wide(rate: Mapping[str, float]) -> str:
 
 
 def fig5_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 5 without intervals, which are .001 to either side at most."""
+    """Return Fig. 5 without intervals, which are 0.001 to either side at most."""
     shown = show_fig5(results, size)
     return replace(
         shown,
@@ -887,17 +887,16 @@ PAPER = Paper(
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
      "one_hot": measure_one_hot},
     (
-        "Models and texts: column heads name ours; the paper's five models were not available. "
-        "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
-        "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
-        "Yelp: single sentences of reviews.",
+        "Models and texts: column heads name ours; the paper's five models (BERT, RoBERTa, "
+        "DistilBERT, GPT1, GPT2) were not available. Its numbers are the lowest and the highest of "
+        "the five. Cells of ACC and F1: the paper; ours under the Fig. 2 protocol, then under the "
+        "authors' code's. Layers are 1, 3 and 6 of 6. `banking77` is the paper's Finance, `emotion` "
+        "stands for its Twitter; Yelp: single sentences of reviews.",
         "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
         "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
         "`Fig. 2` is the paper's game. In the authors' code the target sentence is planted in "
-        "place of another one; ours does so in half of its games. Games of `paper`: per value, "
-        "from the paper's Table 1.",
+        "place of another one; ours does so in half of its games. Numbers of games are ours, by column.",
         "Local DP is as in the authors' code (`TokenLDP.as_published`), which has no LDP "
         "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
         "authors' protocol, the authors' rule (the mean of all scores).",

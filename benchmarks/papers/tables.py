@@ -125,9 +125,8 @@ class Paper:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Without the zero before the point, as the docs print rates."""
-    text = f"{value:.{digits}f}"
-    return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
+    """Return a value as the docs print rates, with the zero before the point."""
+    return f"{value:.{digits}f}"
 
 
 def rate_of(row: Row, name: str) -> Mean:
@@ -197,6 +196,12 @@ def finding(sentences: Iterable[str]) -> str:
 def dots(values: Iterable[object]) -> str:
     """Several of the paper's columns in one."""
     return ", ".join(str(value) for value in values)
+
+
+def span(values: str) -> str:
+    """Return the lowest and the highest of the numbers that :func:`dots` has joined."""
+    ends = sorted(filter(None, values.split(", ")), key=float)
+    return "–".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 
 def without(grid: Grid, *names: str) -> Grid:

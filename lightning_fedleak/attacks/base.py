@@ -136,7 +136,7 @@ class Attack(ABC):
 
     ``prepare`` may compute on the model before training starts, ``refresh`` when the weights have
     changed. Neither changes the model or its gradients. ``run`` uses no global random numbers and
-    works on the device of the observation. docs/own_attack.md shows an attack of your own.
+    works on the device of the observation. docs/api/extending.md shows an attack of your own.
 
     Examples:
         >>> from lightning_fedleak import (

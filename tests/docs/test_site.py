@@ -12,9 +12,11 @@ import pytest
 import yaml
 
 import lightning_fedleak
+from tests.docs.blocks import ROOT, pages
 
-ROOT = Path(__file__).parents[2]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
+MAX_PAGES = 26  # of the navigation, with the reference: what a reader can look through
+MAX_WORDS = 45_000  # of the README and all pages, as `wc -w` counts
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
@@ -28,6 +30,26 @@ def hooks():
 
 def documented(path: Path) -> list[str]:
     return re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def pages_of(nav: object) -> list[str]:
+    """Return the files that a navigation names."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav if isinstance(nav, list) else nav.values()
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_the_navigation_is_short_and_names_each_page_once() -> None:
+    named = pages_of(SETTINGS["nav"])
+    assert len(named) == len(set(named)) <= MAX_PAGES
+    files = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert files - set(named) == set(SETTINGS["not_in_nav"].split())
+
+
+def test_readme_and_pages_are_not_too_long() -> None:
+    counts = {str(path): len(path.read_text(encoding="utf-8").split()) for path in pages()}
+    assert sum(counts.values()) <= MAX_WORDS, counts
 
 
 def test_every_public_name_has_one_place_in_the_reference():

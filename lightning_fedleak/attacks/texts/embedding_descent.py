@@ -139,7 +139,7 @@ class EmbeddingDescent(InversionAttack):
 
     The paper's attack has ``likeness="cosine"``, ``initial`` the id of 'hello', and
     ``descent=DescentSettings(stop="cosine", weighting="paper")``. The defaults recover more tokens
-    in fewer steps (measured in ``docs/inversion.md``): each position counts alike, the descent
+    in fewer steps (measured in ``docs/whole_texts.md``): each position counts alike, the descent
     starts from a regression on the hidden states, and tokens are compared after whitening, so that
     directions that the hidden states do not determine stay at the mean.
 

@@ -1,0 +1,179 @@
+"""A stranger's run through the README, in order: each block does and prints what the README shows.
+
+Numbers may differ, and ``...`` stands for what the README leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
+
+from lightning_fedleak import (
+    EMBEDDED_MESSAGES,
+    EMBEDDED_MODEL,
+    CausalLMFineTuning,
+    TextDataModule,
+    read_texts,
+)
+from lightning_fedleak.cli import main
+from lightning_fedleak.cli.commands import parser
+from tests.docs.blocks import ROOT, Block, blocks_of
+from tests.docs.test_commands import lines_of
+
+README = ROOT / "README.md"
+MAX_LINES = 110
+STEPS = "100"  # as many as the printed run of the README has
+
+
+def pattern_of(line: str) -> re.Pattern[str]:
+    """Return what a printed line has to match: numbers and spaces aside, ``...`` is anything."""
+    parts = []
+    for part in re.split(r"(\.\.\.|\d+(?:\.\d+)?|\s+)", line.strip()):
+        if part == "...":
+            parts.append(r".*?")
+        elif re.fullmatch(r"\d+(?:\.\d+)?", part):
+            parts.append(r"\d+(?:\.\d+)?")
+        else:
+            parts.append(r"\s+" if part.isspace() else re.escape(part))
+    return re.compile("".join(parts), re.DOTALL)
+
+
+def assert_printed(expected: str, printed: str) -> None:
+    """Fails unless the lines were printed, in this order."""
+    position = 0
+    for line in expected.strip().splitlines():
+        match = pattern_of(line).search(printed, position)
+        assert match, f"not printed, or not in this order: {line}\n{printed}"
+        position = match.end()
+
+
+@pytest.fixture
+def printed(caplog, capsys) -> Iterator[Any]:
+    """A function that returns what was printed or logged since it was called last."""
+    with caplog.at_level(logging.INFO):
+
+        def read() -> str:
+            messages = [record.getMessage() for record in caplog.records]
+            caplog.clear()
+            out, err = capsys.readouterr()
+            return "\n".join([*messages, out, err])
+
+        yield read
+
+
+def readers_names() -> dict[str, Any]:
+    data = TextDataModule(EMBEDDED_MESSAGES, batch_size=8, length=32)
+    return {"model": CausalLMFineTuning(), "datamodule": data}
+
+
+def fit(names: dict[str, Any], **settings: Any) -> L.Trainer:
+    """Train as the comment behind a line of the README says."""
+    trainer = L.Trainer(**settings)
+    trainer.fit(**readers_names())
+    return trainer
+
+
+@pytest.mark.slow
+def test_each_block_does_what_the_readme_shows(tmp_path, monkeypatch, printed) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"MAX_STEPS": STEPS, "LIMIT_VAL_BATCHES": "0", "ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(f"PL_TRAINER_{name}", value)
+    for name in ("ENABLE_PROGRESS_BAR", "ENABLE_MODEL_SUMMARY", "LOGGER"):
+        monkeypatch.setenv(f"PL_TRAINER_{name}", "False")
+    blocks = list(blocks_of(README))
+    assert [block.language for block in blocks] == [
+        "bash", "bash", "python", "text", "python", "text", "python", "bash"
+    ]  # fmt: skip
+    make, demo, watch, watched, gate, stopped, defence, release = blocks
+    names = readers_names()
+
+    _make(make)
+    _demo_takes_a_model_and_a_text(demo)
+
+    exec(compile(watch.text, watch.place, "exec"), names)
+    assert_printed(watched.text, printed())
+
+    exec(compile(gate.text, gate.place, "exec"), names)
+    fit(names, callbacks=[names["LeakageMonitor"](), names["gate"]])
+    assert names["gate"].fired
+    assert_printed(stopped.text, printed())
+
+    exec(compile(defence.text, defence.place, "exec"), names)
+    fit(names, strategy=names["strategy"], callbacks=[names["monitor"]], max_steps=10)
+    latest = names["monitor"].latest
+    assert latest["leakage/subspace_words/f1"] < 0.1
+    assert latest["leakage_local/subspace_words/f1"] > 0.9
+
+    assert _exit_status_of(release, tmp_path) == 3
+
+
+def _make(block: Block) -> None:
+    """What `make` would run."""
+    run = {"make demo": "fedleak demo", "make test": "-m pytest"}
+    for line in lines_of(block.text):
+        command = line.partition("#")[0].split()
+        dry = subprocess.run(
+            [*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert run[" ".join(command)] in dry.stdout.splitlines()[-1], dry.stdout
+
+
+def _demo_takes_a_model_and_a_text(block: Block) -> None:
+    """tests/commands/test_demo.py runs it."""
+    [line] = lines_of(block.text)
+    assert line.startswith("fedleak demo ")
+    options = re.findall(r"--[\w-]+", line.partition("#")[0])
+    args = parser.parse(["demo", *(word for option in options for word in (option, "x"))])
+    assert (args.model, args.text) == ("x", "x")
+
+
+def _exit_status_of(block: Block, folder: Path) -> int:
+    """The status of the command on a model that has learned its training rows by heart."""
+    texts = read_texts(EMBEDDED_MESSAGES)[:160]
+    for name, rows in (("train", texts[:80]), ("left_out", texts[80:])):
+        lines = [json.dumps({"text": text}) for text in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    shutil.copytree(EMBEDDED_MODEL, folder / "out" / "base")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        for first in range(0, 80, 8):
+            rows = [
+                tokenizer(text, max_length=64, truncation=True) for text in texts[first : first + 8]
+            ]
+            batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained(folder / "out" / "model")
+    tokenizer.save_pretrained(folder / "out" / "model")
+    [line] = lines_of(block.text)
+    return main(line.split()[1:])
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_a_line_matches_with_other_numbers_and_what_was_left_out() -> None:
+    shown = "  look  played, 0.6 s: reads layers.0 and 34 more\nread 2 of 100 (words 38%, ...); ..."
+    real = "A: look played, 12 s: reads layers.1 and\n  7 more\nread 1 of 3 (words 4%, x); y"
+    assert_printed(shown, real)
+    for wrong in (
+        "look played, s: reads layers.1 and 7 more",
+        real.replace("words", "texts"),
+    ):
+        with pytest.raises(AssertionError, match="not printed"):
+            assert_printed(shown, wrong)

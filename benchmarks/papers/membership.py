@@ -889,14 +889,15 @@ PAPER = Paper(
     (
         "Models and texts: column heads name ours; the paper's five models (BERT, RoBERTa, "
         "DistilBERT, GPT1, GPT2) were not available. Its numbers are the lowest and the highest of "
-        "the five. Cells of ACC and F1: the paper; ours under the Fig. 2 protocol, then under the "
-        "authors' code's. Layers are 1, 3 and 6 of 6. `banking77` is the paper's Finance, `emotion` "
-        "stands for its Twitter; Yelp: single sentences of reviews.",
+        "the five. Cells of ACC and F1: the paper; ours under the Fig. 2 protocol, then under that "
+        "of the authors' code. Layers are 1, 3 and 6 of 6. `banking77` is the paper's Finance, "
+        "`emotion` stands for its Twitter; Yelp: single sentences of reviews.",
         "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
         "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
         "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
         "`Fig. 2` is the paper's game. In the authors' code the target sentence is planted in "
-        "place of another one; ours does so in half of its games. Numbers of games are ours, by column.",
+        "place of another one; ours does so in half of its games. Numbers of games are ours, by "
+        "column.",
         "Local DP is as in the authors' code (`TokenLDP.as_published`), which has no LDP "
         "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
         "authors' protocol, the authors' rule (the mean of all scores).",

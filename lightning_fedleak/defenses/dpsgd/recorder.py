@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, Rule, rule_of
+from lightning_fedleak.defenses.dpsgd.per_sample import Part
+from lightning_fedleak.defenses.dpsgd.rerun import (
+    Moment,
+    Rule,
+    adapted_layers,
+    base_of,
+    rerun,
+)
+from lightning_fedleak.defenses.dpsgd.rules import rule_of
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -105,11 +113,16 @@ class Recorder:
         self._handles: list[Any] = []
         self.root = root
         self._failure: Exception | None = None
+        self._adapted = adapted_layers(root)
+        self._moments: dict[nn.Module, Moment] = {}
         self.read_parameters()
+        inner = {m for layer in self._adapted for m in layer.modules()} - {*self._adapted}
         for name, module in root.named_modules():
-            if not owns_parameters(module):
+            if module in inner or not (module in self._adapted or owns_parameters(module)):
                 continue
-            if isinstance(module, nn.Embedding):
+            if module in self._adapted:
+                self._handles.append(module.register_forward_pre_hook(self._note_moment))
+            if isinstance(base_of(module), nn.Embedding):
                 self._handles.append(
                     module.register_forward_pre_hook(self._expand_ids, with_kwargs=True)
                 )
@@ -126,6 +139,11 @@ class Recorder:
             for module in self.root.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
+        }
+        self._parameters |= {
+            (layer, key): parameter
+            for layer in self._adapted
+            for key, parameter in layer.named_parameters()
         }
         self._prompted: list[Any] = [
             module
@@ -197,6 +215,7 @@ class Recorder:
         """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples = {}, [], 0
         self.half, self.terms, self._failure = False, None, None
+        self._moments = {}
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -213,7 +232,7 @@ class Recorder:
             return None
         if ids.dim() == 1 or len(ids) == 1:
             self._note_lone_sample(ids.flatten())
-        if not trains(module):
+        if not self._trains(module):
             return None
         if ids.dim() == 1 and (module in self._expanded_layers or self._are_positions(ids)):
             ids = ids[None]
@@ -236,15 +255,17 @@ class Recorder:
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
             self._check_rows(name, inputs)
-            if not trains(module):
+            if not self._trains(module):
                 self._record_frozen(name, output)
                 return
-            if module._modules and _shares_all(module):
+            adapted = module in self._adapted
+            if module._modules and not adapted and _shares_all(module):
                 return
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
-            rule = rule_of(name, module)
-            layout = self._layout(name, module, inputs, output)
+            rule = rule_of(name, module) if not adapted else self._rerun_of(module)
+            takes = len(args) + len(kwargs) if adapted else 1
+            layout = self._layout(name, module, inputs if takes == 1 else None, output)
         except DefenseError as error:
             self._failure = self._failure or error
             return
@@ -254,6 +275,20 @@ class Recorder:
             call = module, rule, inputs.detach(), self.parts
             hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Return whether a module trains parameters that are its own, or in an adapted layer."""
+        if module in self._adapted:
+            return any(p.requires_grad for p in module.parameters())
+        return trains(module)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_moment(self, layer: nn.Module, args: Any) -> None:
+        if self._recording and torch.is_grad_enabled():
+            self._moments[layer] = Moment(next(layer.parameters()).device)
+
+    def _rerun_of(self, layer: nn.Module) -> Rule:
+        return functools.partial(rerun, moment=self._moments.pop(layer))
 
     def _record_frozen(self, name: str, output: Any) -> None:
         """Record a frozen layer if gradients pass through it and all samples have as many rows."""

@@ -1,0 +1,364 @@
+"""Per-sample gradients of layers without a closed form, by running them again.
+
+A layer is run again for one sample at a time, vectorized over samples (``torch.func``), and its
+output gradient is pulled back. So are PEFT's adapters that compute with parameters themselves
+(DoRA, IA3, VeRA, LoHa, trainable tokens): such an adapted layer is run again as a whole. What is
+drawn in it (dropout of its input, of ranks) is drawn again from the same random state.
+
+At setup an adapted layer of each kind is run on a random input, and the sum of its per-sample
+gradients compared with autograd's gradient. Samples that the layer mixes, and what it draws for
+each sample in another way than by ``nn.Dropout``, make them differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.conv import _ConvNd
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense
+
+# A function that returns the per-sample gradients of a module's parameters, by their names. Its
+# arguments are the module, its input (whose first dimension is samples, or samples times
+# positions), the gradient of its output, and B.
+Rule = Callable[[Any, Tensor, Tensor, int], Mapping[str, Part]]
+
+# Numbers that the samples run again at once may have: each those of the layer's weights, which its
+# gradient may take, and of its input and output. A sample is run alone at least. Not tuned
+AT_ONCE = 1 << 26
+CHANGED = 0.1  # of the weights in the check at setup: zeros (B of a LoRA) would hide other weights
+# Distance of the sum of per-sample gradients from autograd's, over its size, in the check at setup.
+FINE = 1e-4  # with weights in float32 or float64, with which some adapters compute in float32 too
+COARSE = 0.05  # with weights in half precision
+_ONE_BY_ONE = WeakSet[type[nn.Module]]()
+"""Classes of adapted layers whose code ``torch.func`` cannot vectorize, as found in use."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+class Moment:
+    """The random state and autocast at which a layer is called.
+
+    Args:
+        device: whose random state is read, beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        on_gpu = device.type == "cuda"
+        self._gpu = torch.cuda.get_rng_state(device) if on_gpu else None
+        self._autocast: dict[str, Any] = {
+            "device_type": device.type,
+            "dtype": torch.get_autocast_dtype(device.type),
+            "enabled": torch.is_autocast_enabled(device.type),
+        }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw and cast within this context as then, and go on afterwards as if it had not been."""
+        devices = [] if self._gpu is None else [self._device]
+        with torch.random.fork_rng(devices), torch.autocast(cache_enabled=False, **self._autocast):
+            torch.set_rng_state(self._cpu)
+            if self._gpu is not None:
+                torch.cuda.set_rng_state(self._gpu, self._device)
+            yield
+
+
+def needs_more(module: nn.Module) -> bool:
+    """Return whether a module's call, if it has one, takes more than one tensor."""
+    if not _computes(module):
+        return True
+    arguments = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(a.default is a.empty and a.kind not in variable for a in arguments) > 1
+
+
+def adapted_layers(root: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers that are run again as a whole, with their names.
+
+    These are layers around another (PEFT's ``base_layer``) that train parameters within modules
+    whose own calls do not explain them: containers, and modules that take several tensors.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        if any(p.requires_grad for p in module._parameters.values() if p is not None):
+            while name and needs_more(modules[name]):
+                name = name.rpartition(".")[0]
+            around = modules[name]
+            if around is module and not module._modules:
+                continue
+            if base_of(around) is not around:
+                found.setdefault(around, name)
+    inner = {m for layer in found for m in layer.modules() if m is not layer}
+    return {layer: name for layer, name in found.items() if layer not in inner}
+
+
+def check_adapted(name: str, layer: Any) -> None:
+    """Raise an error unless an adapted layer's per-sample gradients add up to autograd's.
+
+    The input is random. A layer without weights yet (meta), of shards, or around weights that are
+    not floating-point numbers (four bits) is not run: its gradients are compared in the first step.
+
+    Args:
+        name: its name in the model.
+        layer: as in :func:`adapted_layers`.
+
+    Raises:
+        DefenseError: they do not, or it cannot be run again.
+    """
+    weight: Any = getattr(base_of(layer), "weight", None)
+    x = _random_input(base_of(layer))
+    plain = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
+    if x is None or not plain or not weight.is_floating_point():
+        return
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def changed(p: Tensor) -> Tensor:
+        noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+        return (p.detach() + CHANGED * noise).requires_grad_()
+
+    values = {k: changed(p) for k, p in layer.named_parameters() if p.requires_grad}
+    moment = Moment(weight.device)
+    try:
+        with torch.enable_grad(), without_hooks(layer), moment.again():
+            output = functional_call(layer, values, (x,))
+            upstream = changed(torch.zeros_like(output))
+            expected = torch.autograd.grad(output, [*values.values()], upstream, allow_unused=True)
+        parts = rerun(layer, x, upstream.detach(), len(x), moment=moment, values=values)
+    except DefenseError as error:
+        raise DefenseError(f"DPSGD: '{name}': {str(error).removeprefix('DPSGD: ')}") from error
+    pairs = [
+        (cast(_Dense, parts[k]).values.sum(0), g) for k, g in zip(values, expected, strict=True)
+    ]
+    tolerance = FINE if all(v.element_size() >= 4 for v in layer.parameters()) else COARSE
+    size = max((float(g.norm()) for _, g in pairs if g is not None), default=0.0)
+    for (total, gradient), key in zip(pairs, values, strict=True):
+        distance = total if gradient is None else total - gradient
+        if not float(distance.norm()) <= tolerance * size:
+            raise DefenseError(
+                f"DPSGD: '{name}' ({type(layer).__name__}): the gradients of '{key}' from one "
+                "sample at a time do not add up to its gradient: the layer mixes samples, or draws "
+                "at random otherwise than by nn.Dropout. Set its dropout to 0, or use LoraConfig."
+            )
+
+
+def rerun(
+    module: nn.Module,
+    source: Tensor,
+    gradient: Tensor,
+    samples: int,
+    *,
+    moment: Moment | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> dict[str, Part]:
+    """Return per-sample gradients of any layer by another forward and backward for each sample.
+
+    The memory is that of :data:`AT_ONCE` numbers, a few times over, or of one sample.
+
+    Args:
+        module: the layer, which takes one tensor and returns one.
+        source: (B, ...) or (B rows, ...) its input.
+        gradient: of its output, likewise.
+        samples: B.
+        moment: of the call; None for a layer that may draw nothing at random.
+        values: of the trained parameters by name; None for their own.
+
+    Raises:
+        DefenseError: it cannot be run again.
+    """
+    if values is None:
+        values = {k: p for k, p in module.named_parameters() if p.requires_grad}
+    trained = {k: p.detach() for k, p in values.items()}
+    if any(isinstance(p, DTensor) for p in trained.values()):
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
+            "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
+            "of its MixedPrecisionPolicy."
+        )
+    samples_again = _Samples(module, trained, source, gradient, samples)
+    try:
+        with torch.enable_grad():
+            if moment is None:
+                with without_hooks(module):
+                    return samples_again.pull_at_once(slice(None), "error")
+            with without_hooks(module, samples_again.draw):
+                return _pull_chunks(samples_again, moment)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise DefenseError(
+            f"DPSGD: a {plain_type(module).__name__} cannot be run again for one sample at a time "
+            f"({error}). A trained layer must take one tensor of samples, return one, and draw "
+            "nothing at random. Freeze it."
+        ) from error
+
+
+class _Samples:
+    """A layer with what it took and the gradient of what it returned, sample by sample.
+
+    Args:
+        module: the layer.
+        trained: its trained parameters, detached.
+        source: as in :func:`rerun`.
+        gradient: of its output, likewise.
+        samples: B.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: dict[str, Tensor],
+        source: Tensor,
+        gradient: Tensor,
+        samples: int,
+    ) -> None:
+        # Its state_dict() would make FSDP2 free the unsharded parameters.
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        self._state = {key: value.detach() for key, value in tensors}
+        self.module, self._trained, self._rows = module, trained, len(source) // samples
+        self._x = source.reshape(samples, self._rows, *source.shape[1:])
+        self._upstream = gradient.reshape(samples, self._rows, *gradient.shape[1:])
+        self._order = torch.arange(samples, device=source.device)
+        self._index = self._order[:1]
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield the samples that are run again at once."""
+        samples = len(self._order)
+        numbers = sum(t.numel() for t in [*self._state.values(), self._x[0], self._upstream[0]])
+        size = max(1, AT_ONCE // max(1, numbers))
+        return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
+
+    def draw(self, dropout: Any, value: Tensor) -> Tensor:
+        """Return the values of one sample, dropped as they were among all samples."""
+        shape = len(self._order), self._rows, *value.shape[1:]
+        ones = torch.ones(shape, dtype=value.dtype, device=value.device)
+        mask: Tensor = type(dropout).forward(dropout, ones.flatten(0, 1)).view(shape)
+        return value * mask.index_select(0, self._index.view(1))[0]
+
+    def pull_at_once(self, part: slice, randomness: str) -> dict[str, Part]:
+        """Return the gradients of some samples from one vectorized run."""
+
+        def pull(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+            self._index = index
+            output, pull_back = vjp(functools.partial(self._run, x), self._trained)[:2]
+            result: dict[str, Tensor] = pull_back(upstream.to(output.dtype))[0]
+            return result
+
+        rows = self._order[part], self._x[part], self._upstream[part]
+        return {k: _Dense(v) for k, v in vmap(pull, randomness=randomness)(*rows).items()}
+
+    def pull_alone(self, index: int) -> dict[str, Part]:
+        """Return the gradients of one sample."""
+        self._index = self._order[index]
+        values = {key: p.detach().requires_grad_() for key, p in self._trained.items()}
+        output = self._run(self._x[index], values)
+        upstream = self._upstream[index].to(output.dtype)
+        gradients = torch.autograd.grad(
+            output, [*values.values()], upstream, allow_unused=True, materialize_grads=True
+        )
+        return {key: _Dense(g[None]) for key, g in zip(values, gradients, strict=True)}
+
+    def _run(self, x: Tensor, trained: dict[str, Tensor]) -> Tensor:
+        output: Tensor = functional_call(self.module, {**self._state, **trained}, (x,))
+        return output
+
+
+def _pull_chunks(samples: _Samples, moment: Moment) -> dict[str, Part]:
+    """Return the gradients of an adapted layer, of one sample at a time if they must be.
+
+    Every run draws what the layer's call at that moment drew.
+    """
+    kind, chunks = plain_type(samples.module), list[dict[str, Any]]()
+    for part in samples.chunks():
+        if kind not in _ONE_BY_ONE:
+            try:
+                with moment.again():
+                    chunks.append(samples.pull_at_once(part, "same"))
+                continue
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # what stops the layer itself stops it below too
+                _ONE_BY_ONE.add(kind)
+        for index in range(part.start, part.stop):
+            with moment.again():
+                chunks.append(samples.pull_alone(index))
+    return {key: _Dense(torch.cat([c[key].values for c in chunks])) for key in chunks[0]}
+
+
+@contextmanager
+def without_hooks(
+    layer: nn.Module, draw: Callable[[Any, Tensor], Tensor] | None = None
+) -> Iterator[None]:
+    """Run a layer within this context without hooks on it and in it.
+
+    Args:
+        layer: the layer.
+        draw: takes the place of the forward of every ``nn.Dropout`` in it, if given.
+    """
+    kept = []
+    try:
+        for module in layer.modules():
+            kept.append((module, module._forward_hooks, module._forward_pre_hooks))
+            hooks, pre_hooks = type(module._forward_hooks), type(module._forward_pre_hooks)
+            module._forward_hooks, module._forward_pre_hooks = hooks(), pre_hooks()
+            if draw is not None and isinstance(module, _DROPOUTS):
+                module.__dict__["forward"] = functools.partial(draw, module)
+        yield
+    finally:
+        for module, module._forward_hooks, module._forward_pre_hooks in kept:
+            if isinstance(module, _DROPOUTS) and draw is not None:
+                module.__dict__.pop("forward", None)
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer, or the one it had before FSDP2 replaced it by a subclass."""
+    cls = type(module)
+    if issubclass(cls, FSDPModule) and cls.__bases__[0] is FSDPModule:
+        return cls.__bases__[1]
+    return cls
+
+
+def _computes(module: nn.Module) -> bool:
+    """Return whether a module has a forward, which lists and dicts of modules do not."""
+    return plain_type(module).forward is not nn.Module.forward
+
+
+def base_of(layer: Any) -> Any:
+    """Return the layer within PEFT's layers around it, or the layer itself."""
+    while isinstance(getattr(layer, "base_layer", None), nn.Module):
+        layer = layer.base_layer
+    return layer
+
+
+def _random_input(base: Any) -> Tensor | None:
+    """Return an input of three samples for a layer of a known kind."""
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    generator = torch.Generator(weight.device).manual_seed(1)
+    draw: dict[str, Any] = {"generator": generator, "device": weight.device}
+    if isinstance(base, nn.Embedding):
+        return torch.randint(len(weight), (3, 4), **draw)
+    if isinstance(base, _ConvNd):
+        sizes = [2 * d * (k - 1) + 1 for k, d in zip(base.kernel_size, base.dilation, strict=True)]
+        return torch.randn(3, base.in_channels, *sizes, dtype=weight.dtype, **draw)
+    width = getattr(base, "in_features", None) or getattr(base, "nx", None)
+    return None if width is None else torch.randn(3, 4, width, dtype=weight.dtype, **draw)
+
+
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
+    """Return what distinguishes the kinds of adapted layers of which one is run at setup."""
+    trained = [k for k, p in layer.named_parameters() if p.requires_grad]
+    return plain_type(layer), plain_type(base_of(layer)), *trained

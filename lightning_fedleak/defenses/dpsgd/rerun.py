@@ -79,7 +79,7 @@ def needs_more(module: nn.Module) -> bool:
     """Return whether a module's call, if it has one, takes more than one tensor."""
     if not _computes(module):
         return True
-    arguments = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    arguments = inspect.signature(module.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(a.default is a.empty and a.kind not in variable for a in arguments) > 1
 
@@ -139,9 +139,8 @@ def check_adapted(name: str, layer: Any) -> None:
         parts = rerun(layer, x, upstream.detach(), len(x), moment=moment, values=values)
     except DefenseError as error:
         raise DefenseError(f"DPSGD: '{name}': {str(error).removeprefix('DPSGD: ')}") from error
-    pairs = [
-        (cast(_Dense, parts[k]).values.sum(0), g) for k, g in zip(values, expected, strict=True)
-    ]
+    totals = [cast(_Dense, parts[key]).values.sum(0) for key in values]
+    pairs = [*zip(totals, expected, strict=True)]
     tolerance = FINE if all(v.element_size() >= 4 for v in layer.parameters()) else COARSE
     size = max((float(g.norm()) for _, g in pairs if g is not None), default=0.0)
     for (total, gradient), key in zip(pairs, values, strict=True):
@@ -332,7 +331,7 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
 
 def _computes(module: nn.Module) -> bool:
     """Return whether a module has a forward, which lists and dicts of modules do not."""
-    return plain_type(module).forward is not nn.Module.forward
+    return getattr(plain_type(module), "forward", None) is not nn.Module.forward
 
 
 def base_of(layer: Any) -> Any:

@@ -52,8 +52,8 @@ def _refusal(name: str, module: nn.Module) -> str:
         return (
             f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
             "their per-sample gradients. Put them into a module of their own that computes with "
-            "them and one tensor in its `forward`, or freeze them: PEFT's LoraConfig trains Linear "
-            "layers (target_modules) around frozen experts, for one."
+            "them in its `forward`, from one tensor, or freeze them (experts: train a LoRA of the "
+            "attention, by target_modules)."
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
         return (

@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd import rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
-from lightning_fedleak.defenses.dpsgd.rerun import (
-    Moment,
-    Rule,
-    adapted_layers,
-    base_of,
-    rerun,
-)
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
 
 Layout = tuple[str, int]
@@ -113,16 +107,15 @@ class Recorder:
         self._handles: list[Any] = []
         self.root = root
         self._failure: Exception | None = None
-        self._adapted = adapted_layers(root)
-        self._moments: dict[nn.Module, Moment] = {}
+        self._adapted, inner = rerun.adapted_layers(root)
+        self._moments: dict[nn.Module, rerun.Moment] = {}
         self.read_parameters()
-        inner = {m for layer in self._adapted for m in layer.modules()} - {*self._adapted}
         for name, module in root.named_modules():
             if module in inner or not (module in self._adapted or owns_parameters(module)):
                 continue
             if module in self._adapted:
                 self._handles.append(module.register_forward_pre_hook(self._note_moment))
-            if isinstance(base_of(module), nn.Embedding):
+            if isinstance(rerun.wrapped_layer(module), nn.Embedding):
                 self._handles.append(
                     module.register_forward_pre_hook(self._expand_ids, with_kwargs=True)
                 )
@@ -137,13 +130,7 @@ class Recorder:
         self._parameters = {
             (module, key): parameter
             for module in self.root.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        self._parameters |= {
-            (layer, key): parameter
-            for layer in self._adapted
-            for key, parameter in layer.named_parameters()
+            for key, parameter in module.named_parameters(recurse=module in self._adapted)
         }
         self._prompted: list[Any] = [
             module
@@ -232,7 +219,7 @@ class Recorder:
             return None
         if ids.dim() == 1 or len(ids) == 1:
             self._note_lone_sample(ids.flatten())
-        if not self._trains(module):
+        if not trains(module, inside=module in self._adapted):
             return None
         if ids.dim() == 1 and (module in self._expanded_layers or self._are_positions(ids)):
             ids = ids[None]
@@ -255,7 +242,7 @@ class Recorder:
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
             self._check_rows(name, inputs)
-            if not self._trains(module):
+            if not trains(module, inside=module in self._adapted):
                 self._record_frozen(name, output)
                 return
             adapted = module in self._adapted
@@ -263,9 +250,12 @@ class Recorder:
                 return
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
-            rule = rule_of(name, module) if not adapted else self._rerun_of(module)
-            takes = len(args) + len(kwargs) if adapted else 1
-            layout = self._layout(name, module, inputs if takes == 1 else None, output)
+            if adapted:
+                rule: rerun.Rule = functools.partial(rerun.rerun, moment=self._moments.pop(module))
+                inputs = inputs if len(args) + len(kwargs) == 1 else None
+            else:
+                rule = rule_of(name, module)
+            layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
             return
@@ -276,19 +266,10 @@ class Recorder:
             hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
 
-    def _trains(self, module: nn.Module) -> bool:
-        """Return whether a module trains parameters that are its own, or in an adapted layer."""
-        if module in self._adapted:
-            return any(p.requires_grad for p in module.parameters())
-        return trains(module)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_moment(self, layer: nn.Module, args: Any) -> None:
         if self._recording and torch.is_grad_enabled():
-            self._moments[layer] = Moment(next(layer.parameters()).device)
-
-    def _rerun_of(self, layer: nn.Module) -> Rule:
-        return functools.partial(rerun, moment=self._moments.pop(layer))
+            self._moments[layer] = rerun.Moment(next(layer.parameters()).device)
 
     def _record_frozen(self, name: str, output: Any) -> None:
         """Record a frozen layer if gradients pass through it and all samples have as many rows."""
@@ -377,7 +358,7 @@ class Recorder:
     def _record_gradient(
         self,
         module: nn.Module,
-        rule: Rule,
+        rule: rerun.Rule,
         inputs: Tensor,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
@@ -410,9 +391,9 @@ def owns_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def trains(module: nn.Module) -> bool:
-    """Return whether the module trains parameters of its own, not only in modules inside it."""
-    return any(p is not None and p.requires_grad for p in module._parameters.values())
+def trains(module: nn.Module, *, inside: bool = False) -> bool:
+    """Return whether the module trains parameters of its own, or also in modules inside it."""
+    return any(p.requires_grad for p in module.parameters(recurse=inside))
 
 
 def _shares_all(module: nn.Module) -> bool:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -36,13 +37,13 @@ Rule = Callable[[Any, Tensor, Tensor, int], Mapping[str, Part]]
 
 # Numbers that the samples run again at once may have: each those of the layer's weights, which its
 # gradient may take, and of its input and output. A sample is run alone at least. Not tuned
-AT_ONCE = 1 << 26
+SIZE_AT_ONCE = 1 << 26
 CHANGED = 0.1  # of the weights in the check at setup: zeros (B of a LoRA) would hide other weights
 # Distance of the sum of per-sample gradients from autograd's, over its size, in the check at setup.
-FINE = 1e-4  # with weights in float32 or float64, with which some adapters compute in float32 too
-COARSE = 0.05  # with weights in half precision
+TOLERANCE = 1e-4  # with weights in float32 or float64, of which some adapters make float32
+HALF_TOLERANCE = 0.05  # with weights in half precision
+# Classes of adapted layers whose code `torch.func` cannot vectorize, or not in the memory there is.
 _ONE_BY_ONE = WeakSet[type[nn.Module]]()
-"""Classes of adapted layers whose code ``torch.func`` cannot vectorize, as found in use."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -77,17 +78,17 @@ class Moment:
 
 def needs_more(module: nn.Module) -> bool:
     """Return whether a module's call, if it has one, takes more than one tensor."""
-    if not _computes(module):
-        return True
+    if getattr(plain_type(module), "forward", None) is nn.Module.forward:
+        return True  # lists and dicts of modules
     arguments = inspect.signature(module.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(a.default is a.empty and a.kind not in variable for a in arguments) > 1
 
 
-def adapted_layers(root: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers that are run again as a whole, with their names.
+def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module]]:
+    """Return the layers that are run again as a whole, with their names, and the modules in them.
 
-    These are layers around another (PEFT's ``base_layer``) that train parameters within modules
+    They are layers around another (PEFT's ``base_layer``) that train parameters within modules
     whose own calls do not explain them: containers, and modules that take several tensors.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -99,27 +100,37 @@ def adapted_layers(root: nn.Module) -> dict[nn.Module, str]:
             around = modules[name]
             if around is module and not module._modules:
                 continue
-            if base_of(around) is not around:
+            if wrapped_layer(around) is not around:
                 found.setdefault(around, name)
     inner = {m for layer in found for m in layer.modules() if m is not layer}
-    return {layer: name for layer, name in found.items() if layer not in inner}
+    return {layer: name for layer, name in found.items() if layer not in inner}, inner
 
 
-def check_adapted(name: str, layer: Any) -> None:
+def check_adapted(adapted: Mapping[nn.Module, str]) -> None:
+    """Raise an error unless per-sample gradients of adapted layers are exact, one of each kind.
+
+    Args:
+        adapted: the layers, as in :func:`adapted_layers`.
+
+    Raises:
+        DefenseError: they are not, or a layer cannot be run again.
+    """
+    kinds: dict[object, tuple[str, nn.Module]] = {}
+    for layer, name in adapted.items():
+        trained = [k for k, p in layer.named_parameters() if p.requires_grad]
+        kinds[plain_type(layer), plain_type(wrapped_layer(layer)), *trained] = name, layer
+    for name, layer in kinds.values():
+        _check(name, layer)
+
+
+def _check(name: str, layer: nn.Module) -> None:
     """Raise an error unless an adapted layer's per-sample gradients add up to autograd's.
 
     The input is random. A layer without weights yet (meta), of shards, or around weights that are
     not floating-point numbers (four bits) is not run: its gradients are compared in the first step.
-
-    Args:
-        name: its name in the model.
-        layer: as in :func:`adapted_layers`.
-
-    Raises:
-        DefenseError: they do not, or it cannot be run again.
     """
-    weight: Any = getattr(base_of(layer), "weight", None)
-    x = _random_input(base_of(layer))
+    weight: Any = getattr(wrapped_layer(layer), "weight", None)
+    x = _random_input(wrapped_layer(layer))
     plain = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
     if x is None or not plain or not weight.is_floating_point():
         return
@@ -131,21 +142,17 @@ def check_adapted(name: str, layer: Any) -> None:
 
     values = {k: changed(p) for k, p in layer.named_parameters() if p.requires_grad}
     moment = Moment(weight.device)
-    try:
-        with torch.enable_grad(), without_hooks(layer), moment.again():
-            output = functional_call(layer, values, (x,))
-            upstream = changed(torch.zeros_like(output))
-            expected = torch.autograd.grad(output, [*values.values()], upstream, allow_unused=True)
-        parts = rerun(layer, x, upstream.detach(), len(x), moment=moment, values=values)
-    except DefenseError as error:
-        raise DefenseError(f"DPSGD: '{name}': {str(error).removeprefix('DPSGD: ')}") from error
-    totals = [cast(_Dense, parts[key]).values.sum(0) for key in values]
-    pairs = [*zip(totals, expected, strict=True)]
-    tolerance = FINE if all(v.element_size() >= 4 for v in layer.parameters()) else COARSE
-    size = max((float(g.norm()) for _, g in pairs if g is not None), default=0.0)
-    for (total, gradient), key in zip(pairs, values, strict=True):
-        distance = total if gradient is None else total - gradient
-        if not float(distance.norm()) <= tolerance * size:
+    with torch.enable_grad(), without_hooks(layer), moment.again():
+        output = functional_call(layer, values, (x,))
+        upstream = changed(torch.zeros_like(output)).detach()
+        expected = torch.autograd.grad(
+            output, [*values.values()], upstream, allow_unused=True, materialize_grads=True
+        )
+    parts: Mapping[str, Any] = rerun(layer, x, upstream, len(x), moment=moment, values=values)
+    precise = all(v.element_size() >= 4 for v in layer.parameters())
+    largest = (TOLERANCE if precise else HALF_TOLERANCE) * max(float(g.norm()) for g in expected)
+    for key, gradient in zip(values, expected, strict=True):
+        if not float((parts[key].values.sum(0) - gradient).norm()) <= largest:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(layer).__name__}): the gradients of '{key}' from one "
                 "sample at a time do not add up to its gradient: the layer mixes samples, or draws "
@@ -164,7 +171,7 @@ def rerun(
 ) -> dict[str, Part]:
     """Return per-sample gradients of any layer by another forward and backward for each sample.
 
-    The memory is that of :data:`AT_ONCE` numbers, a few times over, or of one sample.
+    The memory is that of :data:`SIZE_AT_ONCE` numbers, a few times over, or of one sample.
 
     Args:
         module: the layer, which takes one tensor and returns one.
@@ -186,14 +193,14 @@ def rerun(
             "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
             "of its MixedPrecisionPolicy."
         )
-    samples_again = _Samples(module, trained, source, gradient, samples)
+    rows = samples, len(source) // samples
+    x, upstream = (tensor.reshape(*rows, *tensor.shape[1:]) for tensor in (source, gradient))
+    one_by_one = _Samples(module, trained, x, upstream)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), without_hooks(module, one_by_one.draw if moment else None):
             if moment is None:
-                with without_hooks(module):
-                    return samples_again.pull_at_once(slice(None), "error")
-            with without_hooks(module, samples_again.draw):
-                return _pull_chunks(samples_again, moment)
+                return one_by_one.pull_at_once(slice(None), "error")
+            return _pull_chunks(one_by_one, moment)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -210,43 +217,33 @@ class _Samples:
     Args:
         module: the layer.
         trained: its trained parameters, detached.
-        source: as in :func:`rerun`.
-        gradient: of its output, likewise.
-        samples: B.
+        x: (B, rows, ...) its input.
+        upstream: (B, rows, ...) the gradient of its output.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        trained: dict[str, Tensor],
-        source: Tensor,
-        gradient: Tensor,
-        samples: int,
+        self, module: nn.Module, trained: dict[str, Tensor], x: Tensor, upstream: Tensor
     ) -> None:
         # Its state_dict() would make FSDP2 free the unsharded parameters.
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._state = {key: value.detach() for key, value in tensors}
-        self.module, self._trained, self._rows = module, trained, len(source) // samples
-        self._x = source.reshape(samples, self._rows, *source.shape[1:])
-        self._upstream = gradient.reshape(samples, self._rows, *gradient.shape[1:])
-        self._order = torch.arange(samples, device=source.device)
-        self._index = self._order[:1]
+        self.module, self._trained, self._x, self._upstream = module, trained, x, upstream
+        self._order = torch.arange(len(x), device=x.device)
 
-    def chunks(self) -> Iterator[slice]:
-        """Yield the samples that are run again at once."""
-        samples = len(self._order)
+    def chunks(self) -> tuple[Tensor, ...]:
+        """Return the numbers of the samples that are run again at once."""
         numbers = sum(t.numel() for t in [*self._state.values(), self._x[0], self._upstream[0]])
-        size = max(1, AT_ONCE // max(1, numbers))
-        return (slice(start, min(start + size, samples)) for start in range(0, samples, size))
+        return torch.split(self._order, max(1, SIZE_AT_ONCE // numbers))
 
     def draw(self, dropout: Any, value: Tensor) -> Tensor:
         """Return the values of one sample, dropped as they were among all samples."""
-        shape = len(self._order), self._rows, *value.shape[1:]
-        ones = torch.ones(shape, dtype=value.dtype, device=value.device)
-        mask: Tensor = type(dropout).forward(dropout, ones.flatten(0, 1)).view(shape)
+        ones = value.new_ones(self._x.shape[0] * self._x.shape[1], *value.shape[1:])
+        mask: Tensor = (
+            type(dropout).forward(dropout, ones).view(*self._x.shape[:2], *ones.shape[1:])
+        )
         return value * mask.index_select(0, self._index.view(1))[0]
 
-    def pull_at_once(self, part: slice, randomness: str) -> dict[str, Part]:
+    def pull_at_once(self, part: Tensor | slice, randomness: str) -> dict[str, Part]:
         """Return the gradients of some samples from one vectorized run."""
 
         def pull(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
@@ -258,9 +255,9 @@ class _Samples:
         rows = self._order[part], self._x[part], self._upstream[part]
         return {k: _Dense(v) for k, v in vmap(pull, randomness=randomness)(*rows).items()}
 
-    def pull_alone(self, index: int) -> dict[str, Part]:
+    def pull_alone(self, index: Tensor) -> dict[str, Part]:
         """Return the gradients of one sample."""
-        self._index = self._order[index]
+        self._index = index
         values = {key: p.detach().requires_grad_() for key, p in self._trained.items()}
         output = self._run(self._x[index], values)
         upstream = self._upstream[index].to(output.dtype)
@@ -286,11 +283,9 @@ def _pull_chunks(samples: _Samples, moment: Moment) -> dict[str, Part]:
                 with moment.again():
                     chunks.append(samples.pull_at_once(part, "same"))
                 continue
-            except torch.OutOfMemoryError:
-                raise
             except Exception:  # what stops the layer itself stops it below too
                 _ONE_BY_ONE.add(kind)
-        for index in range(part.start, part.stop):
+        for index in part:
             with moment.again():
                 chunks.append(samples.pull_alone(index))
     return {key: _Dense(torch.cat([c[key].values for c in chunks])) for key in chunks[0]}
@@ -309,16 +304,16 @@ def without_hooks(
     kept = []
     try:
         for module in layer.modules():
-            kept.append((module, module._forward_hooks, module._forward_pre_hooks))
-            hooks, pre_hooks = type(module._forward_hooks), type(module._forward_pre_hooks)
-            module._forward_hooks, module._forward_pre_hooks = hooks(), pre_hooks()
+            kept.append((module, dict(vars(module))))
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
             if draw is not None and isinstance(module, _DROPOUTS):
-                module.__dict__["forward"] = functools.partial(draw, module)
+                vars(module)["forward"] = functools.partial(draw, module)
         yield
     finally:
-        for module, module._forward_hooks, module._forward_pre_hooks in kept:
-            if isinstance(module, _DROPOUTS) and draw is not None:
-                module.__dict__.pop("forward", None)
+        for module, before in kept:
+            for name in ("forward", "_forward_hooks", "_forward_pre_hooks"):
+                vars(module).pop(name, None)
+                vars(module).update({name: before[name]} if name in before else {})
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
@@ -329,12 +324,7 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
-def _computes(module: nn.Module) -> bool:
-    """Return whether a module has a forward, which lists and dicts of modules do not."""
-    return getattr(plain_type(module), "forward", None) is not nn.Module.forward
-
-
-def base_of(layer: Any) -> Any:
+def wrapped_layer(layer: Any) -> Any:
     """Return the layer within PEFT's layers around it, or the layer itself."""
     while isinstance(getattr(layer, "base_layer", None), nn.Module):
         layer = layer.base_layer
@@ -355,9 +345,3 @@ def _random_input(base: Any) -> Tensor | None:
         return torch.randn(3, base.in_channels, *sizes, dtype=weight.dtype, **draw)
     width = getattr(base, "in_features", None) or getattr(base, "nx", None)
     return None if width is None else torch.randn(3, 4, width, dtype=weight.dtype, **draw)
-
-
-def kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """Return what distinguishes the kinds of adapted layers of which one is run at setup."""
-    trained = [k for k, p in layer.named_parameters() if p.requires_grad]
-    return plain_type(layer), plain_type(base_of(layer)), *trained

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
-from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, kind_of, rerun
+from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
 from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
@@ -78,7 +77,7 @@ def check_shards(root: nn.Module, processes: int) -> None:
             )
 
 
-def check_model(root: nn.Module, clipping: Clipping) -> None:
+def check_model(root: nn.Module, clipping: str) -> None:
     """Raise an error for a model whose trainable parameters have no per-sample gradients.
 
     Raises:
@@ -86,8 +85,7 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
     """
     trained = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
-    adapted = adapted_layers(root)
-    inner = {m for layer in adapted for m in layer.modules()} - {*adapted}
+    adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -120,8 +118,7 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
                 ),
             }
         refuse(layer, refusals)
-    for name, module in {kind_of(m): (n, m) for m, n in adapted.items()}.values():
-        check_adapted(name, module)
+    check_adapted(adapted)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:

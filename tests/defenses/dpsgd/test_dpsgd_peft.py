@@ -103,7 +103,7 @@ def test_clipped_sums_of_every_kind_are_exact(name: str) -> None:
 def test_dropout_in_an_adapter_is_that_of_the_step(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rerun, "AT_ONCE", at_once)
+    monkeypatch.setattr(rerun, "SIZE_AT_ONCE", at_once)
     monkeypatch.setitem(KINDS, "HiRA", ("HiraConfig", RANK))
     drop = {"lora_dropout": 0.4} if name == "DoRA" else {"hira_dropout": 0.4}
     model, batch = adapted(name, **drop), batch_of("causal")

@@ -393,7 +393,8 @@ def owns_parameters(module: nn.Module) -> bool:
 
 def trains(module: nn.Module, *, inside: bool = False) -> bool:
     """Return whether the module trains parameters of its own, or also in modules inside it."""
-    return any(p.requires_grad for p in module.parameters(recurse=inside))
+    parameters = module.parameters() if inside else module._parameters.values()
+    return any(p is not None and p.requires_grad for p in parameters)
 
 
 def _shares_all(module: nn.Module) -> bool:

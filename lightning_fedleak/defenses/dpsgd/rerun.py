@@ -55,24 +55,18 @@ class Moment:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        on_gpu = device.type == "cuda"
-        self._gpu = torch.cuda.get_rng_state(device) if on_gpu else None
-        self._autocast: dict[str, Any] = {
-            "device_type": device.type,
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-        }
+        self._devices = [device] if device.type == "cuda" else []
+        self._states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)
+        kind, dtype = device.type, torch.get_autocast_dtype(device.type)
+        self._cast = torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), False)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw and cast within this context as then, and go on afterwards as if it had not been."""
-        devices = [] if self._gpu is None else [self._device]
-        with torch.random.fork_rng(devices), torch.autocast(cache_enabled=False, **self._autocast):
-            torch.set_rng_state(self._cpu)
-            if self._gpu is not None:
-                torch.cuda.set_rng_state(self._gpu, self._device)
+        with torch.random.fork_rng(self._devices), self._cast:
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._devices, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
             yield
 
 
@@ -97,11 +91,8 @@ def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module
         if any(p.requires_grad for p in module._parameters.values() if p is not None):
             while name and needs_more(modules[name]):
                 name = name.rpartition(".")[0]
-            around = modules[name]
-            if around is module and not module._modules:
-                continue
-            if wrapped_layer(around) is not around:
-                found.setdefault(around, name)
+            if wrapped_layer(modules[name]) is not modules[name]:
+                found.setdefault(modules[name], name)
     inner = {m for layer in found for m in layer.modules() if m is not layer}
     return {layer: name for layer, name in found.items() if layer not in inner}, inner
 
@@ -129,20 +120,19 @@ def _check(name: str, layer: nn.Module) -> None:
     The input is random. A layer without weights yet (meta), of shards, or around weights that are
     not floating-point numbers (four bits) is not run: its gradients are compared in the first step.
     """
-    weight: Any = getattr(wrapped_layer(layer), "weight", None)
     x = _random_input(wrapped_layer(layer))
     plain = all(not p.is_meta and not isinstance(p, DTensor) for p in layer.parameters())
-    if x is None or not plain or not weight.is_floating_point():
+    if x is None or not plain:
         return
-    generator = torch.Generator(weight.device).manual_seed(0)
+    generator = torch.Generator(x.device).manual_seed(0)
 
     def changed(p: Tensor) -> Tensor:
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
         return (p.detach() + CHANGED * noise).requires_grad_()
 
     values = {k: changed(p) for k, p in layer.named_parameters() if p.requires_grad}
-    moment = Moment(weight.device)
-    with torch.enable_grad(), without_hooks(layer), moment.again():
+    moment = Moment(x.device)
+    with torch.enable_grad(), without_hooks(layer), moment.again(), _explained(layer):
         output = functional_call(layer, values, (x,))
         upstream = changed(torch.zeros_like(output)).detach()
         expected = torch.autograd.grad(
@@ -184,9 +174,8 @@ def rerun(
     Raises:
         DefenseError: it cannot be run again.
     """
-    if values is None:
-        values = {k: p for k, p in module.named_parameters() if p.requires_grad}
-    trained = {k: p.detach() for k, p in values.items()}
+    values = dict(module.named_parameters()) if values is None else values
+    trained = {key: p.detach() for key, p in values.items() if p.requires_grad}
     if any(isinstance(p, DTensor) for p in trained.values()):
         raise DefenseError(
             f"DPSGD: a {plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
@@ -196,11 +185,18 @@ def rerun(
     rows = samples, len(source) // samples
     x, upstream = (tensor.reshape(*rows, *tensor.shape[1:]) for tensor in (source, gradient))
     one_by_one = _Samples(module, trained, x, upstream)
+    draw = one_by_one.draw if moment else None
+    with torch.enable_grad(), without_hooks(module, draw), _explained(module):
+        if moment is None:
+            return one_by_one.pull_at_once(slice(None), "error")
+        return _pull_chunks(one_by_one, moment)
+
+
+@contextmanager
+def _explained(module: nn.Module) -> Iterator[None]:
+    """Raise an error that says what to do with a layer that cannot be run within this context."""
     try:
-        with torch.enable_grad(), without_hooks(module, one_by_one.draw if moment else None):
-            if moment is None:
-                return one_by_one.pull_at_once(slice(None), "error")
-            return _pull_chunks(one_by_one, moment)
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -237,11 +233,9 @@ class _Samples:
 
     def draw(self, dropout: Any, value: Tensor) -> Tensor:
         """Return the values of one sample, dropped as they were among all samples."""
-        ones = value.new_ones(self._x.shape[0] * self._x.shape[1], *value.shape[1:])
-        mask: Tensor = (
-            type(dropout).forward(dropout, ones).view(*self._x.shape[:2], *ones.shape[1:])
-        )
-        return value * mask.index_select(0, self._index.view(1))[0]
+        ones = torch.ones(len(self._x), *value.shape, dtype=value.dtype, device=value.device)
+        masks: Tensor = type(dropout).forward(dropout, ones.flatten(0, 1)).view_as(ones)
+        return value * masks.index_select(0, self._index.view(1))[0]
 
     def pull_at_once(self, part: Tensor | slice, randomness: str) -> dict[str, Part]:
         """Return the gradients of some samples from one vectorized run."""
@@ -310,10 +304,9 @@ def without_hooks(
                 vars(module)["forward"] = functools.partial(draw, module)
         yield
     finally:
-        for module, before in kept:
-            for name in ("forward", "_forward_hooks", "_forward_pre_hooks"):
-                vars(module).pop(name, None)
-                vars(module).update({name: before[name]} if name in before else {})
+        for module, attributes in kept:  # its own code may have kept something of a sample
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
@@ -334,10 +327,9 @@ def wrapped_layer(layer: Any) -> Any:
 def _random_input(base: Any) -> Tensor | None:
     """Return an input of three samples for a layer of a known kind."""
     weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
-    generator = torch.Generator(weight.device).manual_seed(1)
-    draw: dict[str, Any] = {"generator": generator, "device": weight.device}
+    draw: dict[str, Any] = {"generator": torch.Generator(weight.device), "device": weight.device}
     if isinstance(base, nn.Embedding):
         return torch.randint(len(weight), (3, 4), **draw)
     if isinstance(base, _ConvNd):

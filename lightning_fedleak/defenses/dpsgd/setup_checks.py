@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
+from lightning_fedleak.defenses.dpsgd.recorder import trains
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
 from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, rule_of
 from lightning_fedleak.defenses.host import Host
@@ -104,9 +104,7 @@ def check_model(root: nn.Module, clipping: str) -> None:
                 instance_norm and module.training and module.track_running_stats
             ),
         }
-        if module in adapted or (
-            module not in inner and owns_parameters(module) and trains(module)
-        ):
+        if module in adapted or (module not in inner and trains(module)):
             rule = rerun if module in adapted else rule_of(name, module)
             weights = module.parameters(recurse=module in adapted)
             matrices = any(p.dim() > 1 for p in weights if p.requires_grad)

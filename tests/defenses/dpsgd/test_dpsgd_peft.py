@@ -204,6 +204,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: mixing(),
         "q_proj.*one sample at a time do not add up.*mixes samples",
     ),
+    "Poly needs its task": (
+        lambda: adapted_by("PolyConfig", n_tasks=2, n_skills=2, **RANK),
+        r"a Linear cannot be run again.*task_ids should not be None",
+    ),
     "experts": (
         lambda: tiny_mixtral(),
         "experts.gate_up_proj.*experts: train a LoRA of the attention",

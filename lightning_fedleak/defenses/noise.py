@@ -74,7 +74,7 @@ def add_noise(
     if target.device.type != "cpu" or not target.is_contiguous():
         target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
         return
-    # The same numbers in blocks: memory for all of them at once would take a quarter of the time.
+    # The same numbers in blocks: new memory for all of them at once takes longer to get.
     generator, numbers = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
     for block in torch.split(target.view(-1), _BLOCK):
         block.add_(_fill(numbers[: len(block)], generator), alpha=std)

@@ -60,12 +60,9 @@ def standard_normal(
     if device.type != "cpu":
         seeded = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "big"))
         return torch.randn(shape, generator=seeded, device=device, dtype=dtype)
-    secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:32], "big")
-    generator = np.random.Philox(key=secret, counter=start << 128)
-    result = torch.empty(shape, dtype=dtype)
-    flat = result.view(-1)
-    for begin in range(0, len(flat), _BLOCK):
-        _fill(flat[begin : begin + _BLOCK], generator)
+    result, generator = torch.empty(shape, dtype=dtype), _philox(key)
+    for block in torch.split(result.view(-1), _BLOCK):
+        _fill(block, generator)
     return result
 
 
@@ -74,7 +71,13 @@ def add_noise(
 ) -> None:
     """Add noise of standard deviation ``std`` in place, by the key of the first five arguments."""
     key = noise_key(base, release, index, client=client, name=name)
-    target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
+    if target.device.type != "cpu" or not target.is_contiguous():
+        target.add_(standard_normal(key, target.shape, target.device, target.dtype), alpha=std)
+        return
+    # The same numbers in blocks: new memory for all of them at once takes longer to get.
+    generator, numbers = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
+    for block in torch.split(target.view(-1), _BLOCK):
+        block.add_(_fill(numbers[: len(block)], generator), alpha=std)
 
 
 class NoiseGauge:
@@ -163,8 +166,13 @@ class HardenedNoise(Defense):
         return allowed
 
 
-def _fill(block: Tensor, generator: np.random.Philox) -> None:
-    """Fill a block with standard normal numbers, from pairs of signed integers of their width."""
+def _philox(key: bytes) -> np.random.Philox:
+    secret, start = int.from_bytes(key[:16], "big"), int.from_bytes(key[16:32], "big")
+    return np.random.Philox(key=secret, counter=start << 128)
+
+
+def _fill(block: Tensor, generator: np.random.Philox) -> Tensor:
+    """Return a block filled with normal numbers, from pairs of signed integers of their width."""
     double = block.dtype == torch.float64
     kind, bits = (np.int64, 63) if double else (np.int32, 31)
     half = (len(block) + 1) // 2
@@ -176,6 +184,7 @@ def _fill(block: Tensor, generator: np.random.Philox) -> None:
     torch.mul(radius, angle.cos(), out=block[:half])
     count = len(block) - half
     torch.mul(radius[:count], angle[:count].sin_(), out=block[half:])
+    return block
 
 
 def gaussian_epsilon(*, sigma: float, delta: float) -> float:

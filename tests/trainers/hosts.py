@@ -41,7 +41,16 @@ def lora(**settings: Any) -> torch.nn.Module:
         return peft.get_peft_model(tiny_llama(), config)
 
 
-MODELS = {"gpt2 tied": lambda: tiny_gpt2(dropout=0.0), "llama": tiny_llama, "lora": lora}
+def dora() -> torch.nn.Module:
+    return lora(use_dora=True, trainable_token_indices=list(range(3, 60)))
+
+
+MODELS = {
+    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0),
+    "llama": tiny_llama,
+    "lora": lora,
+    "dora": dora,
+}
 
 
 @dataclass

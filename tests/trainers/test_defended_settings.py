@@ -35,7 +35,7 @@ from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.trainers import DefendedMixin, defended
 from lightning_fedleak.trainers.defended_trainer import _split
 from tests.helpers.models import tiny_llama
-from tests.trainers.hosts import CLIP, lora, rows, traced, trainer_of
+from tests.trainers.hosts import CLIP, rows, traced, trainer_of
 
 
 def private() -> DPSGD:
@@ -148,6 +148,13 @@ class Outside(DefendedMixin, Trainer):
         return super().compute_loss(*args, **kwargs) * 2.0
 
 
+def adalora() -> torch.nn.Module:
+    import peft
+
+    settings = {"target_modules": ["q_proj"], "init_r": 4, "target_r": 2, "total_step": 9}
+    return peft.get_peft_model(tiny_llama(), peft.AdaLoraConfig(**settings))
+
+
 class OwnStep(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
@@ -175,7 +182,7 @@ def test_trainers_that_compute_otherwise_are_refused(
 @pytest.mark.parametrize(
     ("build", "defenses", "message"),
     [
-        (lambda: lora(use_dora=True), lambda: [private()], r"DoRA's magnitude.*use_dora=False"),
+        (adalora, lambda: [private()], r"update_and_allocate.*LoraConfig\(use_rslora=True\)"),
         (tiny_llama, lambda: [ActivationNoise(1, sigma=0.1)], "hidden states.*DefendedStrategy"),
         (tiny_llama, lambda: [GradientNoise(1.0, 0.1), private()], "Put 'dpsgd' first"),
         (tiny_llama, private, "must be a list"),

@@ -14,19 +14,16 @@ summed over all uses of the parameter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.func import functional_call, vjp, vmap
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_fedleak.defenses.base import DefenseContext, DefenseError
+from lightning_fedleak.defenses.base import DefenseContext
 from lightning_fedleak.model.anatomy import where_whole
 
 Clipping = Literal["auto", "per_sample", "ghost"]
@@ -38,13 +35,6 @@ CANCELLATION = 1e-5
 ROUNDING = 8  # for inner products of up to INNER_SIZE numbers; it grows with the root of more
 INNER_SIZE = 4096  # numbers
 CHUNK = 1 << 24  # numbers in the factors of one chunk of norms, to bound the memory. Not tuned
-
-CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-_REPLACEMENTS = {  # by the class of a layer without per-sample gradients
-    nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
-    nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
-    nn.EmbeddingBag: "Use nn.Embedding.",
-}
 
 
 @dataclass(frozen=True)
@@ -90,11 +80,6 @@ class _Dense:
 
 Part = _Outer | _EmbeddingRows | _Dense
 Parts = Sequence[Part]
-
-# A function that returns the per-sample gradients of a module's parameters, by their names. Its
-# arguments are the module, its input (whose first dimension is samples, or samples times
-# positions), the gradient of its output, and B.
-Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Part]]
 
 
 @contextmanager
@@ -413,158 +398,6 @@ def _add(total: Tensor | None, absolute: Tensor | None, terms: Tensor) -> tuple[
 
 def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
-
-
-def rule_of(name: str, module: nn.Module) -> Rule:
-    """Return the rule that computes a layer's per-sample gradients from input and output gradient.
-
-    Args:
-        name: The name of the module in the root; "" for the root itself.
-        module: A module with trainable parameters that are not only its children's.
-
-    Raises:
-        DefenseError: The parameters have no per-sample gradients; the message says why.
-    """
-    if reason := _refusal(name, module):
-        raise DefenseError(f"DPSGD: {reason}")
-    cls = _plain_type(module)
-    # GPT-2's linear layer in transformers, whose weight is transposed.
-    if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
-        return _conv1d
-    return _RULES.get(cls, _vmap)
-
-
-def _refusal(name: str, module: nn.Module) -> str:
-    cls = type(module).__name__
-    of_children = {p for child in module.children() for p in child.parameters()}
-    trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
-    direct = [k for k in trained if module._parameters[k] not in of_children]
-    if not direct:
-        return ""
-    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in direct)
-    for base, advice in _REPLACEMENTS.items():
-        if isinstance(module, base):
-            return f"'{name}' is a {cls}, which has no per-sample gradients. {advice.format(cls)}"
-    if cls.startswith("Dora"):
-        return f"{names} is DoRA's magnitude, which no sample passes: LoraConfig(use_dora=False)"
-    if of_children or not name or isinstance(module, CONTAINERS):
-        return (
-            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
-            "their per-sample gradients. Put them into a module of their own that computes with "
-            "them in its `forward`, or freeze them."
-        )
-    if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
-        return (
-            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove that "
-            "(torch.nn.utils.remove_weight_norm), or freeze it."
-        )
-    for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
-            return (
-                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: build "
-                "it without"
-            )
-    return ""
-
-
-def _linear(
-    module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
-) -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    gradient = gradient.reshape(samples, -1, gradient.shape[-1])
-    if module.weight.requires_grad:
-        source = source.reshape(samples, -1, source.shape[-1])
-        parts["weight"] = _Outer(source, gradient) if transposed else _Outer(gradient, source)
-    if module.bias is not None and module.bias.requires_grad:
-        parts["bias"] = _Dense(_wide(gradient).sum(1))
-    return parts
-
-
-_conv1d = functools.partial(_linear, transposed=True)
-
-
-def _embedding(
-    module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
-) -> dict[str, Part]:
-    ids = source.reshape(samples, -1)
-    values = gradient.reshape(samples, -1, gradient.shape[-1])
-    if module.padding_idx is not None:
-        values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    return {"weight": _EmbeddingRows(ids, values)}
-
-
-def _layer_norm(
-    module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
-) -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    shape = module.normalized_shape
-    gradient = _wide(gradient).reshape(samples, -1, *shape)
-    if module.weight.requires_grad:
-        normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
-        parts["weight"] = _Dense((normal.reshape_as(gradient) * gradient).sum(1))
-    if module.bias is not None and module.bias.requires_grad:
-        parts["bias"] = _Dense(gradient.sum(1))
-    return parts
-
-
-def _vmap(module: nn.Module, source: Tensor, gradient: Tensor, samples: int) -> dict[str, Part]:
-    """Return per-sample gradients of any layer by another backward per sample, vectorized."""
-    parameters = {k: p.detach() for k, p in module.named_parameters() if p.requires_grad}
-    if any(isinstance(p, DTensor) for p in parameters.values()):
-        raise DefenseError(
-            f"DPSGD: a {_plain_type(module).__name__} is sharded (FSDP2) when its gradient comes, "
-            "and is needed whole. Shard the block around it instead, or leave `output_dtype` out "
-            "of its MixedPrecisionPolicy."
-        )
-    # Its state_dict() would make FSDP2 free the unsharded parameters.
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    state = {key: value.detach() for key, value in tensors}
-    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-    module._forward_hooks, module._forward_pre_hooks = type(hooks)(), type(pre_hooks)()
-
-    def pull_sample(x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
-        def run(trained: dict[str, Tensor]) -> Tensor:
-            output: Tensor = functional_call(module, {**state, **trained}, (x,))
-            return output
-
-        output, pull = vjp(run, parameters)[:2]
-        result: dict[str, Tensor] = pull(upstream.to(output.dtype))[0]
-        return result
-
-    try:
-        with torch.enable_grad():
-            rows = len(source) // samples
-            x = source.reshape(samples, rows, *source.shape[1:])
-            upstream = gradient.reshape(samples, rows, *gradient.shape[1:])
-            gradients = vmap(pull_sample, randomness="error")(x, upstream)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise DefenseError(
-            f"DPSGD: a {_plain_type(module).__name__} cannot be run again for one sample at a time "
-            f"({error}). A trained layer must take one tensor of samples, return one, and draw "
-            "nothing at random. Freeze it."
-        ) from error
-    finally:
-        module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-    return {key: _Dense(values) for key, values in gradients.items()}
-
-
-def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer, or the one it had before FSDP2 replaced it by a subclass."""
-    cls = type(module)
-    if issubclass(cls, FSDPModule) and cls.__bases__[0] is FSDPModule:
-        return cls.__bases__[1]
-    return cls
-
-
-_RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _linear,
-    nn.Embedding: _embedding,
-    nn.LayerNorm: _layer_norm,
-}
-# The rules that return factors instead of dense gradients of matrices.
-GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)
 
 
 def zeros_of(parameter: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd.per_sample import Part, Rule, rule_of
+from lightning_fedleak.defenses.dpsgd import rerun
+from lightning_fedleak.defenses.dpsgd.per_sample import Part
+from lightning_fedleak.defenses.dpsgd.rules import rule_of
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -105,11 +107,15 @@ class Recorder:
         self._handles: list[Any] = []
         self.root = root
         self._failure: Exception | None = None
+        self._adapted, inner = rerun.adapted_layers(root)
+        self._moments: dict[nn.Module, rerun.Moment] = {}
         self.read_parameters()
         for name, module in root.named_modules():
-            if not owns_parameters(module):
+            if module in inner or not (module in self._adapted or owns_parameters(module)):
                 continue
-            if isinstance(module, nn.Embedding):
+            if module in self._adapted:
+                self._handles.append(module.register_forward_pre_hook(self._note_moment))
+            if isinstance(rerun.wrapped_layer(module), nn.Embedding):
                 self._handles.append(
                     module.register_forward_pre_hook(self._expand_ids, with_kwargs=True)
                 )
@@ -124,8 +130,7 @@ class Recorder:
         self._parameters = {
             (module, key): parameter
             for module in self.root.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
+            for key, parameter in module.named_parameters(recurse=module in self._adapted)
         }
         self._prompted: list[Any] = [
             module
@@ -197,6 +202,7 @@ class Recorder:
         """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples = {}, [], 0
         self.half, self.terms, self._failure = False, None, None
+        self._moments = {}
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -213,7 +219,7 @@ class Recorder:
             return None
         if ids.dim() == 1 or len(ids) == 1:
             self._note_lone_sample(ids.flatten())
-        if not trains(module):
+        if not trains(module, inside=module in self._adapted):
             return None
         if ids.dim() == 1 and (module in self._expanded_layers or self._are_positions(ids)):
             ids = ids[None]
@@ -236,14 +242,19 @@ class Recorder:
         inputs: Any = args[0] if args else next(iter(kwargs.values()), None)
         try:
             self._check_rows(name, inputs)
-            if not trains(module):
+            if not trains(module, inside=module in self._adapted):
                 self._record_frozen(name, output)
                 return
-            if module._modules and _shares_all(module):
+            adapted = module in self._adapted
+            if module._modules and not adapted and _shares_all(module):
                 return
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
-            rule = rule_of(name, module)
+            if adapted:
+                rule: rerun.Rule = functools.partial(rerun.rerun, moment=self._moments.pop(module))
+                inputs = inputs if len(args) + len(kwargs) == 1 else None
+            else:
+                rule = rule_of(name, module)
             layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
@@ -254,6 +265,11 @@ class Recorder:
             call = module, rule, inputs.detach(), self.parts
             hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_moment(self, layer: nn.Module, args: Any) -> None:
+        if self._recording and torch.is_grad_enabled():
+            self._moments[layer] = rerun.Moment(next(layer.parameters()).device)
 
     def _record_frozen(self, name: str, output: Any) -> None:
         """Record a frozen layer if gradients pass through it and all samples have as many rows."""
@@ -342,7 +358,7 @@ class Recorder:
     def _record_gradient(
         self,
         module: nn.Module,
-        rule: Rule,
+        rule: rerun.Rule,
         inputs: Tensor,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
@@ -375,9 +391,10 @@ def owns_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def trains(module: nn.Module) -> bool:
-    """Return whether the module trains parameters of its own, not only in modules inside it."""
-    return any(p is not None and p.requires_grad for p in module._parameters.values())
+def trains(module: nn.Module, *, inside: bool = False) -> bool:
+    """Return whether the module trains parameters of its own, or also in modules inside it."""
+    parameters = module.parameters() if inside else module._parameters.values()
+    return any(p is not None and p.requires_grad for p in parameters)
 
 
 def _shares_all(module: nn.Module) -> bool:

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.per_sample import GHOST_RULES, Clipping, rule_of
-from lightning_fedleak.defenses.dpsgd.recorder import owns_parameters, trains
+from lightning_fedleak.defenses.dpsgd.recorder import trains
+from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
+from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
@@ -76,7 +77,7 @@ def check_shards(root: nn.Module, processes: int) -> None:
             )
 
 
-def check_model(root: nn.Module, clipping: Clipping) -> None:
+def check_model(root: nn.Module, clipping: str) -> None:
     """Raise an error for a model whose trainable parameters have no per-sample gradients.
 
     Raises:
@@ -84,6 +85,7 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
     """
     trained = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
+    adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -93,14 +95,19 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
             "(opacus.validators.ModuleValidator.fix does it), or freeze it in eval mode.": (
                 batch_norm and module.training
             ),
+            "changes ranks by gradients outside of the optimizer (PEFT's update_and_allocate), and "
+            "no noise covers that; AdaLoRA also adds an orthogonal regularization of weights to "
+            "the loss. Use LoraConfig(use_rslora=True), or LoHaConfig.": (
+                hasattr(module, "update_and_allocate")
+            ),
             "keeps statistics of the data. Build it with track_running_stats=False.": (
                 instance_norm and module.training and module.track_running_stats
             ),
         }
-        if owns_parameters(module) and trains(module):
-            rule = rule_of(name, module)
-            weights = module._parameters.values()
-            matrices = any(p.dim() > 1 for p in weights if p is not None and p.requires_grad)
+        if module in adapted or (module not in inner and trains(module)):
+            rule = rerun if module in adapted else rule_of(name, module)
+            weights = module.parameters(recurse=module in adapted)
+            matrices = any(p.dim() > 1 for p in weights if p.requires_grad)
             refusals |= {
                 "is in eval mode and trained, as after `from_pretrained`. Call `model.train()` "
                 "where you build it, or freeze it.": not module.training,
@@ -109,6 +116,7 @@ def check_model(root: nn.Module, clipping: Clipping) -> None:
                 ),
             }
         refuse(layer, refusals)
+    check_adapted(adapted)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:

@@ -388,6 +388,11 @@ class Loose(nn.Module):
         self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x * scale)
+
+
 class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -406,6 +411,7 @@ MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Loose(), {}, r"'scale' belong to a Loose.*module of their own"),
     (lambda: nn.Sequential(Loose()), {}, "'0.scale' belong to a Loose"),
     (lambda: Listed(), {}, "belong to a ParameterList"),
+    (lambda: nn.Sequential(Scaled(6, 3)), {}, "belong to a Scaled.*from one tensor"),
     (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {}, "Use GroupNorm or LayerNorm"),
     (evaluated, {}, r"eval mode.*Call `model.train\(\)`"),
     (frozen, {}, "every parameter is frozen"),

@@ -1,0 +1,118 @@
+"""Rules: per-sample gradients of a layer's parameters from its input and output gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense, _EmbeddingRows, _Outer, _wide
+from lightning_fedleak.defenses.dpsgd.rerun import Rule, needs_more, plain_type, rerun
+
+_REPLACEMENTS = {  # by the class of a layer without per-sample gradients
+    nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
+    nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
+    nn.EmbeddingBag: "Use nn.Embedding.",
+}
+
+
+def rule_of(name: str, module: nn.Module) -> Rule:
+    """Return the rule that computes a layer's per-sample gradients from input and output gradient.
+
+    Args:
+        name: The name of the module in the root; "" for the root itself.
+        module: A module with trainable parameters that are not only its children's.
+
+    Raises:
+        DefenseError: The parameters have no per-sample gradients; the message says why.
+    """
+    if reason := _refusal(name, module):
+        raise DefenseError(f"DPSGD: {reason}")
+    cls = plain_type(module)
+    # GPT-2's linear layer in transformers, whose weight is transposed.
+    if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
+        return _conv1d
+    return _RULES.get(cls, rerun)
+
+
+def _refusal(name: str, module: nn.Module) -> str:
+    cls = type(module).__name__
+    of_children = {p for child in module.children() for p in child.parameters()}
+    trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
+    direct = [k for k in trained if module._parameters[k] not in of_children]
+    if not direct:
+        return ""
+    names = ", ".join(f"'{name}.{key}'" if name else f"'{key}'" for key in direct)
+    for base, advice in _REPLACEMENTS.items():
+        if isinstance(module, base):
+            return f"'{name}' is a {cls}, which has no per-sample gradients. {advice.format(cls)}"
+    if of_children or not name or needs_more(module):
+        return (
+            f"the parameters {names} belong to a {cls}, whose inputs and outputs do not give "
+            "their per-sample gradients. Put them into a module of their own that computes with "
+            "them in its `forward`, from one tensor, or freeze them (experts: train a LoRA of the "
+            "attention, by target_modules)."
+        )
+    if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
+        return (
+            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove that "
+            "(torch.nn.utils.remove_weight_norm), or freeze it."
+        )
+    for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
+            return (
+                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: build "
+                "it without"
+            )
+    return ""
+
+
+def _linear(
+    module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
+) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    gradient = gradient.reshape(samples, -1, gradient.shape[-1])
+    if module.weight.requires_grad:
+        source = source.reshape(samples, -1, source.shape[-1])
+        parts["weight"] = _Outer(source, gradient) if transposed else _Outer(gradient, source)
+    if module.bias is not None and module.bias.requires_grad:
+        parts["bias"] = _Dense(_wide(gradient).sum(1))
+    return parts
+
+
+_conv1d = functools.partial(_linear, transposed=True)
+
+
+def _embedding(
+    module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
+) -> dict[str, Part]:
+    ids = source.reshape(samples, -1)
+    values = gradient.reshape(samples, -1, gradient.shape[-1])
+    if module.padding_idx is not None:
+        values = values.masked_fill((ids == module.padding_idx)[..., None], 0.0)
+    return {"weight": _EmbeddingRows(ids, values)}
+
+
+def _layer_norm(
+    module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
+) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    shape = module.normalized_shape
+    gradient = _wide(gradient).reshape(samples, -1, *shape)
+    if module.weight.requires_grad:
+        normal = nn.functional.layer_norm(_wide(source), shape, eps=module.eps)
+        parts["weight"] = _Dense((normal.reshape_as(gradient) * gradient).sum(1))
+    if module.bias is not None and module.bias.requires_grad:
+        parts["bias"] = _Dense(gradient.sum(1))
+    return parts
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+    nn.LayerNorm: _layer_norm,
+}
+# The rules that return factors instead of dense gradients of matrices.
+GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)

@@ -1,0 +1,253 @@
+"""PEFT's kinds of adapters under DP-SGD, against one backward pass for each sample in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lightning_fedleak.defenses import DefenseError, mean_of_sample_means
+from lightning_fedleak.defenses.dpsgd import rerun
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
+from lightning_fedleak.defenses.dpsgd.setup_checks import check_model
+from tests.defenses.dpsgd.test_dpsgd_per_sample import (
+    batch_of,
+    distance,
+    loss_of,
+    one_by_one,
+    ours,
+)
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama
+
+peft = pytest.importorskip("peft")
+
+MAPS = {"target_modules": ["q_proj", "v_proj"]}
+RANK = {"r": 2, **MAPS}
+RANDOM = {"init_lora_weights": False}
+PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+WORDS = list(range(3, 60))  # every text has some of them
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", RANK | RANDOM),
+    "rsLoRA": ("LoraConfig", RANK | RANDOM | {"use_rslora": True}),
+    "PiSSA": ("LoraConfig", RANK | {"init_lora_weights": "pissa"}),
+    "DoRA": ("LoraConfig", RANK | RANDOM | {"use_dora": True}),
+    "LoRA on embeddings": ("LoraConfig", RANK | RANDOM | {"target_modules": ["embed_tokens"]}),
+    "IA3": (
+        "IA3Config",
+        {
+            "target_modules": ["v_proj", "down_proj"],
+            "feedforward_modules": ["down_proj"],
+            "init_ia3_weights": False,
+        },
+    ),
+    "VeRA": ("VeraConfig", RANK | {"init_weights": False}),
+    "LoHa": ("LoHaConfig", RANK | {"init_weights": False}),
+    "LoKr": ("LoKrConfig", RANK | {"init_weights": False}),
+    "HRA": ("HRAConfig", RANK | {"init_weights": False}),
+    "FourierFT": ("FourierFTConfig", MAPS | {"n_frequency": 10}),
+    "OFT": ("OFTConfig", MAPS | {"r": 0, "oft_block_size": 4, "init_weights": False}),
+    "BOFT": ("BOFTConfig", MAPS | {"boft_block_size": 4, "init_weights": False}),
+    "LayerNorm": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    "trainable tokens": (
+        "TrainableTokensConfig",
+        {"token_indices": WORDS, "target_modules": ["embed_tokens"], "init_weights": False},
+    ),
+    "prompt tuning": ("PromptTuningConfig", PROMPT),
+    "p-tuning": ("PromptEncoderConfig", PROMPT | {"encoder_hidden_size": 8}),
+    "prefix tuning": ("PrefixTuningConfig", PROMPT),
+    # Beside the nineteen kinds above and AdaLoRA:
+    "LoRA and tokens": ("LoraConfig", RANK | RANDOM | {"trainable_token_indices": WORDS}),
+    "VB-LoRA": ("VBLoRAConfig", RANK | {"num_vectors": 6, "vector_length": 4, "topk": 2}),
+    "C3A": ("C3AConfig", MAPS | {"block_size": 4, "init_weights": False}),
+    "MiSS": ("MissConfig", RANK | {"init_weights": False}),
+    "LoHa with dropped ranks": (
+        "LoHaConfig",
+        RANK | {"init_weights": False, "rank_dropout": 0.4, "module_dropout": 0.3},
+    ),
+}
+
+
+def adapted(name: str, **settings: Any) -> nn.Module:
+    kind, more = KINDS[name]
+    with own_rng(1):
+        model = peft.get_peft_model(tiny_llama(), getattr(peft, kind)(**(more | settings)))
+    return model.double().train()
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_clipped_sums_of_every_kind_are_exact(name: str) -> None:
+    model, batch, loss = adapted(name), batch_of("causal"), loss_of("causal")
+    check_model(model, "auto")
+
+    def drawn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The loss with the same ranks dropped in every call."""
+        with own_rng(4):
+            return loss(model, batch)
+
+    clip = float(one_by_one(model, batch, drawn, 1.0)[0].median())
+    norms, expected = one_by_one(model, batch, drawn, clip)
+    for clipping in ("auto", "per_sample"):
+        result, sums, parts = ours(model, batch, drawn, clip, clipping)
+        assert float(((result - norms) / norms).abs().max()) < 1e-6
+        assert distance(sums, expected) < 1e-6
+        assert set(parts) == {p for p in model.parameters() if p.grad is not None}
+        assert parts
+
+
+@pytest.mark.parametrize("name", ["DoRA", "HiRA"])
+@pytest.mark.parametrize("at_once", [1, 1 << 26])
+def test_dropout_in_an_adapter_is_that_of_the_step(
+    name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rerun, "SIZE_AT_ONCE", at_once)
+    monkeypatch.setitem(KINDS, "HiRA", ("HiraConfig", RANK))
+    drop = {"lora_dropout": 0.4} if name == "DoRA" else {"hira_dropout": 0.4}
+    model, batch = adapted(name, **drop), batch_of("causal")
+    check_model(model, "auto")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    labels = batch["labels"]
+
+    def logits() -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return model(**inputs, use_cache=False).logits
+
+    torch.manual_seed(3)
+    every = logits()
+    losses = [
+        mean_of_sample_means(every[i : i + 1], labels[i : i + 1], causal=True) for i in range(5)
+    ]
+    expected = [torch.autograd.grad(one, trained, retain_graph=True) for one in losses]
+    after = torch.get_rng_state()
+    recorder = Recorder(model)
+    torch.manual_seed(3)
+    with recorder.step(5):
+        value = mean_of_sample_means(logits(), labels, causal=True)
+    value.backward()
+    assert torch.equal(torch.get_rng_state(), after)
+    recorder.check()
+    for index, parameter in enumerate(trained):
+        (part,) = recorder.parts[parameter]
+        true = torch.stack([gradients[index] for gradients in expected])
+        assert float((part.values * 5 - true).norm()) < 1e-6 * max(1e-3, float(true.norm()))
+
+
+def test_a_lora_on_positions_keeps_samples_apart() -> None:
+    """GPT-2 looks its positions up once for all samples; as many as samples would be confused."""
+    config = peft.LoraConfig(r=2, target_modules=["wpe"], **RANDOM)
+    with own_rng(1):
+        model = peft.get_peft_model(tiny_gpt2(dropout=0.0), config).double().train()
+    batch, loss = batch_of("causal", samples=6, length=6), loss_of("causal")
+    norms, expected = one_by_one(model, batch, loss, 1.0)
+    result, sums, _ = ours(model, batch, loss, 1.0, "auto")
+    assert float(((result - norms) / norms).abs().max()) < 1e-6
+    assert distance(sums, expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["DoRA", "LoKr"])
+def test_sums_under_autocast_and_checkpointing(name: str) -> None:
+    model, batch, plain = adapted(name).float(), batch_of("causal"), loss_of("causal")
+
+    def mixed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(model, batch)
+
+    for loss, bound in ((mixed, 2e-2), (plain, 1e-5)):
+        norms, expected = one_by_one(model, batch, loss, 1.0)
+        result, sums, _ = ours(model, batch, loss, 1.0, "auto")
+        assert float(((result - norms) / norms).abs().max()) < bound
+        assert distance(sums, expected) < bound
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+class Mixed(nn.Linear):
+    """A base layer that adds its batch's mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.mean(0, keepdim=True))
+
+
+def tiny_mixtral() -> nn.Module:
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    with own_rng(0):
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0)).train()
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_a_lora_around_frozen_experts_is_exact(experts: str) -> None:
+    model = tiny_mixtral()
+    model.set_experts_implementation(experts)
+    with own_rng(1):
+        model = peft.get_peft_model(model, peft.LoraConfig(**(RANK | RANDOM))).double().train()
+    batch, loss = batch_of("causal"), loss_of("causal")
+    check_model(model, "auto")
+    norms, expected = one_by_one(model, batch, loss, 1.0)
+    result, sums, _ = ours(model, batch, loss, 1.0, "auto")
+    assert float(((result - norms) / norms).abs().max()) < 1e-6
+    assert distance(sums, expected) < 1e-6
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "AdaLoRA": (
+        lambda: adapted_by("AdaLoraConfig", init_r=4, target_r=2, total_step=10, **MAPS),
+        r"update_and_allocate.*orthogonal regularization.*LoraConfig\(use_rslora=True\)",
+    ),
+    "PVeRA draws its own numbers": (
+        lambda: adapted_by("PveraConfig", **RANK),
+        "'base_model.*v_proj.*do not add up.*draws at random otherwise than by nn.Dropout",
+    ),
+    "a layer that mixes samples": (
+        lambda: mixing(),
+        "q_proj.*one sample at a time do not add up.*mixes samples",
+    ),
+    "Poly needs its task": (
+        lambda: adapted_by("PolyConfig", n_tasks=2, n_skills=2, **RANK),
+        r"a Linear cannot be run again.*task_ids should not be None",
+    ),
+    "experts": (
+        lambda: tiny_mixtral(),
+        "experts.gate_up_proj.*experts: train a LoRA of the attention",
+    ),
+    "an adapter within attention": (
+        lambda: adapted_by(
+            "AdaptionPromptConfig", task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1
+        ),
+        "belong to a AdaptedAttention.*from one tensor",
+    ),
+}
+
+
+def adapted_by(kind: str, **settings: Any) -> nn.Module:
+    with own_rng(1):
+        return peft.get_peft_model(tiny_llama(), getattr(peft, kind)(**settings)).train()
+
+
+def mixing() -> nn.Module:
+    model = tiny_llama()
+    for block in model.model.layers:
+        block.self_attn.q_proj.__class__ = Mixed
+    config = peft.LoraConfig(**(RANK | {"target_modules": ["q_proj"]}), use_dora=True)
+    with own_rng(1):
+        return peft.get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_is_not_exact_is_refused_at_setup(name: str) -> None:
+    build, message = REFUSED[name]
+    with pytest.raises(DefenseError, match=message):
+        check_model(build(), "auto")
+
+
+def test_setup_leaves_the_random_state_and_the_model_as_they_are() -> None:
+    model = adapted("DoRA", lora_dropout=0.4)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = torch.get_rng_state()
+    check_model(model, "auto")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -15,13 +15,24 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import IO, Annotated, Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    IO,
+    Annotated,
+    Any,
+    NamedTuple,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 try:
     import fcntl
@@ -44,8 +55,6 @@ Limits and the user's own metrics may be larger, such as the loss of a run that 
 
 JsonObject = Mapping[str, Any]
 """An object of JSON whose keys no record names, such as the settings of an attack."""
-FieldReader = Callable[[Any, str], Any]
-"""Returns a field's value for a value of JSON and the path to it, or raises :class:`OddField`."""
 
 
 class OddField(ValueError):
@@ -85,7 +94,7 @@ class Record:
         _expect(isinstance(value, Mapping), path)
         root = f"{path}/" if path else ""
         record_type: type = cls
-        fields_by_key, readers = _fields_by_key(record_type), _readers(record_type)
+        fields_by_key, hints = _fields_by_key(record_type), _hints(record_type)
         arguments: dict[str, object] = {}
         for key, attribute in fields_by_key.items():
             if not attribute.init:
@@ -94,7 +103,7 @@ class Record:
                 unnamed = {k: v for k, v in value.items() if k not in fields_by_key}
                 arguments[attribute.name] = unnamed
             elif key in value:
-                arguments[attribute.name] = readers[attribute.name](value[key], root + key)
+                arguments[attribute.name] = _read(hints[attribute.name], value[key], root + key)
             elif attribute.default is MISSING and attribute.default_factory is MISSING:
                 raise OddField(f"{root}{key} is missing")
         return cls(**arguments)
@@ -252,142 +261,93 @@ def _last_line(file: IO[bytes]) -> bytes:
 
 
 @cache
-def _readers(kind: type) -> Mapping[str, FieldReader]:
-    """Return the readers of a record, a named tuple or a TypedDict, by the names of its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: reader_of(hint) for name, hint in hints.items()}
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Return the types of the fields of a record, a named tuple or a TypedDict, by their names."""
+    return get_type_hints(kind, include_extras=True)
 
 
-def reader_of(hint: Any) -> FieldReader:
-    """Return what reads a field of a type."""
-    kind, arguments = get_origin(hint), get_args(hint)
-    if kind is Annotated:
-        reader: FieldReader = arguments[1]
-        return reader
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a type is made of; long logs ask for it often."""
+    return get_origin(hint), get_args(hint)
+
+
+def _read(hint: Any, value: Any, path: str) -> Any:
+    """Return what a value of JSON is as a field of a type.
+
+    Raises:
+        OddField: it is not what the type says.
+    """
+    kind, arguments = _parts(hint)
     if kind in (Union, UnionType):
-        return _union_of(arguments)
+        return _read_one_of(arguments, value, path)
     if kind is tuple:
-        return _list_of(reader_of(arguments[0]))
-    if kind is not None and issubclass(kind, Mapping):
-        return _mapping_to(reader_of(arguments[1]))
-    if hint in (Any, object):
-        return lambda value, path: value
-    if issubclass(hint, Record):
-        from_json: FieldReader = hint.from_json
-        return from_json
-    if issubclass(hint, tuple):
-        return _row_of(hint)
-    if hint is float:
-        return number_if(lambda value: abs(value) <= LARGEST)
-    return _reader_if(partial(_is_of, hint))
-
-
-def number_if(holds: Callable[[Any], bool]) -> FieldReader:
-    """Return a reader of numbers for which a condition holds."""
-    return _reader_if(lambda value: is_number(value) and holds(value), float)
-
-
-def _reader_if(holds: Callable[[Any], bool], convert: type | None = None) -> FieldReader:
-    """Return a reader of values for which a condition holds."""
-
-    def read(value: Any, path: str) -> Any:
-        _expect(holds(value), path)
-        return value if convert is None else convert(value)
-
-    return read
-
-
-def _is_of(kind: type, value: Any) -> bool:
-    """Return whether a value is of a type; True and what is above ``LARGEST`` are no integers."""
-    return (
-        isinstance(value, kind)
-        and isinstance(value, bool) == (kind is bool)
-        and not (isinstance(value, int) and abs(value) > LARGEST)
-    )
-
-
-def _union_of(hints: Sequence[Any]) -> FieldReader:
-    readers = [reader_of(hint) for hint in hints if hint is not NoneType]
-
-    def read(value: Any, path: str) -> Any:
-        if value is None and NoneType in hints:
-            return None
-        odd: list[OddField] = []
-        for reader in readers:
-            try:
-                return reader(value, path)
-            except OddField as error:
-                odd.append(error)
-        raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
-
-    return read
-
-
-def _list_of(reader: FieldReader) -> FieldReader:
-    def read(value: Any, path: str) -> tuple[Any, ...]:
         _expect(isinstance(value, list), path)
-        return tuple(reader(one, path) for one in value)
-
-    return read
-
-
-def _row_of(kind: type) -> FieldReader:
-    """Return a reader of a named tuple, which is a list in JSON."""
-    readers = _readers(kind).values()
-
-    def read(value: Any, path: str) -> Any:
-        _expect(isinstance(value, list) and len(value) == len(readers), path)
-        return kind(*(reader(one, path) for reader, one in zip(readers, value, strict=True)))
-
-    return read
-
-
-def keys_of(kind: type) -> FieldReader:
-    """Return a reader of an object that checks the keys of a TypedDict and leaves the others."""
-    readers = {
-        name: reader_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()
-    }
-
-    def read(value: JsonObject, path: str) -> JsonObject:
+        return tuple(_read(arguments[0], one, path) for one in value)
+    if kind is Annotated:
+        return _read_annotated(*arguments, value=value, path=path)
+    if kind is not None:
         _expect(isinstance(value, dict), path)
-        for name in [name for name in readers if name in value]:
-            readers[name](value[name], f"{path}/{name}")
+        return {k: _read(arguments[1], part, f"{path}/{k[:40]}") for k, part in value.items()}
+    if hint in (Any, object):
         return value
+    if issubclass(hint, Record):
+        return hint.from_json(value, path)
+    if issubclass(hint, tuple):  # a named one, which is a list in JSON
+        hints = _hints(hint).values()
+        _expect(isinstance(value, list) and len(value) == len(hints), path)
+        return hint(*(_read(one, part, path) for one, part in zip(hints, value, strict=True)))
+    return _read_annotated(hint, -LARGEST, LARGEST, value=value, path=path)
 
-    return read
+
+def _read_one_of(hints: Sequence[Any], value: Any, path: str) -> Any:
+    """Return what a value is as the first of several types that it can be."""
+    if value is None and NoneType in hints:
+        return None
+    odd: list[OddField] = []
+    for hint in hints:
+        try:
+            return _read(hint, value, path)
+        except OddField as error:
+            odd.append(error)
+    raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
 
 
-def _mapping_to(reader: FieldReader) -> FieldReader:
-    def read(value: Any, path: str) -> dict[str, object]:
+def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
+    """Return a value of a plain type, or an object of which some keys are checked.
+
+    Args:
+        kind: the type.
+        bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
+            an object a TypedDict of the keys.
+        value: of JSON.
+        path: to it.
+    """
+    if is_typeddict(bounds[0]):
         _expect(isinstance(value, dict), path)
-        return {key: reader(part, f"{path}/{key[:40]}") for key, part in value.items()}
-
-    return read
-
-
-# ---- numbers ------------------------------------------------------------------------------------
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, and no truth value."""
-    return type(value) in (float, int) and abs(value) < math.inf
-
-
-def _or_infinite(reader: FieldReader) -> FieldReader:
-    return lambda value, path: math.inf if value == "infinite" else reader(value, path)
+        for name, hint in _hints(bounds[0]).items():
+            if name in value:
+                _read(hint, value[name], f"{path}/{name}")
+        return value
+    low, high, *words = bounds
+    if words == [value]:
+        return math.inf
+    _expect(type(value) is kind or (kind is float and type(value) is int), path)
+    _expect(kind in (str, bool) or (low <= value <= high and abs(value) < math.inf), path)
+    return kind(value)
 
 
-Share = Annotated[float, number_if(lambda value: 0 <= value <= 1)]
+INFINITE = "infinite"
+"""The word for infinity in JSON, which has no number for it."""
+Share = Annotated[float, 0, 1]
 """A number from 0 to 1."""
-Size = Annotated[float, number_if(lambda value: 0 <= value <= LARGEST)]
+Size = Annotated[float, 0, LARGEST]
 """A number of 0 or above."""
-Amount = Annotated[float, _or_infinite(reader_of(Size))]
+Amount = Annotated[Size, INFINITE]
 """A number of 0 or above, or infinity."""
-Limit = Annotated[float, _or_infinite(number_if(is_number))]
+Limit = Annotated[float, -math.inf, math.inf, INFINITE]
 """A number, or infinity."""
-
-
-Count = Annotated[int, _reader_if(lambda value: _is_of(int, value) and value >= 0)]
+Count = Annotated[int, 0, LARGEST]
 """An integer of 0 or above."""
 
 

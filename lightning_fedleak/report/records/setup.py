@@ -40,7 +40,7 @@ class DefenseFacts(fields.Record):
     name: str
     class_name: str | None = fields.named("class", default=None)
     guarantee: str | None = None
-    settings: Annotated[fields.JsonObject, fields.keys_of(_DefenseSettings)] | None = None
+    settings: Annotated[fields.JsonObject, _DefenseSettings] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

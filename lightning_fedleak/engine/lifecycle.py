@@ -113,7 +113,7 @@ class Engine(StepEngine):
         self._after_look: list[Callable[[], None]] = []
         self._after_training: list[Callable[[], None]] = []
         self._before_first: list[Callable[[], None]] = []
-        self._gates: list[Mapping[str, object]] = []
+        self._gates: list[records.GateFacts] = []
         self._needs: dict[str, float] = {}
         self._has_news = False
 
@@ -138,7 +138,7 @@ class Engine(StepEngine):
         after_look: Callable[[], None] | None = None,
         *,
         threshold: tuple[str, float] | None = None,
-        facts: Mapping[str, object] | None = None,
+        facts: records.GateFacts | None = None,
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
     ) -> None:
@@ -278,7 +278,7 @@ class Engine(StepEngine):
         settings = {
             "attacks": [attack.name for attack in attacks],
             "defenses": [defense.name for defense in self._fit.run.defenses],
-            "gates": [f"{g['metric']} at most {g['at_most']}: {g['action']}" for g in self._gates],
+            "gates": [f"{g.metric} at most {g.at_most}: {g.action}" for g in self._gates],
             "stages": [str(stage) for stage in self.options.stages],
             **{attack.name: repr(attack.config()) for attack in attacks},
         }
@@ -309,7 +309,7 @@ class Engine(StepEngine):
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
         privacy = record.privacy_tags(record.accounting(run.defenses))
-        limits = {str(gate["metric"]): float(str(gate["at_most"])) for gate in self._gates}
+        limits = {g.metric: g.at_most for g in self._gates if g.at_most is not None}
         report.cards = Cards(series, privacy, worst, self.options.utility or (), limits)
         report.cards.add_page(report.boards)
 

@@ -10,7 +10,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral
@@ -310,7 +310,7 @@ def facts_of(
     series: Mapping[Series, Channel],
     *,
     training: records.JsonObject,
-    gates: Sequence[records.JsonObject],
+    gates: Sequence[records.GateFacts],
     options: Options,
     watch: records.JsonObject,
     resumed: records.JsonObject,
@@ -371,7 +371,7 @@ def facts_of(
         ),
         unread=lineup.unread,
         defenses=tuple(defense_facts(defense) for defense in run.defenses),
-        gates=tuple(_gate(gate) for gate in gates),
+        gates=tuple(gates),
     )
 
 
@@ -403,12 +403,6 @@ def _ended_fit(state: records.JsonObject) -> records.EndedFit:
         for entry in state["privacy"]
     )
     return records.EndedFit(run=state["run"], privacy=privacy)
-
-
-def _gate(settings: records.JsonObject) -> records.GateFacts:
-    """Return what the record says of a gate; other settings of one's own gate are left out."""
-    names = {fact.name for fact in fields(records.GateFacts)} & settings.keys()
-    return records.GateFacts(**{name: settings[name] for name in names})
 
 
 def defense_facts(defense: Defense) -> records.DefenseFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -376,14 +376,7 @@ class Results:
         return {
             "waits": self._waits.get(series),
             "since": self._since.get(series),
-            "control": None
-            if control is None
-            else {
-                "rates": dict(control.rates),
-                "part": dict(control.part),
-                "why": control.why,
-                "unexplained": control.unexplained,
-            },
+            "control": None if control is None else asdict(control),
             "p_value": None if tested is None else [*tested],
         }
 

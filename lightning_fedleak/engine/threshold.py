@@ -27,7 +27,7 @@ from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.report.records import GateDecision, Judgement
+from lightning_fedleak.report.records import GateDecision, GateFacts, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -129,25 +129,22 @@ class Threshold:
         return f"{start}, {self._action_name}{fired})"
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Return the settings that the run's record holds."""
-        return {
-            "name": self.name,
-            "metric": self.metric,
-            "at_most": self.at_most,
-            "action": self._action_name,
-            "bound": self.bound,
-            "alpha": self._alpha,
-            "strict": self.strict,
-            "patience": self.patience,
-        }
+    def facts(self) -> GateFacts:
+        """Return the settings that the run's record holds.
 
-    @property
-    def _alpha(self) -> float | None:
-        """Return the probability that the interval is ever wrong; None if its end is not judged."""
-        if self._engine is None or self.bound != "lower":
-            return None
-        return self._engine.options.memorization.alpha
+        Among them is the probability that an interval whose end is judged is ever wrong.
+        """
+        options = None if self._engine is None else self._engine.options
+        return GateFacts(
+            name=self.name,
+            metric=self.metric,
+            at_most=self.at_most,
+            action=self._action_name,
+            bound=self.bound,
+            alpha=options.memorization.alpha if options and self.bound == "lower" else None,
+            strict=self.strict,
+            patience=self.patience,
+        )
 
     @property
     def _kind(self) -> str:

@@ -150,7 +150,7 @@ class OutgoingUpdates:
                 raise ValueError(problem)
             # Recorded when the first round begins.
             threshold = (gate.metric, gate.at_most)
-            observer.engine.subscribe(facts=dict(gate.facts), threshold=threshold)
+            observer.engine.subscribe(facts=gate.facts, threshold=threshold)
 
     # ---- a round ----------------------------------------------------------------------------
 

@@ -86,8 +86,8 @@ class ClientSummary:
 
 
 @dataclass(frozen=True)
-class AttackSummary:
-    """What an attack read at a stage; numbers are of updates that left.
+class AttackSummary(ClientSummary):
+    """What an attack read at a stage, of all clients; numbers are of updates that left.
 
     Attributes:
         name, stage, adversary, reads, config: as recorded.
@@ -96,16 +96,11 @@ class AttackSummary:
         chance: its value for guessing.
         dishonest: whether its server chooses weights or layers; None where that was not recorded.
         exposed: whether what it reads was shared.
-        looks: measurements with a result.
-        withheld: updates that did not leave.
-        unknown: measurements without a result.
         why_unknown: the latest reason.
         n: tokens, texts or games that the numbers rest on, in all.
-        mean, highest: over the looks.
         worst_client: highest value of a single client.
         clients: by their names; empty where there is one.
-        last: the latest value, of several clients that of the worst one.
-        last_n: its ``n``.
+        last_n: ``n`` of the latest value, which of several clients is that of the worst one.
         last_client: whose it is.
         rates: the latest value of each metric that the family shows.
         visible: the smallest rate that the latest look could have seen; None where not recorded.
@@ -140,16 +135,10 @@ class AttackSummary:
     reads: Sequence[str]
     config: JsonObject | None
     exposed: bool
-    looks: int
-    withheld: int
-    unknown: int
     why_unknown: str | None
     n: int
-    mean: float | None
-    highest: float | None
     worst_client: float | None
     clients: Mapping[str, ClientSummary]
-    last: MetricValue | None
     last_n: int | None
     last_client: str | None
     rates: Mapping[str, MetricValue | None]

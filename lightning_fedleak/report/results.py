@@ -152,6 +152,7 @@ class FitResults:
         is_stale = stage == RELEASED and bool(last.metrics) and not self.several
         refuted = _numbers(line.value("refuted") for line in sent)
         summary = AttackSummary(
+            **(vars(total) | {"last": last.metric(headline)}),
             name=name,
             stage=stage,
             family=family,
@@ -162,16 +163,10 @@ class FitResults:
             reads=list(facts.reads),
             config=facts.config or lines[-1].config,
             exposed=any(line.was_shared for line in lines),
-            looks=total.looks,
-            withheld=total.withheld,
-            unknown=total.unknown,
             why_unknown=next(filter(None, reversed(reasons)), None),
             n=_samples(sent, headline),
-            mean=total.mean,
-            highest=total.highest,
             worst_client=max(worst, default=None),
             clients=clients,
-            last=last.metric(headline),
             last_n=last.n,
             last_client=str(last.client) if last.metrics and len(clients) > 1 else None,
             rates={name: last.metric(name) for name in family.shown_metrics if name not in absent},

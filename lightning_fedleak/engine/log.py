@@ -151,8 +151,8 @@ class JsonLines:
             return []
         self.path.stat()
         rows = []
-        for line in records.read_results(self.path):
-            if line.run != self.run:
+        for line in records.read_lines(self.path).lines:
+            if not isinstance(line, records.ResultLine) or line.run != self.run:
                 continue
             facts = {column: getattr(line, column) for column in COLUMNS[:6]}
             metrics: list[tuple[str | None, records.MetricValue | None]] = [*line.metrics.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +82,8 @@ def allowances(
     whether it is in one batch, to which sampling adds nothing: the noise of one release bounds it.
     Where epsilon covers the sum over several clients, that is measured at stage aggregate.
     """
-    holding = [account for account in accounts if account.holds]
-    if not holding:
-        return []
     limits = []
-    for account in holding:
+    for account in (account for account in accounts if account.holds):
         assert account.largest_tpr is not None
         assert account.largest_auc is not None
         summed = account.trust in ("secure_aggregation", "central")
@@ -166,15 +164,13 @@ class _FitAccount:
         here. Where the checkpoint's are no part of the history, nothing is taken off.
         """
         counts, restored = _by_kind(self.account.history), _by_kind(self.restored)
-        recorded = _by_kind(origin.account.history) if origin else {}
-        if all(counts.get(kind, 0) >= count for kind, count in restored.items()):
-            for kind, count in restored.items():
-                counts[kind] -= min(count, recorded.get(kind, 0))
+        if origin is not None and restored <= counts:
+            counts -= restored & _by_kind(origin.account.history)
         return [Releases(*kind, count) for kind, count in counts.items() if count]
 
 
-def _by_kind(history: Sequence[Releases]) -> dict[tuple[float, float], int]:
-    return {(one.noise_multiplier, one.sample_rate): one.number for one in history}
+def _by_kind(history: Sequence[Releases]) -> Counter[tuple[float, float]]:
+    return Counter({(one.noise_multiplier, one.sample_rate): one.number for one in history})
 
 
 def joint_accounts(logs: Sequence[tuple[FitLog, Sequence[Account]]]) -> list[JointAccount]:

@@ -48,7 +48,7 @@ def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
 def _named_attack(
     attacks: Sequence[AttackSummary], name: str, metric: str, families: Sequence[str], unit: str
 ) -> NamedAttack:
-    measured = _measured(attacks, metric)
+    measured = [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
     of_updates = [
         a for a in attacks if a.stage != RELEASED and a.looks and a.family.name in families
     ]
@@ -63,11 +63,6 @@ def _named_attack(
         [f"{a.name}: {_visible(a, unit)}" for a in measured]
         + [f"{a.name}: {_visible(a)}" for a in of_updates],
     )
-
-
-def _measured(attacks: Sequence[AttackSummary], metric: str) -> list[AttackSummary]:
-    """Return the attacks on the trained model that have a value of a metric."""
-    return [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
 
 
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:

@@ -94,6 +94,17 @@ def _add_training(
     add("--lr", **_number("X", _POSITIVE, lr))
 
 
+def _add_rows(add: Add) -> None:
+    add("--base", required=True, metavar="NAME")
+    add("--column", metavar="NAME")
+    add("--prompt-column", metavar="NAME")
+    add("--loss", choices=("answers", "all"))
+    add("--length", **count_option(256, 2))
+    add("--drawn", action="store_true")
+    add("--summary", **path_option("FILE"))
+    add("--out", **path_option("FILE"))
+
+
 def demo(add: Add) -> None:
     """Fine-tune a small model on private messages and watch them leak.
 
@@ -324,15 +335,10 @@ def memorization(add: Add) -> None:
         out: file of the result as JSON.
     """
     add("--model", required=True, metavar="DIR")
-    add("--base", required=True, metavar="NAME")
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
-    add("--column", metavar="NAME")
-    add("--prompt-column", metavar="NAME")
+    _add_rows(add)
     add("--label-column", metavar="NAME")
-    add("--loss", choices=("answers", "all"))
-    add("--length", **count_option(256, 2))
-    add("--drawn", action="store_true")
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--reference", metavar="DIR")
@@ -344,8 +350,6 @@ def memorization(add: Add) -> None:
     add("--no-account", action="store_true")
     add("--metric", choices=_METRICS, default="auc")
     add("--at-most", action="append", metavar="X", type=_limit)
-    add("--summary", **path_option("FILE"))
-    add("--out", **path_option("FILE"))
 
 
 def synthetic(add: Add) -> None:
@@ -384,13 +388,8 @@ def synthetic(add: Add) -> None:
     """
     for name in ("--rows", "--others", "--generated"):
         add(name, required=True, metavar="SOURCE")
-    add("--base", required=True, metavar="NAME")
-    add("--column", metavar="NAME")
-    add("--prompt-column", metavar="NAME")
-    add("--loss", choices=("answers", "all"))
+    _add_rows(add)
     add("--generated-column", metavar="NAME")
-    add("--length", **count_option(256, 2))
-    add("--drawn", action="store_true")
     add("--epochs", **count_option(1))
     add("--batch-size", **count_option(8))
     add("--lr", **_number("X", _POSITIVE, 2e-4))
@@ -399,8 +398,6 @@ def synthetic(add: Add) -> None:
     add("--seed", **_SEED)
     add("--metric", choices=("auc", "shown"), default="auc")
     add("--at-most", **_number("X", _SHARE))
-    add("--summary", **path_option("FILE"))
-    add("--out", **path_option("FILE"))
 
 
 def records(add: Add) -> None:

@@ -31,7 +31,6 @@ from lightning_fedleak.report.records.files import RESULTS as RESULTS
 from lightning_fedleak.report.records.files import by_reason as by_reason
 from lightning_fedleak.report.records.files import parse_json as parse_json
 from lightning_fedleak.report.records.files import read_lines as read_lines
-from lightning_fedleak.report.records.files import read_results as read_results
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
 from lightning_fedleak.report.records.lines import ClientLine as ClientLine

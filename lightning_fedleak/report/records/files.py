@@ -73,11 +73,6 @@ def read_lines(path: Path) -> _FileLines:
     return _FileLines(lines, problems)
 
 
-def read_results(path: Path) -> list[ResultLine]:
-    """Return the lines of a ``leakage.jsonl`` that can be read; none where there is no file."""
-    return [line for line in read_lines(path).lines if isinstance(line, ResultLine)]
-
-
 def _read_line(content: JsonObject, name: str) -> ResultLine | RunLine:
     if name == RESULTS:
         return ResultLine.from_json(content)

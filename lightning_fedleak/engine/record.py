@@ -55,7 +55,7 @@ PLANNED = records.BeginLine, records.LookLine, records.PlanLine
 """Lines that say when the next look is."""
 
 _original_next_index = getattr(_BaseDataLoaderIter, "_next_index", None)
-_active_orders: list[RowOrder] = []
+_active_orders: list[_RowOrder] = []
 
 
 def _note_next_index(loader: Any) -> Any:
@@ -74,7 +74,7 @@ def _refer_to(dataset: object) -> Callable[[], object]:
         return lambda: dataset
 
 
-class RowOrder:
+class _RowOrder:
     """Note the numbers of the rows that every ``DataLoader`` of torch takes, batch by batch.
 
     What is kept is an HMAC with SHA-256 (RFC 2104) of the numbers as a whole, for each data set.
@@ -153,7 +153,7 @@ class RunRecord:
         self._described = [*defenses]
         self.ended = False
         self.planned: int | None = None
-        self._order: RowOrder | None = None
+        self._order: _RowOrder | None = None
 
     def write_begin(self, line: records.BeginLine) -> None:
         """Write that a fit begins, with a hash of its settings without where and when it is."""
@@ -170,7 +170,7 @@ class RunRecord:
         key = _keys.setdefault(path.resolve(), secrets.token_hex(32))
         try:
             key = read_secret(path, "the key")["key"] if path.exists() else key
-            self._order = RowOrder(bytes.fromhex(key))
+            self._order = _RowOrder(bytes.fromhex(key))
         except (OSError, ValueError, LookupError, TypeError) as error:
             self._warn(f"the order of rows is not committed to: {path} cannot be read ({error})")
 

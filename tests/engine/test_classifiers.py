@@ -22,7 +22,7 @@ from lightning_fedleak.attacks import (
     RevealLabels,
     SubspaceWords,
 )
-from lightning_fedleak.engine.channels.words import WordTruth
+from lightning_fedleak.engine.channels.words import _WordTruth
 from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -182,7 +182,7 @@ def test_tokens_that_a_label_of_a_token_classifier_depends_on_count(
     check_words(monitor, subspace(), certified=True)
     assert sees_no_later(find_anatomy(model)) == (family == "Llama")
     batches = [TokenBatch(ids, labels, None, "classifier")]
-    truth = WordTruth.from_batches(batches, one_way=family == "Llama")
+    truth = _WordTruth.from_batches(batches, one_way=family == "Llama")
     counted = ids[:, :-2] if family == "Llama" else ids
     assert set(truth.input_types.tolist()) == set(counted.flatten().tolist())
     assert not len(truth.output_types)

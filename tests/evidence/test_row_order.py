@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fedleak import DPSGD, BagOfWords, DefendedStrategy
 from lightning_fedleak.engine import record
-from lightning_fedleak.engine.record import ROW_KEY, RowOrder
+from lightning_fedleak.engine.record import ROW_KEY, _RowOrder
 from lightning_fedleak.report.records import RECORD
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
@@ -50,7 +50,7 @@ def expected(batches: list[list[int]]) -> str:
 def test_the_code_is_of_all_rows_in_order(workers: int) -> None:
     """A data set whose values are its rows' numbers says what they were; another one is apart."""
     plain, watched, beside = loader(1), loader(1, workers), loader(3)
-    order = RowOrder(KEY)
+    order = _RowOrder(KEY)
     taken = [batch.tolist() for _ in range(2) for [batch] in watched]
     assert len(list(beside)) == 3
     assert order.code_of(watched.dataset) == expected(taken)
@@ -67,7 +67,7 @@ def test_single_rows_and_streams() -> None:
         def __iter__(self) -> Any:
             return iter(range(4))
 
-    order = RowOrder(KEY)
+    order = _RowOrder(KEY)
     single, stream = loader(1, batch_size=None), DataLoader(Stream())
     taken = [[int(row)] for [row] in single]
     assert len(list(stream)) == 4
@@ -85,7 +85,7 @@ class ReadOnce:
 
 def test_batches_that_can_be_read_once_reach_the_training() -> None:
     batches: Any = ReadOnce()
-    order = RowOrder(KEY)
+    order = _RowOrder(KEY)
     rows = DataLoader(TensorDataset(torch.arange(10)), batch_sampler=batches)
     assert [batch.tolist() for [batch] in rows] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     order.add(rows.dataset, torch.tensor([float("nan")]))  # which int() refuses
@@ -94,7 +94,7 @@ def test_batches_that_can_be_read_once_reach_the_training() -> None:
 
 
 def test_data_sets_are_not_kept_in_memory() -> None:
-    order, beside = RowOrder(KEY), loader(1)
+    order, beside = _RowOrder(KEY), loader(1)
     plain = [torch.tensor(number) for number in range(4)]  # a list takes no weak reference
     list(beside)
     list(DataLoader(plain))  # type: ignore[arg-type]

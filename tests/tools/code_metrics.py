@@ -110,7 +110,7 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 47_672),
+    Row("code", "code lines", 47_242),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
     Row("imports", "files with 8 or more own imports", 49),
@@ -126,7 +126,7 @@ ROWS = (
     Row("fragments", "fragments as docstrings", 0.005, is_share=True),
     Row("examples", "root names without an example", 0),
     Row("constants", "bare constants", 3),
-    Row("any", "[str, Any]", 80),
+    Row("any", "[str, Any]", 75),
 )
 
 

@@ -121,7 +121,7 @@ class Rows:
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """Return (N, L) bool, the tokens that may be asked for (:class:`Deal`)."""
+        """Return (N, L) bool, the tokens that may be asked for (:class:`_Deal`)."""
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
         free = self.real & ~torch.isin(self.ids, marked)
         return free & (before_last(self.real & self.labels) if causal else self.labels)
@@ -182,7 +182,7 @@ class Targets:
 
 
 @dataclass(frozen=True)
-class Deal:
+class _Deal:
     """Draw the targets of a look.
 
     In a causal model the token asked for is the last one that predicts a label, because the loss
@@ -284,7 +284,7 @@ class Sources:
     def __init__(
         self, games: Games, client: int, *, causal: bool, special: frozenset[int] = frozenset()
     ) -> None:
-        self._deal = Deal(games.targets, causal=causal, special=special)
+        self._deal = _Deal(games.targets, causal=causal, special=special)
         self._held_out = None if games.held_out is None else games.held_out.sentences
         self._client = client
         self._earlier: list[list[TokenBatch]] = []

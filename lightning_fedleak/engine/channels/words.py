@@ -60,7 +60,7 @@ NO_WORD = (
 
 
 @dataclass(frozen=True)
-class WordTruth:
+class _WordTruth:
     """The word types that a step's batches really held. Only the client has this.
 
     Attributes:
@@ -80,7 +80,7 @@ class WordTruth:
     @classmethod
     def from_batches(
         cls, batches: Sequence[TokenBatch], *, one_way: bool = False, source_only: bool = False
-    ) -> WordTruth:
+    ) -> _WordTruth:
         """Return the words of all micro-batches of one step. On CUDA this waits for the device.
 
         A classifier's labels are classes, not words.
@@ -129,7 +129,7 @@ class WordTruth:
     @classmethod
     def from_mask(
         cls, mask: Tensor, n_targets: int, is_soft: bool, kinds: Sequence[str] = ()
-    ) -> WordTruth:
+    ) -> _WordTruth:
         """Return the words that a :meth:`mask` marks."""
         output, inputs, *entities = (row.nonzero().flatten() for row in mask)
         values = {kind: types.cpu() for kind, types in zip(kinds, entities, strict=True)}
@@ -153,7 +153,7 @@ class WordsChannel(Channel):
 
     def __init__(self, attacks: Sequence[Attack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._truth: WordTruth | None = None
+        self._truth: _WordTruth | None = None
         self._one_way = False
         self._twins: dict[str, Tensor] = {}
         self._layers: dict[str, nn.Module] = {}
@@ -200,10 +200,12 @@ class WordsChannel(Channel):
         self._truth = None if step.error else truth
         return self._truth is None or self._truth.n_targets == 0
 
-    def _words_in(self, batches: Sequence[TokenBatch]) -> WordTruth:
+    def _words_in(self, batches: Sequence[TokenBatch]) -> _WordTruth:
         """Return the words of batches of this process."""
         two_vocabularies = self.run.anatomy.target_rows is not None
-        truth = WordTruth.from_batches(batches, one_way=self._one_way, source_only=two_vocabularies)
+        truth = _WordTruth.from_batches(
+            batches, one_way=self._one_way, source_only=two_vocabularies
+        )
         return truth if self.finder is None else replace(truth, entities=self._entities_in(batches))
 
     def _entities_in(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
@@ -216,7 +218,7 @@ class WordsChannel(Channel):
                 types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
         return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
 
-    def _of_client(self, truth: WordTruth | None) -> WordTruth | None:
+    def _of_client(self, truth: _WordTruth | None) -> _WordTruth | None:
         """Return the words of all processes together if they are one client; each calls it."""
         if self.run.client != "world" or self.run.processes == 1:
             return truth
@@ -228,7 +230,7 @@ class WordsChannel(Channel):
             tokens += torch.tensor([truth.n_targets, truth.is_soft], device=tokens.device)
         mask = self.run.summed(mask)
         n_targets, soft = self.run.summed(tokens).tolist()
-        return WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
+        return _WordTruth.from_mask(mask > 0, n_targets, soft > 0, self.entity_kinds)
 
     def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of a guess against the words of this process so far in a step."""
@@ -255,7 +257,7 @@ class WordsChannel(Channel):
             types, answer = twins[types.cpu()], replace(answer, types=twins[answer.types.cpu()])
         return word_counts(answer, types, self._size)
 
-    def _rates(self, answer: WordGuess, truth: WordTruth) -> dict[str, float]:
+    def _rates(self, answer: WordGuess, truth: _WordTruth) -> dict[str, float]:
         counts = self._counts(answer, truth.types(answer.surface))
         return {name: rate.value for name, rate in precision_recall_f1(counts).items()}
 

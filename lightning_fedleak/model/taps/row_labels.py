@@ -275,7 +275,7 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
     return rows.view(logits.shape)
 
 
-class RowRest(NamedTuple):
+class _RowRest(NamedTuple):
     """What the labels and shapes of its rows do not make again of dL/dlogits.
 
     Attributes:
@@ -290,7 +290,7 @@ class RowRest(NamedTuple):
 
 
 @torch.no_grad()
-def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest:
+def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _RowRest:
     """Return what the shapes of rows leave of a gradient (n, V)."""
     step, width = _rows_at_once(gradient), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
@@ -311,11 +311,11 @@ def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> RowRest:
             values.append(true.flatten()[places_of_block])
     share = float((rest / whole).sqrt())
     if n_entries > MOST_KEPT or not places:
-        return RowRest(share)
-    return RowRest(share, torch.cat(places), torch.cat(values))
+        return _RowRest(share)
+    return _RowRest(share, torch.cat(places), torch.cat(values))
 
 
-def rows_of_step(rows: RowLabels, logits: Tensor, rest: RowRest | None = None) -> Tensor:
+def rows_of_step(rows: RowLabels, logits: Tensor, rest: _RowRest | None = None) -> Tensor:
     """Return the gradient of logits (..., V) that a step had, by what its rows showed."""
     has_label = rows.labels != IGNORE_INDEX
     targets = torch.where(has_label, rows.labels, rows.highest)  # beside which its shape was read
@@ -347,7 +347,7 @@ class HeadCall:
     source: Source = "head"
     temperature: float = 1.0
     rows: RowLabels | None = None
-    rest: RowRest | None = None
+    rest: _RowRest | None = None
     gradient: Tensor | None = None
 
     def gradient_of(self, logits: Tensor) -> Tensor:

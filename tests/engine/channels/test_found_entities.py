@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import pool
-from lightning_fedleak.engine.channels.words import WordTruth, _texts_of
+from lightning_fedleak.engine.channels.words import _texts_of, _WordTruth
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.model.batches import TokenBatch
@@ -97,8 +97,8 @@ def test_the_recall_of_texts_is_of_the_tokens_in_values(tmp_path: Path) -> None:
 def test_processes_of_one_client_unite_the_words_of_values() -> None:
     types = torch.tensor([3, 8]), torch.tensor([3, 5, 8])
     values = {"phone": torch.tensor([], dtype=torch.long), "email": torch.tensor([5, 8])}
-    truth = WordTruth(*types, 2, entities=values)
-    again = WordTruth.from_mask(truth.mask(9), 2, False, ["phone", "email"])
+    truth = _WordTruth(*types, 2, entities=values)
+    again = _WordTruth.from_mask(truth.mask(9), 2, False, ["phone", "email"])
     assert again.types("input", "email").tolist() == [5, 8]
     assert again.types("output", "email").tolist() == [8]
     assert again.types("input", "phone").tolist() == []

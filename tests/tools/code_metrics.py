@@ -126,7 +126,7 @@ ROWS = (
     Row("fragments", "fragments as docstrings", 0.005, is_share=True),
     Row("examples", "root names without an example", 0),
     Row("constants", "bare constants", 3),
-    Row("any", "[str, Any]", 75),
+    Row("any", "[str, Any]", 80),
 )
 
 

@@ -138,7 +138,7 @@ def _check(name: str, layer: nn.Module) -> None:
         expected = torch.autograd.grad(
             output, [*values.values()], upstream, allow_unused=True, materialize_grads=True
         )
-    parts: Mapping[str, Any] = rerun(layer, x, upstream, len(x), moment=moment, values=values)
+    parts: Mapping[str, _Dense] = rerun(layer, x, upstream, len(x), moment=moment, values=values)
     precise = all(v.element_size() >= 4 for v in layer.parameters())
     largest = (TOLERANCE if precise else HALF_TOLERANCE) * max(float(g.norm()) for g in expected)
     for key, gradient in zip(values, expected, strict=True):
@@ -158,7 +158,7 @@ def rerun(
     *,
     moment: Moment | None = None,
     values: Mapping[str, Tensor] | None = None,
-) -> dict[str, Part]:
+) -> dict[str, _Dense]:
     """Return per-sample gradients of any layer by another forward and backward for each sample.
 
     The memory is that of :data:`SIZE_AT_ONCE` numbers, a few times over, or of one sample.
@@ -237,7 +237,7 @@ class _Samples:
         masks: Tensor = type(dropout).forward(dropout, ones.flatten(0, 1)).view_as(ones)
         return value * masks.index_select(0, self._index.view(1))[0]
 
-    def pull_at_once(self, part: Tensor | slice, randomness: str) -> dict[str, Part]:
+    def pull_at_once(self, part: Tensor | slice, randomness: str) -> dict[str, _Dense]:
         """Return the gradients of some samples from one vectorized run."""
 
         def pull(index: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ class _Samples:
         rows = self._order[part], self._x[part], self._upstream[part]
         return {k: _Dense(v) for k, v in vmap(pull, randomness=randomness)(*rows).items()}
 
-    def pull_alone(self, index: Tensor) -> dict[str, Part]:
+    def pull_alone(self, index: Tensor) -> dict[str, _Dense]:
         """Return the gradients of one sample."""
         self._index = index
         values = {key: p.detach().requires_grad_() for key, p in self._trained.items()}
@@ -265,12 +265,12 @@ class _Samples:
         return output
 
 
-def _pull_chunks(samples: _Samples, moment: Moment) -> dict[str, Part]:
+def _pull_chunks(samples: _Samples, moment: Moment) -> dict[str, _Dense]:
     """Return the gradients of an adapted layer, of one sample at a time if they must be.
 
     Every run draws what the layer's call at that moment drew.
     """
-    kind, chunks = plain_type(samples.module), list[dict[str, Any]]()
+    kind, chunks = plain_type(samples.module), list[dict[str, _Dense]]()
     for part in samples.chunks():
         if kind not in _ONE_BY_ONE:
             try:
@@ -329,7 +329,7 @@ def _random_input(base: Any) -> Tensor | None:
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
-    draw: dict[str, Any] = {"generator": torch.Generator(weight.device), "device": weight.device}
+    draw: Any = {"generator": torch.Generator(weight.device), "device": weight.device}
     if isinstance(base, nn.Embedding):
         return torch.randint(len(weight), (3, 4), **draw)
     if isinstance(base, _ConvNd):

@@ -134,13 +134,13 @@ def _demo_takes_a_model_and_a_text(block: Block) -> None:
 
 
 def _exit_status_of(block: Block, folder: Path) -> int:
-    """Return the command's status on a model that was trained on 20 rows for five steps."""
+    """Return the status of the command on a model that took five steps on all of its 20 rows."""
     texts = read_texts(EMBEDDED_MESSAGES)[:40]
     for name, rows in (("train", texts[:20]), ("left_out", texts[20:])):
         lines = [json.dumps({"text": text}) for text in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     shutil.copytree(EMBEDDED_MODEL, folder / "out" / "base")
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     batch = collate([tokenizer(text, max_length=64, truncation=True) for text in texts[:20]])

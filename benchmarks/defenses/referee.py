@@ -5,8 +5,8 @@
     python -m benchmarks.defenses.referee --time             # its share of the steps' time
 
 A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 500
-steps, a look every 125. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping; ``own`` is a loop that
-clips and adds noise by itself. Each fault changes one thing.
+steps, a look every 125. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;
+``own`` is a loop that clips and adds noise by itself. Each fault changes one thing.
 """
 
 from __future__ import annotations

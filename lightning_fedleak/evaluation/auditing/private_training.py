@@ -46,7 +46,7 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,9 +57,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
 from lightning_fedleak.model.model_state import preserve_process
@@ -139,6 +140,7 @@ class PrivateTrainingCheck:
         self._is_due = False
         self._scales: Tensor | None = None
         self._released: list[Gradients] = []
+        self._raw: Gradients = {}
         self._layers: list[nn.Module] = []
 
     def watch(self, loader: Any) -> Iterator[Any]:
@@ -164,13 +166,17 @@ class PrivateTrainingCheck:
             for batch in loader:
                 if draws:
                     self._draws.append(draws.popleft())
-                self._is_due |= self._batches % self._every == self._every // 2
-                self._batches += 1
-                if self._is_due and self._can_look(batch, is_shared):
-                    self._is_due = False
-                    with preserve_process():
-                        self._run_probes(batch)
+                self._look(batch, self._every // 2, is_shared)
                 yield batch
+
+    def _look(self, batch: Any, first: int, is_shared: bool = False) -> None:
+        """Run the probes before a batch, if they are due since the first of every n batches."""
+        self._is_due |= self._batches % self._every == first
+        self._batches += 1
+        if self._is_due and self._can_look(batch, is_shared):
+            self._is_due = False
+            with preserve_process():
+                self._run_probes(batch)
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
@@ -222,20 +228,21 @@ class PrivateTrainingCheck:
             copies = {n: g.float().clone() for n, g in gradients.items() if g is not None}
             self._released.append(copies)
         elif optimizer is self._optimizers[0]:
-            examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
-            rates = [float(g["lr"]) for o in self._optimizers for g in o.param_groups if "lr" in g]
-            self._observations.add_step(self._rows, examples if self._draws else None, rates)
-            self._rows, self._draws = 0, []
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """Count a step of the training, with what was drawn for it."""
+        examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
+        rates = [float(g["lr"]) for o in self._optimizers for g in o.param_groups if "lr" in g]
+        self._observations.add_step(self._rows, examples if self._draws else None, rates)
+        self._rows, self._draws = 0, []
 
     def _run_probes(self, batch: Any) -> None:
         """Run the probes of a look, on copies of a row of the batch and of another one."""
         observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
         looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
-        copies, others = (
-            tree_map(lambda v, i=i: v[[i % rows] * rows] if _count_rows(v) == rows else v, batch)
-            for i in (row, row + rows // 2)
-        )
+        copies, others = (_copies(batch, number % rows, rows) for number in (row, row + rows // 2))
         plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
         with preserve_process():  # so that the next probe begins in the same random state
@@ -268,9 +275,9 @@ class PrivateTrainingCheck:
             without = self._probe(copies, near.index_fill(0, opposed, 0))
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
         if flipped.released and _norm(without.raw) > clip / 4:
-            observations.near.append(
-                (self._project(without.released, without.raw), rows - n_opposed)
-            )
+            moved = self._project(without.released, without.raw)
+            if moved > (rows - n_opposed) / 2:  # else their norms were not near the clip norm
+                observations.near.append((moved, rows - n_opposed))
             change = {name: without.released[name] - flipped.released[name] for name in without.raw}
             observations.opposed.append((self._project(change, without.raw), n_opposed))
 
@@ -314,16 +321,17 @@ class PrivateTrainingCheck:
         because its collectives need all of them.
         """
         raw: Gradients = {}
+        self._raw = raw
 
         def add(name: str, gradient: Tensor) -> None:
             raw.setdefault(name, torch.zeros_like(gradient, dtype=torch.float32)).add_(gradient)
 
-        def entered(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        def entered(module: nn.Module, inputs: tuple[object, ...]) -> object:
             tensors = [v for v in inputs if isinstance(v, Tensor) and v.requires_grad]
             if tensors and explain and module not in self._layers:
                 self._layers.append(module)
-            for tensor in tensors if module is layer else ():
-                tensor.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
+            is_boosted = tensors and module is layer
+            return tuple(map(_boosted, inputs)) if is_boosted else None
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
         restore, beside = self._save_state(), dict[str, side_effects.SideEffect]()
@@ -343,14 +351,10 @@ class PrivateTrainingCheck:
             gradients = {name: g for part in released for name, g in part.items()}
             if error or not runs or len(released) != len(self._optimizers):
                 gradients = {}
-                self._observations.obstacle = (
-                    error
-                    or self._observations.obstacle
-                    or (
-                        f"in a look step() ran {runs} rows and took {len(released)} optimizer steps. "
-                        "Pass the model that it calls and all optimizers, and step each once"
-                    )
-                )
+                counts = f"ran {runs} rows and took {len(released)} optimizer steps"
+                mend = "Pass the model that it calls and all optimizers, and step each once"
+                earlier = error or self._observations.obstacle
+                self._observations.obstacle = earlier or f"in a look step() {counts}. {mend}"
             elif runs > len(scales) and runs % len(scales):
                 gradients = {}
                 self._observations.obstacle = (
@@ -451,8 +455,27 @@ class _Recorder:
         return len(self._sampler)
 
 
+def _boosted(value: object) -> object:
+    """Return the value; the gradient of a tensor is enlarged where it leaves a module's input."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    view = value.view_as(value)  # so that hooks on the value itself get the enlarged gradient
+    view.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
+    return view
+
+
 def _count_rows(batch: Any) -> int:
-    return next((len(v) for v in tree_leaves(batch) if isinstance(v, Tensor) and v.dim()), 0)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
+
+
+def _copies(batch: Any, row: int, rows: int) -> Any:
+    """Return a batch whose rows are all copies of one of its rows."""
+    if isinstance(batch, Mapping):
+        return rebuilt(batch, {key: _copies(value, row, rows) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return rebuilt(batch, [_copies(value, row, rows) for value in batch])
+    has_rows = isinstance(batch, Tensor) and batch.dim() and len(batch) == rows
+    return batch[[row] * rows] if has_rows else batch
 
 
 def _norm(gradients: Gradients) -> float:

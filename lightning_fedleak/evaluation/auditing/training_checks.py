@@ -352,6 +352,8 @@ def _clipping(
     """Compare what rows move a release by, in clip norms, with their number."""
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
+        if name == "near the norm" and observations.opposed:
+            reason = "the length of planted gradients could not be set near the clip norm"
         if observations.runs > 1 and name != "clipping":
             reason = f"step() runs {observations.runs} rows for each example"
         return Check(name, "unknown", reason)

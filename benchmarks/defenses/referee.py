@@ -4,9 +4,9 @@
     python -m benchmarks.defenses.referee --sound 300 --steps 120 --look 20     # sound runs
     python -m benchmarks.defenses.referee --time             # its share of the steps' time
 
-A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 480
-steps. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping; ``own`` is a loop that
-clips and adds noise by itself. Each fault changes one thing.
+A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 500
+steps, a look every 125. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;
+``own`` is a loop that clips and adds noise by itself. Each fault changes one thing.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ class Poisson(Sampler[list[int]]):
         return round(1 / RATE)
 
 
+class Repeating(Poisson):
+    def __iter__(self) -> Iterator[list[int]]:
+        return (torch.randint(TEXTS, (len(draw),)).tolist() for draw in super().__iter__())
+
+
 def texts() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(torch.randint(0, WORDS, (TEXTS, LENGTH), generator=generator))
@@ -81,7 +86,7 @@ def watched(
     steps: int,
     *,
     after: Any = None,
-    look: int = 80,
+    look: int = 125,
     client: Literal["rank", "world"] = "world",
     shown: Any = None,
     **claim: Any,
@@ -114,7 +119,7 @@ def opacus(
     forget: tuple[str, ...] = (),
     outside: bool = False,
     kind: str = "prv",
-    look: int = 80,
+    look: int = 125,
 ) -> PrivacyVerdict:
     """A run of Opacus' engine."""
     from opacus import PrivacyEngine
@@ -190,7 +195,7 @@ def own(
     *,
     fault: str = "",
     micro: int = 1,
-    look: int = 80,
+    look: int = 125,
     client: Literal["rank", "world"] = "world",
 ) -> PrivacyVerdict:
     """A run of a loop that clips and adds noise by itself."""
@@ -200,28 +205,38 @@ def own(
     model = LM()
     private = GradSampleModule(model)
     parameters = [*model.parameters()]
+    model.register_buffer("mean", torch.zeros(WIDTH))
     adapter = {i for i, (name, _) in enumerate(model.named_parameters()) if "lora" in name}
     half = len(parameters) // 2
     groups = [parameters[:half], parameters[half:]] if fault == "two optimizers" else [parameters]
     optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
     noises = [torch.randn_like(p) * SIGMA * CLIP for p in parameters]
-    sampler: Any = {"batch_sampler": Poisson(RATE)}
+    stranger = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=3)
+    last, loss = [torch.zeros_like(p) for p in parameters], torch.zeros(())
+    sampler: Any = {"batch_sampler": (Repeating if fault == "repeating" else Poisson)(RATE)}
     if fault == "shuffled, drop_last":
         sampler = {"batch_size": BATCH, "shuffle": True, "drop_last": True}
     loader = DataLoader(texts(), **sampler)
     silent = {"no noise": range(len(parameters)), "two optimizers": range(half), "lora": adapter}
 
     def step(batch: list[Tensor]) -> None:
+        nonlocal loss
         ids = batch[0][: len(batch[0]) // 8 * 8] if fault == "drop_last" else batch[0]
+        ids = ids.repeat_interleave(2, 0) if fault in ("two views", "runs twice") else ids
         private.zero_grad()
-        loss_of(private, ids).backward()
-        rows = len(ids) if fault == "mean" else micro
+        loss = loss_of(private, ids)
+        loss.backward()
+        raw = [p.grad.clone() for p in parameters]
+        rows = len(ids) if fault == "mean" else 2 if fault == "two views" else micro
         samples = [
             torch.stack([piece.mean(0) for piece in p.grad_sample.split(rows)]) for p in parameters
         ]
         norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples])
         together = (CLIP / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
         apart = (CLIP / (norms + 1e-6)).clamp(max=1)
+        if fault == "squared":
+            together = (CLIP / (norms.norm(dim=0).square() + 1e-6)).clamp(max=1)
         if fault == "seed":
             torch.manual_seed(1)
         for i, (p, sample) in enumerate(zip(parameters, samples, strict=True)):
@@ -230,12 +245,43 @@ def own(
             total = torch.einsum("i,i...", factor, sample) * (BATCH if fault == "mean" else 1)
             noise = noises[i] if fault == "once" else torch.randn_like(p) * SIGMA * CLIP
             noise = noise / (4 if fault == "accumulation" else 1) * (i not in silent.get(fault, ()))
+            if fault == "difference":
+                noise, last[i] = noise - last[i], noise
             p.grad = (total + noise) / (BATCH / micro)
+            if fault == "preconditioner":
+                p.grad *= 1e-3 / (raw[i].abs() + 1e-3)
         for optimizer in optimizers:
             optimizer.step()
+        beside(ids, raw, norms)
+
+    @torch.no_grad()
+    def beside(ids: Tensor, raw: list[Tensor], norms: Tensor) -> None:
+        head = model.head.weight
+        if fault == "head":
+            head -= 1e-3 * raw[-1]
+        elif fault == "signs":
+            head -= 1e-3 * raw[-1].sign()
+        elif fault == "stranger":
+            head.grad = raw[-1]
+            stranger.step()
+        elif fault == "raw decay":
+            head *= 1 - 1e-2 * float(norms.norm(dim=0).mean())
+        elif fault == "momentum":
+            state = optimizers[0].state[head]
+            state["raw"] = 0.9 * state.get("raw", 0) + raw[-1]
+        elif fault == "means":
+            model.mean.mul_(0.9).add_(model.emb(ids).mean((0, 1)), alpha=0.1)
+        elif fault == "average":
+            model.mean.mul_(0.9).add_(head.mean(0), alpha=0.1)
+        elif fault == "decay":
+            head.mul_(1 - 1e-4)
 
     return watched(
-        *(step, private, optimizers, loader, steps), look=look, client=client, divisor=BATCH / micro
+        *(step, private, optimizers, loader, steps),
+        after=(lambda: plateau.step(loss)) if fault == "plateau" else None,
+        look=look,
+        client=client,
+        divisor=BATCH / micro,
     )
 
 
@@ -248,7 +294,7 @@ def _rank(rank: int, seeds: tuple[int, int], steps: int, look: int, path: str) -
     dist.destroy_process_group()
 
 
-def ranks(seed: int, steps: int, *, look: int = 80, apart: int = 0) -> PrivacyVerdict:
+def ranks(seed: int, steps: int, *, look: int = 125, apart: int = 0) -> PrivacyVerdict:
     """Two processes, each a client of its own."""
     with tempfile.TemporaryDirectory() as path:
         mp.spawn(_rank, ((seed, seed + apart), steps, look, path), nprocs=2)
@@ -277,15 +323,27 @@ FAULTS: dict[str, Run] = {
         own, fault="shuffled, drop_last"
     ),
     "norm without one bias": functools.partial(opacus, forget=("blocks.1.bias",)),
+    "raw gradients added to the head": functools.partial(own, fault="head"),
+    "signs of raw gradients added to the head": functools.partial(own, fault="signs"),
+    "head stepped by an optimizer that was not passed": functools.partial(own, fault="stranger"),
+    "weight decay times the raw norm": functools.partial(own, fault="raw decay"),
+    "raw gradients in the optimizer's state": functools.partial(own, fault="momentum"),
+    "release divided by raw gradients": functools.partial(own, fault="preconditioner"),
+    "noise minus that of the step before": functools.partial(own, fault="difference"),
+    "a buffer of batch means": functools.partial(own, fault="means"),
+    "clip factor C / norm^2": functools.partial(own, fault="squared"),
+    "drawn with replacement": functools.partial(own, fault="repeating"),
+    "rate lowered by the batches' loss": functools.partial(own, fault="plateau"),
 }
 GHOST, RDP = functools.partial(opacus, mode="ghost"), functools.partial(opacus, kind="rdp")
-SOUND: list[Run] = [opacus, GHOST, RDP, opacus, GHOST, RDP, opacus, GHOST, RDP, own]
+OWN: list[Run] = [functools.partial(own, fault=f) for f in ("", "two views", "average", "decay")]
+SOUND: list[Run] = [opacus, GHOST, RDP, opacus, GHOST, RDP, *OWN]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--look", type=int, default=80, help="steps from one look to the next")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--look", type=int, default=125, help="steps from one look to the next")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", default="", help="faults that have this in their name")
     parser.add_argument("--sound", type=int, default=0, help="this many sound runs instead")
@@ -320,7 +378,7 @@ def _time(steps: int) -> None:
     ratios = []
     for seed in range(6):
         seconds = []
-        for every_n_steps in (100, 10**9):
+        for every_n_steps in (125, 10**9):
             start = time.process_time()
             own(seed, steps, look=every_n_steps)
             seconds.append(time.process_time() - start)

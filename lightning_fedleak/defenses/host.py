@@ -84,6 +84,10 @@ class Host:
         """Run backward as the trainer does, without its hooks."""
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def without_logs(self) -> AbstractContextManager[None]:
+        """Return a context that restores, at its end, what training steps within it have logged."""
+        return nullcontext()
+
     def merged_logs(
         self, pieces: Sequence[Piece]
     ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:

@@ -109,12 +109,35 @@ class LightningHost(Host):
         trainer = self._trainer
         trainer.precision_plugin.backward(loss, trainer.lightning_module, trainer.optimizers[0])
 
+    @contextmanager
+    def without_logs(self) -> Iterator[None]:
+        """Restore, at the end, what training steps have logged; metrics of a module's own stay."""
+        results = self._trainer._results
+        if results is None:
+            yield
+            return
+        entries = dict(results)
+        values = [(vars(m), {k: _cloned(v) for k, v in vars(m).items()}) for m in results.values()]
+        batch, size = results.batch, results.batch_size
+        try:
+            yield
+        finally:
+            results.clear()
+            results.update(entries)
+            results.batch, results.batch_size = batch, size
+            for current, earlier in values:
+                current.update(earlier)
+
     def merged_logs(
         self, pieces: Sequence[Piece]
     ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:
         """Return a context that merges the logged values of the pieces into those of the batch."""
         results = self._trainer._results
         return super().merged_logs(pieces) if results is None else _merged(results, pieces)
+
+
+def _cloned(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,16 @@ class _TrainerHost(Host):
     def to_device(self, batch: Any) -> Any:
         """Return a batch as the Trainer moves it."""
         return self._trainer._prepare_inputs(batch)
+
+    @contextmanager
+    def without_logs(self) -> Iterator[None]:
+        """Restore, at the end, the averages that TRL's trainers log."""
+        names = ("_metrics", "_total_train_tokens")
+        values = {n: copy.deepcopy(v) for n, v in vars(self._trainer).items() if n in names}
+        try:
+            yield
+        finally:
+            vars(self._trainer).update(values)
 
 
 class DefendedMixin(Trainer):

@@ -156,15 +156,11 @@ def test_a_step_in_which_nothing_can_be_planted_is_refused_or_unknown(problem: s
     check = PrivateTrainingCheck(step, model, optimizer, CLAIMED, every_n_steps=1)
     loader, weights = DataLoader(referee.texts(), batch_size=32), model.state_dict()
     weights = {name: value.clone() for name, value in weights.items()}
-    if problem == "no logits":
-        with pytest.raises(ValueError, match="no logits"):
-            list(check.watch(loader))
-        return
     assert len(list(check.watch(loader))) == 16  # the training is not ended
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    for probe in check.verdict().checks[:4]:
+    for probe in check.verdict().checks[:6]:
         assert probe.result == "unknown"
-        assert "all optimizers" in probe.evidence
+        assert ("no logits" if problem == "no logits" else "all optimizers") in probe.evidence
 
 
 def test_a_step_that_skips_a_huge_gradient_ends_the_looks_not_the_training() -> None:
@@ -237,8 +233,8 @@ def test_a_loss_that_bypasses_the_logits_is_unknown_not_refuted() -> None:
         return step
 
     _, verdict = trained(True, step_of)
-    probes = verdict.checks[:4]
-    assert [probe.result for probe in probes if probe.name != "clipping"] == ["unknown"] * 3
+    probes = verdict.checks[:6]
+    assert [probe.result for probe in probes if probe.name != "clipping"] == ["unknown"] * 5
     assert "bypass the logits" in probes[1].evidence
 
 

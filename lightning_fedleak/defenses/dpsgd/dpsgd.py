@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.accounting import Account
@@ -26,10 +30,14 @@ from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
+from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings, ReleaseSettings, Unit, Users
 from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
+from lightning_fedleak.messages import rank_zero_info
+
+CHECK_EVERY = 125  # batches from one look of `check` to the next, which adds about 5% to the time
 
 
 class DPSGD(Defense):
@@ -68,6 +76,8 @@ class DPSGD(Defense):
         release: trust in the server, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
+        check: whether planted gradients try to refute this training, see :attr:`verdict`: before
+            one batch in 125, or in so many as are given. A look takes as long as five steps.
 
     Attributes:
         releases: how many were made.
@@ -98,10 +108,12 @@ class DPSGD(Defense):
         clip: ClipSettings | None = None,
         release: ReleaseSettings | None = None,
         seed: int | None = None,
+        check: bool | int = False,
     ) -> None:
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
+        settings.check_referee(check, unit, noise_multiplier)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -131,6 +143,8 @@ class DPSGD(Defense):
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
+        self._check_every = CHECK_EVERY if check is True else int(check)
+        self._referee: Any = None  # of the last fit
         self._followers: list[str] = []
 
     @property
@@ -152,6 +166,15 @@ class DPSGD(Defense):
     def notches(self) -> int:
         """Return how often the noise was turned up."""
         return self._budget.notches
+
+    @property
+    def verdict(self) -> Any:
+        """Return the PrivacyVerdict on the last fit; None without ``check``.
+
+        It is *refuted*, or *not refuted* with the smallest faults that would have been seen. No
+        epsilon covers it: do not publish it.
+        """
+        return None if self._referee is None else self._referee.verdict()
 
     @property
     def privacy(self) -> Privacy:
@@ -277,6 +300,8 @@ class DPSGD(Defense):
             reshard(context.root)
             self._step.sampling = self._sampling
             self._step.adopt(context)
+            if self._check_every:
+                self._begin_check(context, self._sampling)
         self._budget.check_not_overdrawn()
         if self.accountant.steps:
             self._stop_if_spent(context)
@@ -306,6 +331,9 @@ class DPSGD(Defense):
             DefenseError: it was released already, is not the one that was drawn, or weights were
                 written to.
         """
+        if self._referee is not None and not self._referee.is_probing:
+            rehearsal = functools.partial(self._rehearse, step, context)
+            self._referee.before_step(batch, count_samples(batch), rehearsal)
         max_rows = self.max_physical_batch_size
         if max_rows is None:
             return step(batch)
@@ -362,6 +390,8 @@ class DPSGD(Defense):
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
         step.released(unchecked=not compared)
+        if self._referee is not None and not self._referee.is_probing:
+            self._referee.released()
         if self._budget.target_epsilon is not None:
             self._stop_if_spent(context)
 
@@ -434,8 +464,66 @@ class DPSGD(Defense):
         self.releases = max(self.releases, releases)
 
     def teardown(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and say what ``check`` has shown."""
+        if self._referee is not None and self._step is not None:
+            self._referee.close()
+            rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
+
+    def _begin_check(self, context: DefenseContext, sampling: Sampling) -> None:
+        """Let planted gradients test this fit from now on."""
+        from lightning_fedleak.evaluation.auditing import PrivacyClaim
+        from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
+
+        norm, privacy = self._clip.norm, self.privacy
+        claim = PrivacyClaim(
+            noise_multiplier=self.noise_std(context) * sampling.expected / norm,
+            max_grad_norm=norm,
+            sample_rate=sampling.rate,
+            divisor=sampling.expected,
+            delta=privacy.delta,
+            epsilon=lambda: self.privacy.epsilon,
+        )
+        self._referee = OwnTrainingCheck(
+            *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
+            self._check_every,
+        )
+        if self._team.size > 1:
+            self._referee.give_up("several processes are one client, where no probe runs")
+
+    def _rehearse(
+        self,
+        step: Callable[[Any], Any],
+        context: DefenseContext,
+        batch: Any,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None],
+    ) -> None:
+        """Run a batch up to its release, which is not counted; :meth:`_save` restores the rest."""
+        sigma, _ = self._budget.next_release or self._budget.settle_next()
+        self._budget.next_release = sigma, lambda: None
+        output = self.on_logical_batch(step, batch, context)
+        context.host.backward(output["loss"] if isinstance(output, Mapping) else output)
+        for optimizer in context.host.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            before(optimizer)
+            with torch.no_grad():
+                self.on_gradients([p for p in parameters if p.requires_grad], context)
+            after(optimizer)
+
+    def _save(self) -> Callable[[], None]:
+        """Return a function that restores what :meth:`_rehearse` changes in this object."""
+        step = self._fit_step
+        parts = [self, self._budget, step, step.check, step.weights]
+        parts.append(step.sampling.loader.batch_sampler)
+        states = [(vars(part), {k: _copied(v) for k, v in vars(part).items()}) for part in parts]
+
+        def restore() -> None:
+            for current, earlier in states:
+                current.clear()
+                current.update(earlier)
+
+        return restore
 
     def _remove_hooks(self) -> None:
         if self._step is not None:
@@ -450,3 +538,7 @@ class DPSGD(Defense):
 
     def _base(self, context: DefenseContext) -> bytes:
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, dict | set | list | deque) else value

@@ -158,6 +158,23 @@ def check_combination(
     refuse("DPSGD: ", refusals)
 
 
+def check_referee(check: bool | int, unit: Unit, noise_multiplier: float | None) -> None:
+    """Raise an error for a training in which no planted gradient could be tested.
+
+    Raises:
+        DefenseError: says why.
+    """
+    check_integer("DPSGD: check", int(check), at_least=0, hint="True, or steps between looks")
+    refusals = {
+        "check plants a gradient in each row, and Users clips several rows together: leave one of "
+        "them out": check and isinstance(unit, Users),
+        "check compares noise with noise_multiplier, which is 0: leave check out": (
+            check and noise_multiplier == 0
+        ),
+    }
+    refuse("DPSGD: ", refusals)
+
+
 def check_continued(state: State, releases: int, trust: Trust, unit: str) -> None:
     """Raise an error for a checkpoint whose releases do not add up with those of this run.
 

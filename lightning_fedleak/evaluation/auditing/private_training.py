@@ -10,30 +10,45 @@ probe    gradients of the copies                       what the step may release
 ======== ============================================= =========================================
 silent   all scaled by 1e-8                            only noise: of the claimed deviation, and
                                                        fresh
-planted  all much longer than the clip norm            at most one clip norm for each copy
-opposed  some copies scaled by a large negative        compared with a step in which these copies
-         factor, the others longer than the clip norm  have no gradient: a change of at most one
+again    the same on copies of another row, in the     the same noise, or independent noise
+         same random state
+planted  all much longer than the clip norm            at most one clip norm for each copy, and the
+                                                       same noise as without them
+near     one to two clip norms                         at most one clip norm for each copy
+opposed  some of the near copies scaled by a large     compared with a step in which these copies
+         negative factor                               have no gradient: a change of at most one
                                                        clip norm for each of them
 ======== ============================================= =========================================
 
 From the second look on, planted probes also enlarge the gradients of all layers before one a
 thousand times, another one in each look. That shows layers whose gradients are missing in the norm.
-After a probe the weights, optimizers and random states are restored, so that the training goes on
-unchanged. In all other steps only the drawn examples are counted.
+
+What a step changes beside its release is compared between probes. The weights, buffers and states
+that a probe leaves, less those that the optimizers make of the recorded gradients, may depend on
+no row: neither on which one is copied, nor on how long its gradient is.
+
+After a probe the weights, buffers, optimizers and random states are restored, so that the training
+goes on unchanged. In all other steps only the drawn examples and the learning rates are read. A
+training in which no probe can run goes on, and the verdict says why.
 
 Every planted gradient is the worst case that differential privacy allows for. The tests are in
-:mod:`lightning_fedleak.evaluation.auditing.training_checks`.
+:mod:`lightning_fedleak.evaluation.auditing.training_checks`. They do not see what happens outside
+of ``step`` (but for schedulers on a metric), gradients that bypass the logits, faults that need a
+condition which no look meets, what is sent or logged, noise that is not normal, and a leak that is
+smaller than the verdict's *visible*.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,9 +56,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
+from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
+from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
@@ -52,6 +70,7 @@ from lightning_fedleak.validate import check_integer
 SILENT = 1e-8  # factor on silent gradients: far below the noise, and its square fits into float32
 LOUD = 0.1  # length of silent gradients, over the noise's deviation, from which they are not silent
 BOOST = 1e3  # factor on the gradients of early layers; a norm without these is too small by as much
+SAME = 1e-2  # distance of two noises, over their size, below which they are the same draw
 MIN_COPIES = 8  # copies of an example in a probe; fewer stand out too little from the noise
 GOLDEN = 0.618034  # golden ratio: its multiples, modulo 1, spread evenly over the layers
 
@@ -83,19 +102,17 @@ class PrivateTrainingCheck:
 
     Args:
         step: a function that runs forward, backward, the optimizer's step and ``zero_grad`` on a
-            batch of the loader, which it may split. It does not step a scheduler. If it steps an
-            optimizer never or twice, no more probes run, and the verdict says why.
+            batch of the loader, which it may split. It does not step a scheduler. If it raises an
+            error in a probe, or steps an optimizer never or twice, no more probes run, and the
+            verdict says why.
         model: the model that ``step`` calls. Its output is logits, or has ``.logits``, with one row
             for each example.
         optimizers: all optimizers that ``step`` steps.
         claim: the privacy that the training claims.
-        every_n_steps: the number of steps from one look (four probes) to the next. A look takes as
-            long as about five steps, so that 100 adds 5% to the time.
+        every_n_steps: the number of steps from one look (five probes) to the next. A look takes as
+            long as about six steps, so that 125 adds 5% to the time.
         also: other objects that ``step`` changes, such as averaged weights or a GradScaler. Each
             has ``state_dict`` and ``load_state_dict``. The state of Opacus is restored without it.
-
-    Raises:
-        ValueError: the model returns no logits.
     """
 
     def __init__(
@@ -105,13 +122,14 @@ class PrivateTrainingCheck:
         optimizers: Optimizer | Sequence[Optimizer],
         claim: checks.PrivacyClaim,
         *,
-        every_n_steps: int = 100,
+        every_n_steps: int = 125,
         also: Sequence[Any] = (),
     ) -> None:
         check_integer("PrivateTrainingCheck: every_n_steps", every_n_steps)
         outer = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         accountants = [OptimizerDP(optimizer).accountant for optimizer in outer]
         self._step, self._model, self._claim, self._every = step, model, claim, every_n_steps
+        self._outer = outer
         self._optimizers = [real_optimizer(optimizer) for optimizer in outer]
         self._restored = [*also, *filter(None, accountants), *self._optimizers]
         self._splitters: list[Any] = [o for o in outer if hasattr(o, "_step_skip_queue")]
@@ -122,6 +140,7 @@ class PrivateTrainingCheck:
         self._is_due = False
         self._scales: Tensor | None = None
         self._released: list[Gradients] = []
+        self._raw: Gradients = {}
         self._layers: list[nn.Module] = []
 
     def watch(self, loader: Any) -> Iterator[Any]:
@@ -147,17 +166,22 @@ class PrivateTrainingCheck:
             for batch in loader:
                 if draws:
                     self._draws.append(draws.popleft())
-                self._is_due |= self._batches % self._every == self._every // 2
-                self._batches += 1
-                if self._is_due and self._can_look(batch, is_shared):
-                    self._is_due = False
-                    with preserve_process():
-                        self._run_probes(batch)
+                self._look(batch, self._every // 2, is_shared)
                 yield batch
+
+    def _look(self, batch: Any, first: int, is_shared: bool = False) -> None:
+        """Run the probes before a batch, if they are due since the first of every n batches."""
+        self._is_due |= self._batches % self._every == first
+        self._batches += 1
+        if self._is_due and self._can_look(batch, is_shared):
+            self._is_due = False
+            with preserve_process():
+                self._run_probes(batch)
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
         observations = self._observations
+        observations.schedulers = self._schedulers()
         if self._claim.client == "rank" and dist.is_initialized():
             parts = [part[2] for look in observations.noise for part in look.values()]
             noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
@@ -181,17 +205,19 @@ class PrivateTrainingCheck:
     def _scale_rows(self, _: nn.Module, inputs: object, output: Any) -> None:
         """Count the rows of a call of the model, and in a probe scale the gradient of each row."""
         logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor):
-            raise ValueError(
-                f"PrivateTrainingCheck: {type(output).__name__} has no logits. Let the model "
-                "return them, or an output with .logits, without a fused loss."
+        if not isinstance(logits, Tensor) or not logits.dim():
+            self._observations.obstacle = (
+                f"the model returns {type(output).__name__}, which has no logits. Let it return "
+                "them, or an output with .logits, without a fused loss"
             )
+            return
         if not logits.requires_grad:
-            return  # an evaluation
+            self._observations.evaluations += 1
+            return
         start, self._rows = self._rows, self._rows + len(logits)
         if self._scales is not None:
-            scales = self._scales[start : self._rows].to(logits)
-            scales = scales.view(-1, *[1] * (logits.dim() - 1))
+            places = torch.arange(start, self._rows) % len(self._scales)
+            scales = self._scales[places].to(logits).view(-1, *[1] * (logits.dim() - 1))
             logits.register_hook(lambda gradient: gradient * scales)  # type: ignore[no-untyped-call]
 
     def _record_step(self, optimizer: Optimizer) -> None:
@@ -202,65 +228,113 @@ class PrivateTrainingCheck:
             copies = {n: g.float().clone() for n, g in gradients.items() if g is not None}
             self._released.append(copies)
         elif optimizer is self._optimizers[0]:
-            self._observations.sizes.append(self._rows)
-            examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
-            self._observations.draws += bool(self._draws) and len(examples) == self._rows
-            self._observations.inclusions.update(examples)
-            self._rows, self._draws = 0, []
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """Count a step of the training, with what was drawn for it."""
+        examples = [int(number) for draw in self._draws for number in draw]  # some are tensors
+        rates = [float(g["lr"]) for o in self._optimizers for g in o.param_groups if "lr" in g]
+        self._observations.add_step(self._rows, examples if self._draws else None, rates)
+        self._rows, self._draws = 0, []
 
     def _run_probes(self, batch: Any) -> None:
-        """Run a silent, a planted and two opposed probes on copies of a row of the batch."""
+        """Run the probes of a look, on copies of a row of the batch and of another one."""
         observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
         looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
-        copies = tree_map(lambda v: v[[row] * rows] if _count_rows(v) == rows else v, batch)
+        copies, others = (_copies(batch, number % rows, rows) for number in (row, row + rows // 2))
         plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
-        noise, raw = self._probe(copies, SILENT * ones, explain=True)
-        if noise:
-            observations.add_noise(noise, self._claim)
+        with preserve_process():  # so that the next probe begins in the same random state
+            silent = self._probe(copies, SILENT * ones, explain=True)
+        again = self._probe(others, SILENT * ones, explain=True)
+        if silent.released:
+            observations.add_noise(silent.released, self._claim)
             deviation = self._claim.noise_multiplier * clip
-            observations.is_silent &= bool(raw) and rows * _norm(raw) < LOUD * deviation
-        length = _norm(raw) / SILENT or 1.0
-        # The second factor outweighs the sum of all rows that have the first one.
-        near, far = 2 * rows * clip / length, 20 * rows**2 * clip / length
+            observations.is_silent &= bool(silent.raw) and rows * _norm(silent.raw) < (
+                LOUD * deviation
+            )
+            weights = [n for n in silent.beside if n.startswith("the weight")]
+            observations.is_explained &= not weights
+        length = _norm(silent.raw) / SILENT or 1.0
+        # The first factor outweighs the sum of all rows that have the second one.
+        far, unit = 20 * rows**2 * clip / length, clip / length
+        unit *= rows if self._claim.divisor == 1 else 1  # the loss is a sum
+        near = unit * (1 + torch.arange(rows) / rows) * ones
         index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if looks and self._layers else None
-        planted, raw = self._probe(copies, far * ones, layer)
-        if _norm(raw) > 10 * clip:
-            observations.planted.append((self._project(planted, raw), rows))
+        planted = self._probe(copies, far * ones, layer, explain=True)
+        if _norm(planted.raw) > 10 * clip:
+            observations.planted.append((self._project(planted.released, planted.raw), rows))
+            self._compare(silent, again, planted, rows)
         n_opposed = max(1, rows // (rows, 8, 4, 2)[looks % 4])
         opposed = torch.arange(n_opposed) * rows // n_opposed
+        if observations.runs != 1:  # which row of an example a scale meets is not known
+            return
         with preserve_process():  # so that both probes have the same dropout
-            without, raw = self._probe(copies, near * ones.index_fill(0, opposed, 0))
-        scales = ones.index_fill(0, opposed, -far / near) * plants
-        flipped, _ = self._probe(copies, near * scales)
-        if flipped and _norm(raw) > clip:
-            change = {name: without[name] - flipped[name] for name in without}
-            observations.opposed.append((self._project(change, raw), n_opposed))
+            without = self._probe(copies, near.index_fill(0, opposed, 0))
+        flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
+        if flipped.released and _norm(without.raw) > clip / 4:
+            moved = self._project(without.released, without.raw)
+            if moved > (rows - n_opposed) / 2:  # else their norms were not near the clip norm
+                observations.near.append((moved, rows - n_opposed))
+            change = {name: without.released[name] - flipped.released[name] for name in without.raw}
+            observations.opposed.append((self._project(change, without.raw), n_opposed))
+
+    def _compare(self, silent: _Probe, again: _Probe, planted: _Probe, rows: int) -> None:
+        """Compare noise and side effects of a look's probes, if all of them ran."""
+        if not (silent.released and again.released and planted.released):
+            return
+        observations, share = self._observations, rows / self._claim.divisor
+        observations.add_repeated("again", again.released, self._claim)
+        observations.add_repeated("planted", planted.released, self._claim, planted.raw)
+        apart, worst = [], 0.0
+        for name, first in silent.released.items():
+            second, size = again.released[name], float(first.norm())
+            raw = [float(probe.raw[name].norm()) for probe in (silent, again) if name in probe.raw]
+            distance = float((first - second).norm())
+            worst = max(worst, distance / size if size else 0.0)
+            if not distance <= SAME * size + 4 * share * sum(raw):
+                apart.append(name)
+        if apart:
+            observations.add_pair(
+                *({name: probe.released[name] for name in apart} for probe in (silent, again))
+            )
+        tolerance = 10 * math.sqrt(worst) + SAME / 10
+        rows_differ = side_effects.differing(silent.beside, again.beside, tolerance)
+        observations.unrepeated |= bool(apart and rows_differ)
+        if not apart and observations.is_silent:
+            observations.leaks.update(dict.fromkeys(rows_differ, "follows which row is copied"))
+        bound = 1 + rows / self._claim.noise_multiplier
+        lengthened = side_effects.enlarged(silent.beside, planted.beside, bound)
+        observations.leaks.update(dict.fromkeys(lengthened, "follows the length of gradients"))
+        weights = math.sqrt(sum(float(p.detach().norm()) ** 2 for p in self._names))
+        visible = side_effects.ROUNDING * torch.finfo(torch.float32).eps * weights
+        observations.smallest_leak = max(observations.smallest_leak, visible / _norm(planted.raw))
 
     def _probe(
         self, copies: Any, scales: Tensor, layer: nn.Module | None = None, *, explain: bool = False
-    ) -> tuple[Gradients, Gradients]:
+    ) -> _Probe:
         """Return the gradients that a step on copies releases, and those that it computed.
 
         Both are empty if the step cannot be probed. The step runs on every process all the same,
         because its collectives need all of them.
         """
         raw: Gradients = {}
+        self._raw = raw
 
         def add(name: str, gradient: Tensor) -> None:
             raw.setdefault(name, torch.zeros_like(gradient, dtype=torch.float32)).add_(gradient)
 
-        def entered(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        def entered(module: nn.Module, inputs: tuple[object, ...]) -> object:
             tensors = [v for v in inputs if isinstance(v, Tensor) and v.requires_grad]
             if tensors and explain and module not in self._layers:
                 self._layers.append(module)
-            for tensor in tensors if module is layer else ():
-                tensor.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
+            is_boosted = tensors and module is layer
+            return tuple(map(_boosted, inputs)) if is_boosted else None
 
         self._scales, self._released, rows, self._rows = scales, [], self._rows, 0
-        restore = self._save_state()
+        restore, beside = self._save_state(), dict[str, side_effects.SideEffect]()
         for splitter in self._splitters:  # the probe is a whole batch
             splitter._step_skip_queue, splitter._is_last_step_skipped = [], False
             splitter.zero_grad()
@@ -272,29 +346,56 @@ class PrivateTrainingCheck:
                     stack.callback(handle.remove)
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(entered).remove)
-            self._step(copies)
-            run, released = self._rows, self._released
+            error = self._run_step(copies)
+            runs, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}
-            if not run or len(released) != len(self._optimizers):
+            if error or not runs or len(released) != len(self._optimizers):
+                gradients = {}
+                counts = f"ran {runs} rows and took {len(released)} optimizer steps"
+                mend = "Pass the model that it calls and all optimizers, and step each once"
+                earlier = error or self._observations.obstacle
+                self._observations.obstacle = earlier or f"in a look step() {counts}. {mend}"
+            elif runs > len(scales) and runs % len(scales):
                 gradients = {}
                 self._observations.obstacle = (
-                    f"in a look step() ran {run} rows and took {len(released)} optimizer steps. "
-                    "Pass the model that it calls and all optimizers, and step each once"
+                    f"in a look step() ran {runs} rows for {len(scales)} examples"
                 )
             elif explain:
-                self._observations.is_explained &= self._explains(gradients, restore)
+                self._observations.runs = max(1, runs // len(scales))
+                beside = self._side_effects(gradients, restore)
         self._rows, self._scales = rows, None
-        return gradients, {name: value for name, value in raw.items() if name in gradients}
+        return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, beside)
 
-    def _explains(self, gradients: Gradients, restore: Callable[[], None]) -> bool:
-        """Return whether the recorded gradients explain the change of the weights."""
-        after = [parameter.detach().clone() for parameter in self._names]
+    def _run_step(self, copies: Any) -> str:
+        """Run the step on copies, and return the error that it raised; empty without one."""
+        try:
+            self._step(copies)
+        except Exception as error:  # the training goes on without looks, and the verdict says why
+            return f"in a look step() raised {type(error).__name__}: {error}"
+        return ""
+
+    def _side_effects(
+        self, gradients: Gradients, restore: Callable[[], None]
+    ) -> side_effects.SideEffects:
+        """Return what the step changed beside what optimizers make of the recorded gradients."""
+        after = side_effects.read_tensors(self._model, self._restored)
         restore()
         for parameter, name in self._names.items():
             parameter.grad = gradients[name].to(parameter) if name in gradients else None
         for optimizer in self._optimizers:
             optimizer.step()
-        return all(map(torch.equal, after, self._names))
+        explained = side_effects.read_tensors(self._model, self._restored)
+        return side_effects.side_effects(after, explained)
+
+    def _schedulers(self) -> dict[str, bool]:
+        """Return the kinds of the optimizers' schedulers, and whether they take a metric."""
+        ours = {id(optimizer) for optimizer in (*self._outer, *self._optimizers)}
+        schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+        return {
+            type(one).__name__: "metrics" in inspect.signature(type(one).step).parameters
+            for one in schedulers
+            if id(getattr(one, "optimizer", None)) in ours
+        }
 
     def _save_state(self) -> Callable[[], None]:
         """Return a function that restores all that a step changes."""
@@ -324,6 +425,21 @@ class PrivateTrainingCheck:
         return dot * self._claim.divisor / _norm(raw) / self._claim.max_grad_norm
 
 
+@dataclass(frozen=True)
+class _Probe:
+    """What a probe shows.
+
+    Attributes:
+        released: the gradients that the optimizers stepped with, by parameter.
+        raw: the gradients that backward computed.
+        beside: what the step changed beside the release.
+    """
+
+    released: Gradients
+    raw: Gradients
+    beside: side_effects.SideEffects
+
+
 class _Recorder:
     """A batch sampler that records the examples that it draws."""
 
@@ -339,8 +455,27 @@ class _Recorder:
         return len(self._sampler)
 
 
+def _boosted(value: object) -> object:
+    """Return the value; the gradient of a tensor is enlarged where it leaves a module's input."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    view = value.view_as(value)  # so that hooks on the value itself get the enlarged gradient
+    view.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
+    return view
+
+
 def _count_rows(batch: Any) -> int:
-    return next((len(v) for v in tree_leaves(batch) if isinstance(v, Tensor) and v.dim()), 0)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
+
+
+def _copies(batch: Any, row: int, rows: int) -> Any:
+    """Return a batch whose rows are all copies of one of its rows."""
+    if isinstance(batch, Mapping):
+        return rebuilt(batch, {key: _copies(value, row, rows) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return rebuilt(batch, [_copies(value, row, rows) for value in batch])
+    has_rows = isinstance(batch, Tensor) and batch.dim() and len(batch) == rows
+    return batch[[row] * rows] if has_rows else batch
 
 
 def _norm(gradients: Gradients) -> float:

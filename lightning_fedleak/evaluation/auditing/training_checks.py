@@ -1,18 +1,22 @@
 """The tests of a claim of DP-SGD, and what size of fault each could have observations.
 
-Each of the seven tests below refutes a sound training with a chance of at most ``ERROR / 7``
+Each of the eight tests below refutes a sound training with a chance of at most ``ERROR / 8``
 (Bonferroni), and within a test its comparisons share that chance. So all together raise an alarm in
-at most ``ERROR`` of sound trainings. The account is compared without chance.
+at most ``ERROR`` of sound trainings. The account, side effects, repeated examples and what decides
+learning rates are compared without chance.
 
 =================== =============================================================================
 test                of what, for a sound training
 =================== =============================================================================
-noise               sums of squares of the silent probes, over parameters and over looks:
-                    chi-squared. Only less noise than claimed refutes
-fresh noise         cosines of noises of two looks, two parameters, two processes: below the tail
-                    of a normal distribution of variance one over the dimension, times the pairs
+noise               sums of squares of the silent probes, and of the planted ones across the planted
+                    gradient, over parameters and over looks: chi-squared. Only less noise than
+                    claimed refutes
+fresh noise         cosines of noises of two looks, two parameters, two processes, and of two steps
+                    in a row unless these are equal: below the tail of a normal distribution of
+                    variance one over the dimension, times the pairs
 clipping            what was released along the planted gradient: normal, with a mean of at most
                     one clip norm for each row. Each look, and their sum
+near the norm       the same of gradients of one to two clip norms
 opposed rows        the same of the difference between two probes, whose variances add up
 rate                total of examples: binomial, both tails
 sizes               sum of squares of the batches' sizes about their mean, both tails; and
@@ -40,9 +44,10 @@ from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.validate import check_number
 
 ERROR = 0.01  # chance of an alarm in a sound training; half of the 2% that is promised
-TESTS = 7  # tests that share ERROR, by Bonferroni; the account has no chance and is none of them
+TESTS = 8  # tests that share ERROR, by Bonferroni; those without chance are none of them
 SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
 POWER = float(norm.ppf(0.95))
+KINDS = 4  # of pairs of noises: of looks, parameters, processes, and steps in a row
 LEAST_NUMBERS = 16  # of a parameter; fewer are not compared with those of another one
 PREFIX = 4096  # numbers of each parameter's noise that are compared; a cosine of .07 is visible
 Result = Literal["refuted", "not refuted", "unknown"]
@@ -146,10 +151,22 @@ class Observations:
         noise_of_ranks: of each process, these first numbers in one vector.
         is_explained: whether weights changed only by what was read.
         is_silent: whether the rows of silent probes were negligible beside the noise.
+        repeated: by kind of probe and look, sums of squares and numbers of noise, by parameter.
+        pairs: cosine and dimension of the noises of two steps in a row that are not equal.
+        leaks: how tensors that a step changes beside its release follow the rows.
+        unrepeated: whether such a tensor differed between probes whose noise differed too.
+        smallest_leak: share of a raw gradient that would be visible in the weights, in each look.
+        runs: rows that the model runs for each example in a probe.
         obstacle: why no more probes can be run; empty where they can.
         planted: for each look how many clip norms were released, and by how many rows.
+        near: likewise, of gradients near the clip norm.
         opposed: likewise, of the rows that were turned.
         sizes: examples that each step ran.
+        twice: steps that drew an example more than once.
+        rates: learning rates of the last step; None before the first.
+        rate_changes: steps before which they changed.
+        schedulers: kinds of the optimizers' schedulers, and whether their steps take a metric.
+        evaluations: how often the model ran without gradients.
         examples: of the data set; None: unknown.
         draws: steps whose examples are known.
         inclusions: in how many of them each example is.
@@ -160,11 +177,23 @@ class Observations:
     is_explained: bool = True
     is_silent: bool = True
     obstacle: str = ""
+    repeated: dict[str, list[dict[str, tuple[float, int]]]] = field(default_factory=dict)
+    pairs: list[tuple[float, int]] = field(default_factory=list)
+    leaks: dict[str, str] = field(default_factory=dict)
+    unrepeated: bool = False
+    smallest_leak: float = 0.0
+    runs: int = 1
+    near: list[tuple[float, int]] = field(default_factory=list)
     planted: list[tuple[float, int]] = field(default_factory=list)
     opposed: list[tuple[float, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     examples: int | None = None
     draws: int = 0
+    twice: int = 0
+    rates: list[float] | None = None
+    rate_changes: int = 0
+    schedulers: dict[str, bool] = field(default_factory=dict)
+    evaluations: int = 0
     inclusions: Counter[int] = field(default_factory=Counter)
 
     def add_noise(self, released: Mapping[str, Tensor], claim: PrivacyClaim) -> None:
@@ -178,6 +207,53 @@ class Observations:
             }
         )
 
+    def add_repeated(
+        self,
+        kind: str,
+        released: Mapping[str, Tensor],
+        claim: PrivacyClaim,
+        raw: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Count the noise of another probe, across the gradients ``raw`` that it planted."""
+        unit, sums = claim.divisor / claim.noise_multiplier / claim.max_grad_norm, {}
+        for name, value in released.items():
+            square, count = float(value.square().sum(dtype=torch.float64)), value.numel()
+            along = None if raw is None else raw.get(name)
+            if along is not None and (size := float(along.norm())):
+                direction = along / size
+                rest = value - direction * (direction * value).sum()
+                square, count = float(rest.square().sum(dtype=torch.float64)), count - 1
+            if count:
+                sums[name] = square * unit**2, count
+        self.repeated.setdefault(kind, []).append(sums)
+
+    def add_pair(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+        """Compare the noises, by parameter, of two steps in a row."""
+        vectors = [
+            torch.cat([value.flatten()[:PREFIX].double() for value in noise.values()])
+            for noise in (first, second)
+        ]
+        if len(vectors[0]) >= LEAST_NUMBERS:
+            cosine = float(torch.nn.functional.cosine_similarity(*vectors, dim=0))
+            self.pairs.append((cosine, len(vectors[0])))
+
+    def add_step(self, rows: int, examples: Sequence[int] | None, rates: list[float]) -> None:
+        """Count a step of the training.
+
+        Args:
+            rows: that the model ran.
+            examples: that were drawn for it; None: not known.
+            rates: learning rates of the optimizers.
+        """
+        drawn = 0 if examples is None else len(examples)
+        ran_all = examples is not None and (rows == drawn or (drawn > 0 and rows % drawn == 0))
+        self.sizes.append(drawn if ran_all else rows)
+        self.draws += ran_all
+        self.inclusions.update(examples or ())
+        self.twice += len({*(examples or ())}) < drawn
+        self.rate_changes += self.rates not in (None, rates)
+        self.rates = rates
+
 
 def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
     """Return the verdict on a claim from what was observed."""
@@ -186,14 +262,18 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
         _noise(observations),
         _fresh_noise(observations),
         _clipping("clipping", observations, observations.planted, noise),
+        _clipping("near the norm", observations, observations.near, noise),
         _clipping("opposed rows", observations, observations.opposed, noise * math.sqrt(2)),
+        _side_effects(observations),
     ]
     # What is not silenced adds to noise, and moves a release by one clip norm a row at most.
-    sound = [c for c in probes if c.result == "refuted" and (silent or c in probes[::2])]
+    of_any = ("noise", "clipping", "side effects")
+    sound = [c for c in probes if c.result == "refuted" and (silent or c.name in of_any)]
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
     if obstacle := observations.obstacle or ("" if silent else loud):
         probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
-    checks = (*probes, *_check_draws(claim, observations), _account(claim, len(observations.sizes)))
+    rest = (*_check_draws(claim, observations), _rates(observations))
+    checks = (*probes, *rest, _account(claim, len(observations.sizes)))
     return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 
@@ -211,12 +291,14 @@ def _noise(observations: Observations) -> Check:
         reason = f"weights changed by more than the optimizers were given: {hidden}"
         few = "no look: too few steps, or no 8 rows in tensors"
         return Check("noise", "unknown", reason if observations.noise else few)
-    groups = {f"look {n}": [*look.values()] for n, look in enumerate(observations.noise, 1)}
-    for name in observations.noise[0]:
-        groups[name] = [look[name] for look in observations.noise if name in look]
-    totals = [
-        [sum(v) for v in zip(*(part[:2] for part in g), strict=True)] for g in groups.values()
-    ]
+    silent = [{n: part[:2] for n, part in look.items()} for look in observations.noise]
+    groups: dict[str, list[tuple[float, int]]] = {}
+    for kind, looks in {"": silent, **observations.repeated}.items():
+        end = f", {kind}" if kind else ""
+        groups |= {f"look {n}{end}": [*look.values()] for n, look in enumerate(looks, 1) if look}
+        for name in looks[0]:
+            groups[name + end] = [look[name] for look in looks if name in look]
+    totals = [[sum(v) for v in zip(*g, strict=True)] for g in groups.values()]
     squares, counts = np.array(totals).T
     p_values, ratios = chi2.cdf(squares, counts), np.sqrt(squares / counts)
     worst = np.lexsort((ratios, p_values))[0]
@@ -250,13 +332,18 @@ def _fresh_noise(observations: Observations) -> Check:
             cosine = float((matrix @ matrix.T).fill_diagonal_(0).abs().max())
             scale, pairs = math.sqrt(matrix.shape[1]), math.comb(len(vectors), 2)
             tail = 2 * pairs * float(norm.sf(cosine * scale))
-            visible = (norm.isf(ERROR / TESTS / 3 / pairs / 2) + POWER) / scale
+            visible = (norm.isf(ERROR / TESTS / KINDS / pairs / 2) + POWER) / scale
             results.append((tail, -visible, f"cosine {cosine:.3f} between two {kind}"))
+    if pairs := observations.pairs:
+        tails = [2 * len(pairs) * float(norm.sf(abs(c) * math.sqrt(n))) for c, n in pairs]
+        tail, (cosine, count) = min(zip(tails, pairs, strict=True))
+        visible = (norm.isf(ERROR / TESTS / KINDS / len(pairs) / 2) + POWER) / math.sqrt(count)
+        results.append((tail, -visible, f"cosine {cosine:.3f} between two steps in a row"))
     if not results:
         return Check("fresh noise", "unknown", "it takes two looks, or two parameters")
     p_value, _, evidence = min(results)
     visible = max(-result[1] for result in results)
-    return _tested("fresh noise", 3 * p_value, evidence, f"above {visible:.3f}")
+    return _tested("fresh noise", KINDS * p_value, evidence, f"above {visible:.3f}")
 
 
 def _clipping(
@@ -265,6 +352,10 @@ def _clipping(
     """Compare what rows move a release by, in clip norms, with their number."""
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
+        if name == "near the norm" and observations.opposed:
+            reason = "the length of planted gradients could not be set near the clip norm"
+        if observations.runs > 1 and name != "clipping":
+            reason = f"step() runs {observations.runs} rows for each example"
         return Check(name, "unknown", reason)
     parts = [part for look in observations.noise for part in look.values()]
     noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
@@ -283,12 +374,52 @@ def _clipping(
     )
 
 
+def _side_effects(observations: Observations) -> Check:
+    """Judge what steps changed beside their release."""
+    visible = f"{observations.smallest_leak:.1g} of a raw gradient in the weights"
+    if leaks := observations.leaks:
+        names = "; ".join(f"{name} {how}" for name, how in [*leaks.items()][:3])
+        more = f", and {len(leaks) - 3} more" if len(leaks) > 3 else ""
+        return Check("side effects", "refuted", f"{names}{more}", visible)
+    if "planted" not in observations.repeated:
+        return Check("side effects", "unknown", "no look whose probes could be compared")
+    if observations.unrepeated:
+        reason = "they differ, and so does noise that the random state of torch does not repeat"
+        return Check("side effects", "unknown", reason)
+    evidence = "weights, buffers and states of optimizers follow no row beside the release"
+    return Check("side effects", "not refuted", evidence, visible)
+
+
+def _rates(observations: Observations) -> Check:
+    """Judge what decides the learning rates."""
+    changes, kinds = observations.rate_changes, observations.schedulers
+    by_metric = [kind for kind, takes_metric in kinds.items() if takes_metric]
+    visible = "one change of a rate"
+    if observations.rates is None:
+        return Check("learning rates", "unknown", "no step")
+    if not changes:
+        return Check("learning rates", "not refuted", "they did not change", visible)
+    if not kinds:
+        reason = f"they changed {changes} times, and no scheduler of torch is there that did it"
+        return Check("learning rates", "unknown", reason)
+    if not by_metric:
+        evidence = f"they changed {changes} times, by {', '.join(kinds)}"
+        return Check("learning rates", "not refuted", evidence, visible)
+    evidence = f"they changed {changes} times, by {by_metric[0]}, which takes a metric"
+    if observations.evaluations:
+        return Check("learning rates", "unknown", f"{evidence}: of private data, or of public ones")
+    evidence += ", and the model was never evaluated: the metric is of the training's rows"
+    return Check("learning rates", "refuted", evidence, visible)
+
+
 def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
     if examples is None or steps < 4:
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
-        return [Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion")]
+        return [
+            Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")
+        ]
     rows, trials = sum(observations.sizes), examples * steps
     tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
     width = norm.isf(ERROR / TESTS / 2) + POWER
@@ -306,6 +437,12 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]
         if observations.draws == steps
         else Check(
             "inclusion", "unknown", f"{observations.draws} of {steps} steps ran what was drawn"
+        ),
+        Check(
+            "repeats",
+            "refuted" if observations.twice else "not refuted",
+            f"{observations.twice} of {steps} steps drew an example more than once",
+            "one repeat",
         ),
     ]
 

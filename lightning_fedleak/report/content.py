@@ -142,6 +142,7 @@ _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
     "target_delta=...)])) clips and noises each example's part"
 )
+_TPRS = {"tpr_at_fpr_0.01": "TPR at 1% FPR", "tpr_at_fpr_0.001": "TPR at 0.1% FPR"}
 _COPIES = {"x1": "one row", "x2": "2 to 4 rows", "x5": "5 to 16 rows", "x17": "more rows"}
 ASSUMPTION = "settings=WatchSettings(assume=DISHONEST_SERVER)"
 """The argument that runs attacks of a server that adds its own layers."""
@@ -173,7 +174,8 @@ def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
     """Return what the trained model memorized, as rows of a title and a result, in counts alone.
 
     The rows are of the list of records, of values by kind and place, of the passages of texts by
-    their copies, and of prompts; empty where nothing of it was asked.
+    their copies, of prompts, of each attack's TPRs at small FPRs, and of the reference model that
+    some compare with; empty where nothing of it was asked.
     """
     rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
     rows += fit.values.items()
@@ -188,10 +190,14 @@ def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
             rows.append((words, f"{rank_1}; {greedy}"))
         elif attack.name.startswith("prompt_ratio"):
             rows.append(("Prompts, which have no loss", f"AUC {answer}"))
+        for name, words in _TPRS.items():
+            if name in attack.rates and attack.stage == RELEASED:
+                rows.append((f"{words}, {attack.name}", interval(attack.rates[name])))
         for name, copies in _COPIES.items():
             if (rate := attack.rates.get(f"extracted_{name}")) is not None:
                 words = f"rate of extraction, above that of texts left out: {interval(rate)}"
                 rows.append((f"Passages of texts in {copies}", words))
+    rows += [("Reference of combined_reference", fit.reference)] * bool(fit.reference)
     return rows
 
 

@@ -22,8 +22,8 @@ from lightning_fedleak.attacks.memorization import Combined, CombinedReference
 from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.reference import check_unseen
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.released import check_unseen
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from tests.engine.channels.test_memorization import fit, lines, monitor, tiny, trained

@@ -72,7 +72,7 @@ class _ReleaseCheck:
             for attack, values in self._values.items()
             if rate in values and attack in visible
         )
-        line = f"{numbers or metric}, limit {at_most:g}{self._low_rates()}"
+        line = f"{numbers or metric}, limit {at_most:g}"
         self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")
         self._notes += self._low_rates()
         if breaches:

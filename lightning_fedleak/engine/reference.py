@@ -24,10 +24,11 @@ from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
-LEAST_STRENGTH = 0.8
+LEAST_STRENGTH = 0.9
 """Share of the model's gain on texts that neither was trained on, below which a reference is weak.
 
-TODO measured
+Behind LoRA (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and .79 of
+it, and showed a TPR of .86 and .52 at .1% FPR. Lower: weaker references pass for strong ones.
 """
 
 

@@ -17,7 +17,14 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
+from lightning_fedleak.report.records import (
+    ENTITIES,
+    HIGH,
+    STANDARD_FAMILIES,
+    WEAK_REFERENCE,
+    JsonObject,
+    named,
+)
 from lightning_fedleak.report.wording import interval, visible
 
 SCHEMA = 3
@@ -258,7 +265,9 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     without_result = [a for a in fit.attacks if a.why_unknown and not a.looks]
     for reason, attacks in grouped(without_result, lambda a: a.why_unknown).items():
         yield f"Get a result of {_names(attacks)}, which is unknown: {reason}."
-    if weak := [a for a in fit.attacks if a.is_blind]:
+    if any(a.control_note == WEAK_REFERENCE for a in fit.attacks):
+        yield "Give a reference that was trained as this model was, on as many rows."
+    if weak := [a for a in fit.attacks if a.is_blind and a.control_note != WEAK_REFERENCE]:
         yield (
             f"{_names(weak)} reads little here even where the words are known: set attacks='auto', "
             "which chooses by itself, or use smaller batches."

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -145,7 +144,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
-        optional: dict[str, Any] = {"records": counts, "not_compared": absent}
+        optional: dict[str, object] = {"records": counts, "not_compared": absent}
         optional |= {"entities": by_kind, "reference": reference}
         content |= {name: entries for name, entries in optional.items() if entries}
         for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):

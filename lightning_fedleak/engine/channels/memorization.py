@@ -172,7 +172,7 @@ class MemorizationChannel(WeightChannel):
             cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
         if self._facts is not None:
             rows = self._facts.rows
-            weak = rows is not None and rows < pool.length
+            weak = rows is not None and rows < pool.length  # else only a look measures it
             cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
         return f"{cost}{self._account_words}"
 

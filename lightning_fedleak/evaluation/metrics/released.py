@@ -48,7 +48,7 @@ def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
         >>> [others_needed(look) for look in (1, 2, 3, 4, 5)]
         [437, 546, 615, 666, 706]
         >>> others_needed(1, fpr=0.001)
-        4381
+        4380
     """
     return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-fpr))
 

@@ -48,6 +48,7 @@ class _ReleaseCheck:
             for attack, values in attacks.items()
         }
         self._is_known = bool(content.get("known"))
+        self._reference = content.get("reference")
         self._printed = printed
         self._notes = notes
 
@@ -56,8 +57,8 @@ class _ReleaseCheck:
 
         Args:
             at_most: the limit.
-            metric: ``"auc"``, ``"shown"``, ``"extracted"`` or ``"greedy"``, as the command has it,
-                or with ``entities`` ``"entity/<kind>/<place>"``.
+            metric: ``"auc"``, ``"shown"``, ``"tpr_at_fpr_0.001"``, ``"extracted"`` or ``"greedy"``,
+                as the command has it, or with ``entities`` ``"entity/<kind>/<place>"``.
         """
         from lightning_fedleak.cli.commands.memorization import breaches_of
 
@@ -73,8 +74,26 @@ class _ReleaseCheck:
         )
         line = f"{numbers or metric}, limit {at_most:g}"
         self._notes.append(f"{line}: {'FAILED' if breaches else 'passed'}")
+        self._notes += self._low_rates()
         if breaches:
             pytest.fail("\n".join([line, *breaches, self._printed]), pytrace=False)
+
+    def _low_rates(self) -> Iterator[str]:
+        """Yield the TPRs at small FPRs of each score that a gate reads, and the reference."""
+        from lightning_fedleak.cli.commands.memorization import reference_in_words, tpr_in_words
+        from lightning_fedleak.evaluation.metrics.released import FPRS, rate_name
+        from lightning_fedleak.report.records import ReferenceFacts
+
+        for attack in (*_HEADLINES[:2], "combined_reference"):
+            if attack in self._values:
+                rates = (
+                    f"{rate_name(fpr)} {tpr_in_words(self._values[attack], rate_name(fpr))}"
+                    for fpr in FPRS
+                )
+                yield f"{attack}: {', '.join(rates)}"
+        if self._reference is not None:
+            facts = ReferenceFacts.from_json(self._reference)
+            yield from reference_in_words(facts, self._values)
 
 
 @dataclass(frozen=True)

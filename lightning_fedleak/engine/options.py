@@ -59,6 +59,14 @@ zero adds nothing to the output, and its gradient can be made as large as the se
 """
 
 
+AUTO = (
+    "Memorization(reference='auto') trains no reference. Train one by your own script, on rows "
+    "that play no part later: rows, for_reference = leave_out(data, len(data) // 2), then the same "
+    "recipe on for_reference, model.save_pretrained('reference'); this run trains on "
+    "leave_out(rows, ...)[0] with Memorization(reference='reference', "
+    "reference_rows=len(for_reference))"
+)
+"""What to do in place of ``reference="auto"``."""
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -143,6 +151,8 @@ class Memorization:
             :class:`~lightning_fedleak.attacks.memorization.CombinedReference` compares with. It
             must not have seen a text that it scores. It is asked once, before the first step; for
             that time a second model is in memory.
+        reference_rows: how many rows it was trained on. Fewer than this model's make it *weak*
+            (:func:`~lightning_fedleak.engine.reference.measure_strength`): a low number is unknown.
         seed: draws the rows.
 
     Raises:
@@ -158,6 +168,7 @@ class Memorization:
     outside_epsilon: bool = False
     records: bool = False
     reference: Any = None
+    reference_rows: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -165,6 +176,11 @@ class Memorization:
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
         check_integer("seed", self.seed, at_least=0)
+        check_integer("reference_rows", self.reference_rows, optional=True)
+        if self.reference is None and self.reference_rows is not None:
+            raise ValueError("reference_rows counts the rows of a reference: give reference too")
+        if self.reference == "auto":
+            raise ValueError(AUTO)
         if not isinstance(self.reference, nn.Module | str | Path | None):
             kind = type(self.reference).__name__
             raise TypeError(f"reference must be a model or the folder of one, got a {kind}")

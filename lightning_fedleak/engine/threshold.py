@@ -27,7 +27,13 @@ from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info
-from lightning_fedleak.report.records import GateDecision, GateFacts, Judgement
+from lightning_fedleak.report.records import (
+    WEAK,
+    WEAK_REFERENCE,
+    GateDecision,
+    GateFacts,
+    Judgement,
+)
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -356,19 +362,25 @@ class Threshold:
         return ends
 
     def _read_interval(self, new: Mapping[str, float]) -> GateEvent | None:
-        """Return the end of the interval that the bound asks for, where this look has one."""
+        """Return the end of the interval that the bound asks for, where this look has one.
+
+        Beside a weak reference an end at ``at_most`` or below is unknown.
+        """
         if self.bound == "lower":
             ends = self._ends(new, "low")
         else:
             ends = {n: new.get(n, math.nan) for n in self._watched if n in new}
         if not ends:
             return None
+        weak = {n for n in ends if new.get(f"{n.rpartition('/')[0]}/{WEAK}", 0.0) > 0}
+        ends |= {name: math.nan for name in weak if ends[name] <= self.at_most}
         known = {name: value for name, value in ends.items() if not math.isnan(value)}
         source = max(known, key=known.__getitem__, default="")
         if not known or (len(known) < len(ends) and known[source] <= self.at_most):
             highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in known)
             read = any(not math.isnan(high) for high in highs)
             why = "too few texts are compared at this look to decide" if read else ""
+            why = WEAK_REFERENCE if weak - known.keys() else why
             return self._event(math.nan, why=why)  # it may be above
         return self._event(known[source], source=source)
 

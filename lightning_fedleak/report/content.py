@@ -17,7 +17,14 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, grouped
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.records import ENTITIES, HIGH, STANDARD_FAMILIES, JsonObject, named
+from lightning_fedleak.report.records import (
+    ENTITIES,
+    HIGH,
+    STANDARD_FAMILIES,
+    WEAK_REFERENCE,
+    JsonObject,
+    named,
+)
 from lightning_fedleak.report.wording import interval, visible
 
 SCHEMA = 3
@@ -142,6 +149,7 @@ _DEFENSE = (
     "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(1.0, target_epsilon=8, "
     "target_delta=...)])) clips and noises each example's part"
 )
+_TPRS = {"tpr_at_fpr_0.01": "TPR at 1% FPR", "tpr_at_fpr_0.001": "TPR at 0.1% FPR"}
 _COPIES = {"x1": "one row", "x2": "2 to 4 rows", "x5": "5 to 16 rows", "x17": "more rows"}
 ASSUMPTION = "settings=WatchSettings(assume=DISHONEST_SERVER)"
 """The argument that runs attacks of a server that adds its own layers."""
@@ -173,7 +181,8 @@ def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
     """Return what the trained model memorized, as rows of a title and a result, in counts alone.
 
     The rows are of the list of records, of values by kind and place, of the passages of texts by
-    their copies, and of prompts; empty where nothing of it was asked.
+    their copies, of prompts, of each attack's TPRs at small FPRs, and of the reference model that
+    some compare with; empty where nothing of it was asked.
     """
     rows = [] if fit.rows is None else [("Rows of the training data", fit.rows_in_words)]
     rows += fit.values.items()
@@ -188,10 +197,14 @@ def memorized_rows(fit: FitSummary) -> list[tuple[str, str]]:
             rows.append((words, f"{rank_1}; {greedy}"))
         elif attack.name.startswith("prompt_ratio"):
             rows.append(("Prompts, which have no loss", f"AUC {answer}"))
+        for name, words in _TPRS.items():
+            if name in attack.rates and attack.stage == RELEASED:
+                rows.append((f"{words}, {attack.name}", interval(attack.rates[name])))
         for name, copies in _COPIES.items():
             if (rate := attack.rates.get(f"extracted_{name}")) is not None:
                 words = f"rate of extraction, above that of texts left out: {interval(rate)}"
                 rows.append((f"Passages of texts in {copies}", words))
+    rows += [("Reference of combined_reference", fit.reference)] * bool(fit.reference)
     return rows
 
 
@@ -252,7 +265,9 @@ def _to_measure(fit: FitSummary) -> Iterator[str]:
     without_result = [a for a in fit.attacks if a.why_unknown and not a.looks]
     for reason, attacks in grouped(without_result, lambda a: a.why_unknown).items():
         yield f"Get a result of {_names(attacks)}, which is unknown: {reason}."
-    if weak := [a for a in fit.attacks if a.is_blind]:
+    if any(a.control_note == WEAK_REFERENCE for a in fit.attacks):
+        yield "Give a reference that was trained as this model was, on as many rows."
+    if weak := [a for a in fit.attacks if a.is_blind and a.control_note != WEAK_REFERENCE]:
         yield (
             f"{_names(weak)} reads little here even where the words are known: set attacks='auto', "
             "which chooses by itself, or use smaller batches."

@@ -114,6 +114,7 @@ class FitSummary:
         named_attacks: those of EDPB Opinion 28/2024, paragraph 55.
         rows: counts of the training rows that the trained model gives away; empty where they are
             unknown, None where that was not asked.
+        reference: the model that the trained one was compared with, in words; empty without one.
     """
 
     name: str
@@ -145,6 +146,7 @@ class FitSummary:
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
     rows: Mapping[str, float] | None = None
     values: Mapping[str, str] = field(default_factory=dict)
+    reference: str = ""
 
     @property
     def rows_in_words(self) -> str:
@@ -219,8 +221,19 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         named_attacks=named_attacks(attacks),
         rows=results.rows,
         values=results.values,
+        reference=_reference_in_words(log),
     )
     return summary, problems
+
+
+def _reference_in_words(log: FitLog) -> str:
+    """Return which reference the trained model was compared with, and whether it is weak."""
+    if log.reference is None:
+        return ""
+    values = [line.values for line in log.results if records.WEAK in line.metrics]
+    last = values[-1] if values else {}
+    weak = bool(last.get(records.WEAK))
+    return log.reference.in_words(last.get(records.STRENGTH), weak=weak)
 
 
 def _costs(looks: Sequence[records.LookLine]) -> list[_Cost]:

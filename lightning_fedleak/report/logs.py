@@ -40,6 +40,7 @@ class FitLog:
         decisions: of gates.
         checkpoints: in the order in which they were written.
         end: how it ended; None where it was cut off, or that was not recorded.
+        reference: the model that the trained one was compared with; None without one.
         monitors: how many wrote these lines.
     """
 
@@ -52,6 +53,7 @@ class FitLog:
     decisions: Sequence[records.GateLine] = ()
     checkpoints: Sequence[records.CheckpointLine] = ()
     end: records.EndLine | None = None
+    reference: records.ReferenceFacts | None = None
     monitors: int = 1
 
     @property
@@ -148,6 +150,7 @@ def _fit_log(
 ) -> FitLog:
     """Return the log of one fit; its first line gets the defences that came later."""
     begin = next((line for line in lines if isinstance(line, records.BeginLine)), None)
+    references = (line.reference for line in lines if isinstance(line, records.PoolLine))
     if begin is not None:
         later = [line for line in lines if isinstance(line, records.DefenseLine)]
         begin = replace(begin, defenses=(*begin.defenses, *later))
@@ -161,6 +164,7 @@ def _fit_log(
         decisions=[line for line in lines if isinstance(line, records.GateLine)],
         checkpoints=[line for line in lines if isinstance(line, records.CheckpointLine)],
         end=next((line for line in lines if isinstance(line, records.EndLine)), None),
+        reference=next(filter(None, references), None),
     )
 
 
@@ -212,6 +216,7 @@ def merge_monitors(logs: Sequence[FitLog]) -> FitLog:
         results=_by_step([log.results for log in logs]),
         decisions=list({repr(replace(line, run="")): line for line in decisions}.values()),
         end=ends[-1] if is_ended else None,
+        reference=next(filter(None, (log.reference for log in logs)), None),
         monitors=len(logs),
     )
 

@@ -244,6 +244,8 @@ def _judged(
     value = line.value_of_this_look(headline)
     if value is None:
         return None
+    if line.value(records.WEAK) and value <= limit:
+        return value, records.Judgement(math.nan, records.WEAK_REFERENCE)
     control, part = (line.value(f"{headline}_of_{end}") for end in ("control", "a_part"))
     if control is None and f"{headline}_of_control" in line.metrics:
         control = math.nan  # it could not be read

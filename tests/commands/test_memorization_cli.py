@@ -389,6 +389,18 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert "combined_reference/auc is shown to be at least" in text
     values = json.loads(output.read_text())["attacks"]["combined_reference"]
     assert values["auc"] > 0.8
+    facts = json.loads(output.read_text())["reference"]
+    assert (facts["kind"], facts["rows"]) == ("folder", None)
+    named = f"Reference of combined_reference: {facts['model']} (folder), trained on an unstated"
+    assert named in " ".join(text.split())
+    assert values["tpr_at_fpr_0.01"] is None  # too few others
+    few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
+    status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
+    assert status == BREACH
+    for place in (text, few["summary"].read_text()):
+        words = " ".join(place.split())
+        assert "combined_reference/auc is unknown: weak reference" in words
+        assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
         run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
     pool_error = "--reference: Memorization.* has seen some of them"

@@ -18,18 +18,21 @@ from lightning_fedleak.attacks.memorization import Extraction, ExtractionGuess
 from lightning_fedleak.evaluation.metrics import released
 from lightning_fedleak.evaluation.metrics.rates import Rate
 from lightning_fedleak.evaluation.metrics.released import (
+    FPRS,
     extraction_values,
     membership_values,
     other_law,
     others_needed,
     permutation_test,
     rank_test,
+    rate_name,
     shown_tpr,
     tiers_of,
     visible_excess,
     visible_tpr,
 )
 from lightning_fedleak.evaluation.metrics.within import spent_at
+from lightning_fedleak.report.records import MEMORIZATION
 
 
 def test_shares_of_all_looks_add_up_to_alpha() -> None:
@@ -40,6 +43,30 @@ def test_others_needed_by_their_definition() -> None:
     for look in range(1, 6):
         n = others_needed(look)
         assert 0.99**n <= spent_at(look) / 2 < 0.99 ** (n - 1)
+    assert 0.999**4380 <= spent_at(1) / 2 < 0.999**4379
+    counts = [f"{others_needed(1, fpr=fpr):,}" for fpr in FPRS]
+    assert all(count in MEMORIZATION.terms["TPR at 1% and 0.1% FPR"] for count in counts)
+
+
+@pytest.mark.parametrize("fpr", FPRS)
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_tpr_is_known_from_so_many_others_on(fpr: float, lacking: int) -> None:
+    rng = np.random.default_rng(0)
+    n = others_needed(2, fpr=fpr) - lacking
+    others, inside = rng.normal(0, 1, n), rng.normal(2, 1, 150)
+    scores, members = torch.tensor(np.r_[inside, others]), torch.arange(150 + n) < 150
+    values = membership_values(scores, members, look=2)
+    name = rate_name(fpr)
+    assert name == f"tpr_at_fpr_{fpr:g}"
+    ends = [values[name + end] for end in ("_low", "", "_high")]
+    if lacking:
+        assert all(map(math.isnan, ends))
+        return
+    above = [sum(float(one) > score for one in others) for score in inside]
+    assert ends[1] == pytest.approx(np.mean([count <= int(fpr * n) for count in above]))
+    assert 0 <= ends[0] < ends[1] < ends[2] <= 1
+    if fpr == 0.01:
+        assert ends[0] == values["shown"]
 
 
 def test_the_rank_test_is_that_of_all_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,19 +96,24 @@ def test_too_few_others_show_nothing_and_never_zero() -> None:
     assert enough.low > 0.98
 
 
-@pytest.mark.parametrize(("look", "shift"), [(1, 0.0), (3, 1.0), (1, 2.5)])
-def test_bounds_hold_as_often_as_they_say(look: int, shift: float) -> None:
+@pytest.mark.parametrize(
+    ("look", "shift", "fpr"), [(1, 0.0, 0.01), (3, 1.0, 0.01), (1, 2.5, 0.01), (1, 2.5, 0.001)]
+)
+def test_bounds_hold_as_often_as_they_say(look: int, shift: float, fpr: float) -> None:
     """The true TPR of two normal laws, 600 pools: neither bound fails more than it may."""
     from scipy.stats import norm
 
-    truth = float(norm.sf(norm.isf(0.01) - shift))
+    truth = float(norm.sf(norm.isf(fpr) - shift))
     rng = np.random.default_rng(look)
-    alpha = 0.6  # large, so that a bound that spends too much shows in few pools
+    n, alpha = (
+        round(7 / fpr),
+        0.6,
+    )  # alpha: large, so that a bound that spends too much shows in few pools
     misses = np.zeros(2)
     pools = 600
     for _ in range(pools):
-        scores = torch.tensor(np.r_[rng.normal(shift, 1, 300), rng.normal(0, 1, 700)])
-        tpr = shown_tpr(scores, torch.arange(1000) < 300, look=look, alpha=alpha)
+        scores = torch.tensor(np.r_[rng.normal(shift, 1, 300), rng.normal(0, 1, n)])
+        tpr = shown_tpr(scores, torch.arange(300 + n) < 300, look=look, alpha=alpha, fpr=fpr)
         misses += [tpr.low > truth, tpr.high < truth]
     allowed = spent_at(look, alpha)
     noise = 3 * math.sqrt(allowed * (1 - allowed) / pools)

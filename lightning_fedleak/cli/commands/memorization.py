@@ -22,21 +22,38 @@ from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import (
+    load_trained,
     log_probs_before_and_after,
-    log_probs_of,
+    mask_of,
     released_config,
 )
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
-from lightning_fedleak.engine.reference import check_unseen
+from lightning_fedleak.engine.reference import (
+    beside,
+    describe_reference,
+    measure_strength,
+)
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
-from lightning_fedleak.evaluation.metrics.released import FPR, membership_values
-from lightning_fedleak.model.snapshots import TokenSnapshot
-from lightning_fedleak.model.taps import Text, label_places
-from lightning_fedleak.report.records import as_json
+from lightning_fedleak.evaluation.metrics.released import (
+    FPR,
+    FPRS,
+    check_unseen,
+    membership_values,
+    rate_name,
+)
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.taps import Text, label_places, token_log_probs
+from lightning_fedleak.report.records import (
+    STRENGTH,
+    WEAK,
+    WEAK_REFERENCE,
+    ReferenceFacts,
+    as_json,
+)
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts by the base, and by the trained model."""
@@ -91,14 +108,15 @@ def run(options: Namespace, console: Console | None = None) -> int:
     entities.locate([text for text, _ in entities.counting(rows)])
     whole_rows = [text.whole for text, _ in rows] if options.entities else []
     start = time.perf_counter()
-    answers, references = _answers_of([*(pool.texts for pool in pools), whole_rows], options)
+    groups = [*(pool.texts for pool in pools), whole_rows]
+    answers, references, reference = _answers_of(groups, options)
     beyond: dict[int, Tensor] = {}
     if recipe is not None:
         seconds = time.perf_counter() - start
         beyond = _beyond(console, pools, answers, options, recipe, seconds)
     scores = 1 + bool(beyond) + bool(references)
     alpha = 0.05 / scores  # of which the worst one counts
-    results = _compare(console, pools, answers, references, beyond, alpha, options)
+    results = _compare(console, pools, answers, references, beyond, alpha, options, len(members))
     pool = pools[0]
     laws = _laws(pools, results, options)
     if USED_UP in laws.values():
@@ -126,7 +144,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = content_of(results[0], pool) | {"drawn": options.drawn, "known": is_known}
-        optional = {"records": counts, "not_compared": absent, "entities": by_kind}
+        optional: dict[str, object] = {"records": counts, "not_compared": absent}
+        optional |= {"entities": by_kind, "reference": reference}
         content |= {name: entries for name, entries in optional.items() if entries}
         for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
             part = pool_of_part.part
@@ -137,6 +156,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
     for result in results:
         values |= result.values
+    about_reference = reference_in_words(reference, values)
+    for sentence in about_reference:
+        console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
     values |= entity_values
@@ -147,7 +169,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted else 0
     sentences = [*breaches, *absent.values(), *unknown, *([] if is_known else [UNKNOWN])]
-    sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits]
+    sentences += [f"{metric} at most {at_most:g}" for metric, at_most in limits] + about_reference
     unfailed = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else unfailed
     summarize(options.summary, outcome, sentences, tables)
@@ -162,6 +184,7 @@ def _compare(
     beyond: Mapping[int, Tensor],
     alpha: float,
     options: Namespace,
+    trained: int,
 ) -> list[Comparison]:
     """Return what each pool shows, and print it; some have scores beyond references, by number."""
     results = []
@@ -176,6 +199,15 @@ def _compare(
             sides = pool.compressed[once], pool.members[once]
             with refuse_errors("--reference", ValueError):
                 check_unseen(reference.rows(once), answer[0].rows(once), *sides)
+        if reference is not None and CombinedReference.default_name in result.values:
+            released = ReleasedModel(answer[1], answer[0], pool.compressed, None, reference)
+            rows = options.reference_rows, trained
+            strength = measure_strength(released.rows(pool.alone), pool.members[pool.alone], *rows)
+            name = CombinedReference.default_name
+            values = beside(strength, result.values[name])
+            result = replace(result, values={**result.values, name: values})
+            if strength.weak:
+                console.print(f"The reference is weak: {strength.weak}.")
         if (scores := beyond.get(number)) is not None:
             once, name = pool.alone, f"{_BEYOND}{'_short' * pool.is_short}"
             sides = scores[once], pool.members[once]
@@ -260,10 +292,10 @@ def summarize(
 
 def _answers_of(
     groups: Sequence[Sequence[Text]], options: Namespace
-) -> tuple[list[Answer], list[TokenSnapshot]]:
+) -> tuple[list[Answer], list[TokenSnapshot], ReferenceFacts | None]:
     """Return the answers of the base and the trained model on texts, run once for each text.
 
-    With them, those of the reference model, if there is one.
+    With them, those of the reference model and which it is, if there is one.
     """
     if options.reference is not None:  # before minutes of asking the others
         with refuse_errors("--reference cannot be loaded", SourceError):
@@ -279,9 +311,12 @@ def _answers_of(
 
     both = [(select(answers[0], group), select(answers[1], group)) for group in groups]
     if options.reference is None:
-        return both, []
-    beside = log_probs_of([*texts.values()], options.reference, options.base, "--reference")
-    return both, [select(beside, group) for group in groups]
+        return both, [], None
+    reference = load_trained(options.reference, options.base, "--reference")
+    facts = describe_reference(options.reference, options.reference_rows, reference)
+    mask = mask_of(options.base, released_config(options.reference, options.base)[1])
+    its = token_log_probs(reference, [*texts.values()], mask)
+    return both, [select(its, group) for group in groups], facts
 
 
 def _beyond(
@@ -376,10 +411,13 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
             "(leave_out) and --drawn, or more texts of the same kind."
         )
         console.print(f"Members and others are {reason}. {advice}")
-    if result.n_others < result.needed:
-        console.print(
-            f"'shown' is unknown: {result.n_others} others were scored, {result.needed} are needed."
-        )
+    for fpr, needed in result.needed.items():
+        if result.n_others < needed:
+            also = " (and 'shown')" * (fpr == FPR)
+            console.print(
+                f"The TPR at {fpr:.2g} FPR{also} is unknown: {result.n_others} others were scored, "
+                f"{needed} are needed."
+            )
 
 
 def _limits(options: Namespace) -> list[tuple[str, float]]:
@@ -457,6 +495,8 @@ def breach_of(values: Mapping[str, float], metric: str, at_most: float) -> str |
     high = low if metric == "at_least" else values.get(f"{metric}_high", math.nan)
     if math.isnan(low):
         return "is unknown."
+    if values.get(WEAK) and low <= at_most:
+        return f"is unknown: {WEAK_REFERENCE}."
     if low > at_most:
         return f"is shown to be at least {low:.3f}, above --at-most {at_most:g}."
     if high > at_most:
@@ -483,17 +523,38 @@ def content_of(result: Comparison, pool: ReleasedPool) -> dict[str, object]:
     }
 
 
+def reference_in_words(
+    reference: ReferenceFacts | None, values: Mapping[str, Mapping[str, float]]
+) -> list[str]:
+    """Return which reference the texts were compared with, in words; nothing without one."""
+    if reference is None:
+        return []
+    beside = values.get(CombinedReference.default_name, {})
+    strength = beside.get(STRENGTH, math.nan)
+    weak = bool(beside.get(WEAK))
+    words = reference.in_words(None if math.isnan(strength) else strength, weak=weak)
+    return [f"Reference of {CombinedReference.default_name}: {words}"]
+
+
+def tpr_in_words(values: Mapping[str, float], name: str) -> str:
+    """Return a TPR with its interval; unknown with too few others, empty where none is computed."""
+    if math.isnan(value := values.get(name, math.nan)):
+        return "unknown" if name in values else ""
+    low, high = values[f"{name}_low"], values[f"{name}_high"]
+    return f"{value:.3f} ({low:.3f} {'or more' if math.isnan(high) else f'to {high:.3f}'})"
+
+
 def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table with a row for each attack, or kind and place of values."""
-    rows = Table("attack", "AUC", "95%", "p", "shown TPR at 1% FPR")
+    rows = Table("attack", "AUC", "95%", "p", *(f"TPR at {fpr:.1%} FPR" for fpr in FPRS))
     for name, values in results.items():
         if "auc" in values:
             rows.add_row(
                 name,
                 three_digits(values["auc"]),
-                f"{values['auc_low']:.3f} to {values['auc_high']:.3f}",
+                f"{values['auc_low']:.3f} to {three_digits(values['auc_high'])}",
                 f"{values['p_value']:.1g}",
-                three_digits(values["shown"]) if "shown" in values else "",
+                *(tpr_in_words(values, rate_name(fpr)) for fpr in FPRS),
             )
             continue
         for tier, words in {"": "", **TIERS}.items():
@@ -505,5 +566,6 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
                 " to ".join(three_digits(values[f"{excess}_{end}"]) for end in ("low", "high")),
                 "",
                 f"greedy {three_digits(values[f'greedy{tier}'])}",
+                "",
             )
     return rows

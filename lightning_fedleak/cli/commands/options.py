@@ -56,7 +56,8 @@ def _number(
 
 
 _SEED = _number("N", _UINT32, 0)
-_METRICS = ("auc", "shown", "extracted", "greedy", "at_least", "prompts")
+_TPRS = ("shown", "tpr_at_fpr_0.01", "tpr_at_fpr_0.001")
+_METRICS = ("auc", *_TPRS, "extracted", "greedy", "at_least", "prompts")
 
 
 def _limit(text: str) -> tuple[str | None, float]:
@@ -314,6 +315,8 @@ def memorization(add: Add) -> None:
         reference: a model that was trained like --model on other texts of the same kind, and has
             seen no text that is asked about: a folder, or one with adapters of PEFT. Texts are
             scored beside it as well (combined_reference).
+        reference_rows: how many rows --reference was trained on. With fewer than --members a low
+            number beside it is unknown.
         references: train so many models without the rows that are asked about, each on a half of
             members and others, and score beyond what a row gains in those. It takes as many fits.
             Needs --drawn. Prompts are scored without. What they said is kept beside --records, in
@@ -324,9 +327,10 @@ def memorization(add: Add) -> None:
         batch_size: rows of an optimizer step in the training.
         lr: learning rate of a reference, which is held.
         no_account: the rows were trained on without differential privacy.
-        metric: what --at-most limits: the AUC, the TPR at 1% FPR that is shown, the excess of
-            members that are extracted in samples or greedily, with --records the number of rows
-            that are given away at least, or the AUC of prompts, which have no loss.
+        metric: what --at-most limits: the AUC, the TPR at 1% or 0.1% FPR, the former as far as it
+            is shown, the excess of members that are extracted in samples or greedily, with
+            --records the number of rows that are given away at least, or the AUC of prompts, which
+            have no loss.
         at_most: exit with status 3 where its interval reaches above, or it is unknown. May be given
             several times, as 0.6 for --metric, or as extracted=0.05, or with --entities as
             entity/phone/label=0.6.
@@ -342,6 +346,7 @@ def memorization(add: Add) -> None:
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
     add("--reference", metavar="DIR")
+    add("--reference-rows", **count_option(None))
     add("--references", **count_option(0, 0))
     add("--run", **path_option("DIR"))
     add("--epochs", **count_option(None))
@@ -380,7 +385,8 @@ def synthetic(add: Add) -> None:
         lora_r: fit a LoRA of this rank; 0: the whole model.
         targets: {targets}.
         seed: seed of order, dropout and adapters.
-        metric: what --at-most limits of each score: the AUC, or the TPR at 1% FPR that is shown.
+        metric: what --at-most limits of each score: the AUC, the TPR at 1% or 0.1% FPR, or the
+            former as far as it is shown.
         at_most: exit with status 3 where the auxiliary model's score or a count of copies reaches
             above it by its interval, or is unknown.
         summary: file that a table in Markdown is added to. It holds no texts and no row numbers.
@@ -396,7 +402,7 @@ def synthetic(add: Add) -> None:
     add("--lora-r", **count_option(0, 0))
     add("--targets", metavar="NAMES")
     add("--seed", **_SEED)
-    add("--metric", choices=("auc", "shown"), default="auc")
+    add("--metric", choices=("auc", *_TPRS), default="auc")
     add("--at-most", **_number("X", _SHARE))
 
 

@@ -47,7 +47,7 @@ class Comparison:
         n_members: members that were scored.
         n_others: others that were scored.
         visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
-        needed: others that ``shown`` needs.
+        needed: others that each TPR needs, by its FPR.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -55,7 +55,7 @@ class Comparison:
     n_members: int
     n_others: int
     visible: float
-    needed: int
+    needed: Mapping[float, int]
 
     @property
     def other_law(self) -> str | None:
@@ -195,7 +195,7 @@ class ReleasedPool:
             n_members,
             n_others,
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
-            released.others_needed(look, alpha),
+            {fpr: released.others_needed(look, alpha, fpr) for fpr in released.FPRS},
         )
 
     def list_records(

@@ -234,20 +234,17 @@ def log_probs_before_and_after(
         SourceError: a model cannot be loaded, or its kind is not supported.
     """
     config, head = released_config(model, base)
-    mask = _mask_of(base, head)
+    mask = mask_of(base, head)
     anatomy = load_released(str(base), config, head, "--base")
     before = token_log_probs(anatomy, texts, mask)
     del anatomy
-    return before, log_probs_of(texts, model, base, "--model")
+    return before, token_log_probs(load_trained(model, base, "--model"), texts, mask)
 
 
-def log_probs_of(
-    texts: Sequence[Text], model: str | Path, base: str | Path, option: str
-) -> TokenSnapshot:
-    """Return the token log-probabilities of a trained model.
+def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
+    """Return a trained model.
 
     Args:
-        texts: the texts.
         model: folder of the trained model, or of PEFT adapters on ``base``.
         base: see :func:`log_probs_before_and_after`.
         option: that names the model.
@@ -257,13 +254,11 @@ def log_probs_of(
     """
     config, head = released_config(model, base)
     if (Path(model) / "adapter_config.json").is_file():
-        anatomy = _with_adapters(load_released(str(base), config, head, "--base"), model, option)
-    else:
-        anatomy = load_released(str(model), config, head, "--model")
-    return token_log_probs(anatomy, texts, _mask_of(base, head))
+        return _with_adapters(load_released(str(base), config, head, "--base"), model, option)
+    return load_released(str(model), config, head, "--model")
 
 
-def _mask_of(base: str | Path, head: Head) -> int | None:
+def mask_of(base: str | Path, head: Head) -> int | None:
     """Return the token that masks, of a masked model."""
     mask: int | None = load_tokenizer(base).mask_token_id if head == "masked" else None
     if head == "masked" and mask is None:

@@ -100,16 +100,18 @@ class AccountGame:
         return 1.0
 
 
-def too_few_non_members(counts: list[int], alpha: float) -> str | None:
-    """Return at which look ``shown`` has too few non-members, the farthest one; None: at none.
+def too_few_non_members(counts: list[int], alpha: float, metric: str, fpr: float) -> str | None:
+    """Return at which look a TPR has too few non-members, the farthest one; None: at none.
 
     Args:
         counts: of non-members, at look 1, 2, and so on.
         alpha: probability of error over all looks together.
+        metric: its name.
+        fpr: the FPR of it.
     """
-    lacks = [others_needed(look, alpha) - count for look, count in enumerate(counts, start=1)]
+    lacks = [others_needed(look, alpha, fpr) - count for look, count in enumerate(counts, start=1)]
     if max(lacks, default=0) <= 0:
         return None
     look = 1 + lacks.index(max(lacks))
-    needed, count = others_needed(look, alpha), counts[look - 1]
-    return f"'shown' needs {needed} non-members at look {look}, and has {count}"
+    needed, count = others_needed(look, alpha, fpr), counts[look - 1]
+    return f"'{metric}' needs {needed} non-members at look {look}, and has {count}"

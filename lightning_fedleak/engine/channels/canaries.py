@@ -21,7 +21,7 @@ from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics.found_entities import entity_values
-from lightning_fedleak.evaluation.metrics.released import canary_tiers
+from lightning_fedleak.evaluation.metrics.released import FPR, canary_tiers
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.snapshots import (
     CandidateSnapshot,
@@ -88,7 +88,7 @@ class CanaryChannel(MemorizationChannel):
             return None
         alpha = self.settings.memorization.alpha / len(self._planted.record.times)
         non_members = int((~self._planted.included).sum())
-        return too_few_non_members([non_members] * self._planned_looks, alpha)
+        return too_few_non_members([non_members] * self._planned_looks, alpha, metric, FPR)
 
     def _draw_pool(self) -> Pool:
         """Return all canaries; they are queried, or the attack does not run.

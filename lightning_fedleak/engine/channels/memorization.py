@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,21 +34,26 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     ask_reference,
-    check_unseen,
+    beside,
     digest_answers,
     load_answers,
+    measure_strength,
     save_answers,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.released import (
+    FPR,
+    FPRS,
     TIERS,
     blind_aucs,
+    check_unseen,
     extraction_values,
     highest_auc,
     membership_values,
     other_law,
+    rate_name,
     spent_at,
 )
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, Stage, TokenSnapshot
@@ -61,10 +66,19 @@ from lightning_fedleak.model.taps import (
     rejected_places,
     token_log_probs,
 )
-from lightning_fedleak.report.records import MEMORIZATION, PoolLine
+from lightning_fedleak.report.records import (
+    MEMORIZATION,
+    STRENGTH,
+    WEAK,
+    PoolLine,
+    ReferenceFacts,
+)
 
 BLIND = "blind/auc"
 """The largest AUC of scores that know nothing of the training; logged as ``leakage/blind/auc``."""
+
+TPRS = tuple(map(rate_name, FPRS))
+"""TPRs that a release is judged by."""
 
 TIER_NAMES = tuple(f"{name}_x{count}" for name in ("extracted", "greedy") for count in TIERS)
 """Excesses by how often a text repeats; those of no text have no value."""
@@ -76,11 +90,11 @@ class MemorizationChannel(WeightChannel):
     reads: ClassVar[Any] = MemorizationAttack
     leak = MEMORIZATION
     metrics: ClassVar[tuple[str, ...]] = (
-        *("auc", "shown", "extracted", "greedy", *TIER_NAMES, "at_least"),
+        *("auc", "shown", *TPRS, "extracted", "greedy", *TIER_NAMES, "at_least"),
     )
     ranges: ClassVar[Any] = {
         "auc": (0.0, 1.0, 0.5),
-        "shown": (0.0, 1.0, 0.0),
+        **dict.fromkeys(("shown", *TPRS), (0.0, 1.0, 0.0)),
         **dict.fromkeys(("extracted", "greedy", *TIER_NAMES), (-1.0, 1.0, 0.0)),
         "at_least": (0.0, math.inf, 0.0),
     }
@@ -91,7 +105,7 @@ class MemorizationChannel(WeightChannel):
         *(f"{tier}_provable" for tier in TIER_NAMES),
         *("listed", "smallest_list", "repeated", "at_least_provable"),
         *("members", "others", "alpha", "visible", "refuted"),
-        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND),
+        *(f"{BOUND}auc", f"{BOUND}tpr_at_fpr_0.01", BLIND, WEAK, STRENGTH),
     )
     width = 3 * len(metrics) + len(extras)
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
@@ -105,6 +119,7 @@ class MemorizationChannel(WeightChannel):
         self._reading_seconds = 0.0
         self._base: TokenSnapshot | None = None
         self._reference: TokenSnapshot | None = None
+        self._facts: ReferenceFacts | None = None
         self._saved: Mapping[str, Any] = {}
         self._due, self._lists = 0, 0
         self._ended = False
@@ -122,7 +137,7 @@ class MemorizationChannel(WeightChannel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._base, self._reference, self._void = None, None, ""
+        self._base, self._reference, self._facts, self._void = None, None, None, ""
         self._due = 0
 
     def _draw_pool(self) -> Pool:
@@ -155,6 +170,10 @@ class MemorizationChannel(WeightChannel):
             mend = ": PromptRatio() does" * (pool.way != "given")
             name = next(iter(names), f"no attack{mend}")
             cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
+        if self._facts is not None:
+            rows = self._facts.rows
+            weak = rows is not None and rows < pool.length  # else only a look measures it
+            cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
         return f"{cost}{self._account_words}"
 
     # ---- a step -----------------------------------------------------------------------------
@@ -170,7 +189,8 @@ class MemorizationChannel(WeightChannel):
                 return NO_CONTROLS
             n = int(pool.alone.sum())
             counts = [round((1 - share) * n) for share in settings.looks]
-        return too_few_non_members(counts, settings.alpha) if metric == "shown" else None
+        fpr = {"shown": FPR, **dict(zip(TPRS, FPRS, strict=True))}.get(metric)
+        return None if fpr is None else too_few_non_members(counts, settings.alpha, metric, fpr)
 
     @property
     def _planned_looks(self) -> int:
@@ -199,14 +219,15 @@ class MemorizationChannel(WeightChannel):
         if self.run.on_any_process(bool(self._saved)):
             self._restore()
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
-                self._base = self._reference = None
+                self._base = self._reference = self._facts = None
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask()
-            reference = self.settings.memorization.reference
-            if reference is not None and any(
+            given = self.settings.memorization
+            if given.reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
             ):
-                self._reference = ask_reference(reference, self.run, self._ask)
+                source = given.reference, given.reference_rows
+                self._reference, self._facts = ask_reference(*source, self.run, self._ask)
         if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
             self._compare_untrained(self._base)
 
@@ -370,6 +391,9 @@ class MemorizationChannel(WeightChannel):
             for error in (alpha, alpha / ranked)
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
+        if type(attack) is CombinedReference and game.reference is not None:
+            rows = self.settings.memorization.reference_rows, self.pool.length
+            values = beside(measure_strength(game, members, *rows), values)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)
             values["refuted"] = self._account.refuted(
@@ -393,13 +417,13 @@ class MemorizationChannel(WeightChannel):
         rare = {name: rates[name].value for name in (*TIER_NAMES, "at_least") if name in rates}
         absent = {name for name, value in rare.items() if math.isnan(value)}
         if "at_least" in rare.keys() - absent:  # a list of rows has no other
-            absent |= {"auc", "shown", "extracted", "greedy"}
+            absent |= {"auc", "shown", *TPRS, "extracted", "greedy"}
         elif math.isnan(extra["p_value"]):
-            absent |= {"auc", "shown"}
+            absent |= {"auc", "shown", *TPRS}
         elif math.isnan(extra["extracted_base"]):
             absent |= {"extracted", "greedy"}
         if math.isnan(extra["shown_p_value"]):  # of values in texts
-            absent.add("shown")
+            absent |= {"shown", *TPRS}
         return replace(
             outcome,
             rates={name: rate for name, rate in rates.items() if name not in absent},
@@ -429,6 +453,7 @@ class MemorizationChannel(WeightChannel):
                 "processes": self.run.processes,
                 "file": str(file),
                 "digest": self._digest(self._base),
+                "reference": self._facts and asdict(self._facts),
                 "seen": self._pool.seen_in_checkpoints.to(torch.uint8),
             }
         }
@@ -437,7 +462,8 @@ class MemorizationChannel(WeightChannel):
         """Return the record of the texts that are asked about; None where there are none."""
         if self._pool is None:
             return None
-        return self._pool.line(self._base and self._digest(self._base))
+        line = self._pool.line(self._base and self._digest(self._base))
+        return line and replace(line, reference=self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember where the base's answers are."""
@@ -459,6 +485,8 @@ class MemorizationChannel(WeightChannel):
             return
         if self._digest(base) == saved["digest"]:
             self._base = base
+            facts = saved.get("reference")
+            self._facts = facts and ReferenceFacts(**facts)
             pool.seen = torch.as_tensor(saved["seen"]).bool()
             self._due, pool.passed = int(saved["due"]), int(saved["passed"])
             pool.unread = int(saved.get("unread", 0))

@@ -21,38 +21,51 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
+from lightning_fedleak.attacks.memorization.scores import CombinedReference
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
 from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
+FPRS = (FPR, 0.001)  # of the TPRs that a release is judged by
 RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
 TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
 PERMUTATIONS = 9900  # of the exact test; more: slower, and smaller p-values
+CHANCE = 1e-3  # p-value below which a reference has seen rows; 1 sound run in 1,000 is refused
 POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
 
 
-def others_needed(look: int, alpha: float = 0.05) -> int:
+def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
     """Return how many non-members a look needs before its bound on the TPR can be above 0.
 
-    The highest non-member leaves an FPR of at most ``FPR`` but for a probability ``(1 - FPR)^n``.
+    The highest non-member leaves an FPR of at most ``fpr`` but for a probability ``(1 - fpr)^n``.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.released import others_needed
         >>> [others_needed(look) for look in (1, 2, 3, 4, 5)]
         [437, 546, 615, 666, 706]
+        >>> others_needed(1, fpr=0.001)
+        4380
     """
-    return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-FPR))
+    return math.ceil(math.log(spent_at(look, alpha) / 2) / math.log1p(-fpr))
 
 
-def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05) -> Rate:
+def rate_name(fpr: float) -> str:
+    """Return the name of the TPR at an FPR in the logs, such as ``tpr_at_fpr_0.001``."""
+    return f"tpr_at_fpr_{fpr:g}"
+
+
+def shown_tpr(
+    scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
+) -> Rate:
     """Return bounds of the TPR at a small FPR, each with half of the look's ``alpha``.
 
     ``low`` is unknown (NaN) with too few non-members; ``value`` is ``low``.
 
-    The threshold is a non-member's score, high enough that its FPR is at most ``FPR`` but for half
+    The threshold is a non-member's score, high enough that its FPR is at most ``fpr`` but for half
     of the look's alpha: the FPR above the j-th highest of n non-members has the distribution
     Beta(j, n - j + 1). Clopper-Pearson's bound on the members above it takes the other half. The
     upper bound mirrors this.
@@ -62,6 +75,7 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
         members: (N,) bool.
         look: counted from 1.
         alpha: probability of error over all looks together.
+        fpr: the FPR.
 
     Raises:
         ValueError: no members, no non-members, lengths that differ, or a score that is NaN.
@@ -70,8 +84,8 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
     spent = spent_at(look, alpha)
     others, inside = np.sort(score[~member])[::-1], score[member]
     n, ranks = len(others), np.arange(1, len(others) + 1)
-    below = binom.cdf(ranks - 1, n, FPR) <= spent / 2  # P(FPR above the j-th > FPR)
-    above = binom.sf(ranks - 1, n, FPR) <= spent / 2  # P(FPR from the j-th on < FPR)
+    below = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
+    above = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
     low, high = math.nan, 1.0
     if below.any():
         hits = int((inside > others[np.flatnonzero(below)[-1]]).sum())
@@ -81,6 +95,21 @@ def shown_tpr(scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 
         most = hits == len(inside)
         high = 1.0 if most else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
     return Rate(low, low, high)
+
+
+def _judged_tpr(scores: Tensor, members: Tensor, *, look: int, alpha: float, fpr: float) -> Rate:
+    """Return the TPR at an FPR between its bounds; all is unknown with too few non-members.
+
+    The value is the share of members above the (m + 1)-th highest of n non-members, for
+    m = floor(fpr * n). Ties count against the members.
+    """
+    bounds = shown_tpr(scores, members, look=look, alpha=alpha, fpr=fpr)
+    if math.isnan(bounds.low):
+        return UNKNOWN
+    score, member = _pool(scores, members)
+    others = np.sort(score[~member])[::-1]
+    above = score[member] > others[int(fpr * len(others) + 1e-9)]
+    return Rate(float(above.mean()), bounds.low, bounds.high)
 
 
 def rank_test(scores: Tensor, members: Tensor) -> float:
@@ -182,6 +211,8 @@ def membership_values(
     - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few non-members;
       ``shown_high`` is its upper bound.
     - ``shown_p_value``: of :func:`rank_test`, corrected for all looks.
+    - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``, with ``_low`` and ``_high``: the bounds are of
+      :func:`shown_tpr`, and all is unknown with fewer non-members than :func:`others_needed`.
     - ``visible``: of :func:`visible_tpr`.
 
     The bounds of a rate hold at all looks together but for a probability ``alpha``, and so do both
@@ -208,8 +239,10 @@ def membership_values(
         area = replace(area, low=min(area.low, 0.5))
     if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # less than the least p-value
         provable = min(provable, 0.5)
+    tprs = (_judged_tpr(scores, members, look=look, alpha=alpha, fpr=fpr) for fpr in FPRS)
+    rates = dict(zip(map(rate_name, FPRS), tprs, strict=True))
     return {
-        **flat({"auc": area}),
+        **flat({"auc": area, **rates}),
         "auc_provable": provable,
         "p_value": min(1.0, error * alpha / spent),
         "shown": shown.low,
@@ -408,6 +441,34 @@ def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]
         members: (N,) bool.
     """
     return {name: _auc(score, members, ALPHA) for name, score in scores.items()}
+
+
+def check_unseen(
+    reference: TokenSnapshot, base: TokenSnapshot, compressed: Tensor, trains: Tensor
+) -> None:
+    """Refuse a reference that tells both sides apart before any training: it has seen some rows.
+
+    Trained on the rows that are left out, for example, it would show members of a model that was
+    trained on none.
+
+    Args:
+        reference: what it says of N texts.
+        base: what the model says before its first step.
+        compressed: (N,) see :class:`~lightning_fedleak.model.snapshots.ReleasedModel`.
+        trains: (N,) bool, rows of the training data.
+
+    Raises:
+        ValueError: the scores of both sides differ by more than chance.
+    """
+    untrained = ReleasedModel(base, base, compressed, reference=reference)
+    scores = CombinedReference().score(untrained)
+    p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
+    if p_value < CHANCE:
+        raise ValueError(
+            "Memorization(reference=): before any training it scores the rows that are trained on "
+            f"otherwise than those that are not (p = {p_value:.1g}), so that it has seen some of "
+            "them: give a model that was trained on other rows alone"
+        )
 
 
 def other_law(aucs: Mapping[str, Rate]) -> str | None:

@@ -1,6 +1,9 @@
 """What runs write down: the lines of ``leakage.jsonl`` and ``run.jsonl``."""
 
 from lightning_fedleak.report.records.controls import HIGH as HIGH
+from lightning_fedleak.report.records.controls import STRENGTH as STRENGTH
+from lightning_fedleak.report.records.controls import WEAK as WEAK
+from lightning_fedleak.report.records.controls import WEAK_REFERENCE as WEAK_REFERENCE
 from lightning_fedleak.report.records.controls import Judgement as Judgement
 from lightning_fedleak.report.records.controls import default_limit as default_limit
 from lightning_fedleak.report.records.controls import judged as judged
@@ -42,6 +45,7 @@ from lightning_fedleak.report.records.lines import MetricsLine as MetricsLine
 from lightning_fedleak.report.records.lines import MetricValue as MetricValue
 from lightning_fedleak.report.records.lines import PlanLine as PlanLine
 from lightning_fedleak.report.records.lines import PoolLine as PoolLine
+from lightning_fedleak.report.records.lines import ReferenceFacts as ReferenceFacts
 from lightning_fedleak.report.records.lines import ResultLine as ResultLine
 from lightning_fedleak.report.records.lines import RunLine as RunLine
 from lightning_fedleak.report.records.lines import SentLine as SentLine

@@ -13,6 +13,13 @@ names one. Lower: more numbers are called high, and lower controls suffice. Not 
 """
 
 
+WEAK = "weak_reference"
+"""Value of a line, 1 where the reference that a score is compared with is weak, and 0 where not."""
+STRENGTH = "reference_strength"
+"""Value of a line, the share of the model's gain on other texts that the reference has."""
+WEAK_REFERENCE = "weak reference: it shows less than there is, and a low number is unknown"
+
+
 def default_limit(chance: float) -> float:
     """Return what counts as low where no gate says it.
 

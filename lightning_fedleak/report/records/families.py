@@ -141,7 +141,7 @@ MEMORIZATION = Family(
     headline="auc",
     chance=0.5,
     metrics=(
-        *("auc", "shown", "extracted", "greedy"),
+        *("auc", "tpr_at_fpr_0.01", "tpr_at_fpr_0.001", "shown", "extracted", "greedy"),
         *("extracted_x1", "extracted_x2", "extracted_x5", "extracted_x17"),
         *("greedy_x1", "greedy_x2", "greedy_x5", "greedy_x17"),
     ),
@@ -151,9 +151,10 @@ MEMORIZATION = Family(
     sentences=("tells {who was in its training data}", "writes {passages of its training texts}"),
     untested="Test what the trained model itself has memorized: {watcher}(attacks=[Combined()]).",
     terms={
-        "Shown": "The share of the training texts that is found for certain, at 95% confidence, "
-        "while at most 1 in 100 held-out texts is taken for one. Unknown with fewer than 437 "
+        "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "
+        "or in 1,000, held-out texts is taken for one. Unknown with fewer than 437, or 4,380, "
         "held-out texts, and later looks need more.",
+        "Shown": "The lower end of the TPR at 1% FPR: that share is found for certain.",
         "Extracted": "How many more training texts than held-out ones, as a share, hold a run of "
         "tokens (16 by default) that the model would write in 10,000 samples. Below 0: fewer do. "
         "By how many rows of the data hold them: x1, x2 (2 to 4), x5 (5 to 16) and x17 (more); "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_fedleak.report.records import fields
+from lightning_fedleak.report.records.controls import WEAK_REFERENCE
 
 # ---- a line of leakage.jsonl --------------------------------------------------------------------
 
@@ -119,6 +120,36 @@ class RunLine(fields.Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceFacts(fields.Record):
+    """Which reference model scores were compared with; nothing of the rows that trained it.
+
+    Attributes:
+        kind: what was given: ``"module"``, ``"folder"`` or ``"adapters"``.
+        model: class of the model, without adapters.
+        rows: how many it was trained on, as the user says; None where nobody said it.
+        weights: SHA-256 of all its weights.
+    """
+
+    kind: str
+    model: str
+    rows: int | None = None
+    weights: str
+
+    def in_words(self, strength: float | None = None, *, weak: bool = False) -> str:
+        """Return which reference it is, on one line.
+
+        Args:
+            strength: share of the model's gain on other texts that it has; None: not known.
+            weak: a low number beside it is unknown.
+        """
+        rows = "an unstated number of rows" if self.rows is None else f"{self.rows:,} rows"
+        words = f"{self.model} ({self.kind}), trained on {rows}, weights {self.weights[:16]}"
+        if strength is not None:
+            words += f"; on texts that neither was trained on it has {strength:.0%} of the gain"
+        return f"{words}; {WEAK_REFERENCE}" if weak else words
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolLine(RunLine):
     """The candidate texts of attacks on the trained weights.
 
@@ -134,6 +165,7 @@ class PoolLine(RunLine):
         short: texts that were left out because they have too few label tokens.
         searched: share of the data's rows that was searched for repeats.
         base: SHA-256 of the texts and what the base model says of them; None: not known.
+        reference: the model that scores are compared with; None where none was given.
     """
 
     kind: str = field(default="pool", init=False)
@@ -145,6 +177,7 @@ class PoolLine(RunLine):
     searched: fields.Share
     copied: int = 0
     base: str | None = None
+    reference: ReferenceFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +19,20 @@ from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor
+from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference
 from lightning_fedleak.attacks.memorization.scores import MOST_GAIN
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.reference import check_unseen
+from lightning_fedleak.engine.reference import describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.released import check_unseen, membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
-from tests.engine.channels.test_memorization import fit, lines, monitor, tiny, trained
+from lightning_fedleak.private_files import hash_tensors, plain_name
+from lightning_fedleak.report import findings, model_card, page, read
+from tests.engine.channels.test_memorization import fit, lines, monitor, of_kind, tiny, trained
 
 LORA = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 BOTH = [Combined(), CombinedReference()]
@@ -43,8 +49,10 @@ def language(n: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def with_reference(folder: Path, reference: Any, attacks: Any = BOTH) -> LeakageMonitor:
-    memorization = Memorization(max_overhead=4 / 3, reference=reference)
+def with_reference(
+    folder: Path, reference: Any, attacks: Any = BOTH, rows: int | None = None
+) -> LeakageMonitor:
+    memorization = Memorization(max_overhead=4 / 3, reference=reference, reference_rows=rows)
     return monitor(folder, attacks, memorization)
 
 
@@ -60,7 +68,7 @@ def whole(reference: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Sim
     folder = tmp_path_factory.mktemp("reference")
     data = leave_out(language(400, seed=2), 140, seed=1)[0]
     checkpoint = ModelCheckpoint(folder / "kept", every_n_epochs=1, save_top_k=-1)
-    watching = with_reference(folder, reference)
+    watching = with_reference(folder, reference, rows=260)
     _, module = fit([watching, checkpoint], data=data, enable_checkpointing=True)
     early = min((folder / "kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     return SimpleNamespace(folder=folder, watching=watching, module=module, data=data, early=early)
@@ -214,3 +222,160 @@ def test_under_dp_a_reference_is_outside_of_epsilon(
         return
     with pytest.raises(ValueError, match=r"reference=\) may have been trained on private rows"):
         fit([watching], data=data, strategy=strategy, max_epochs=1)
+
+
+# ---- which reference it was, and how strong -----------------------------------------------------
+
+
+def test_the_record_the_report_and_the_model_card_say_which_reference(
+    whole: Any, reference: nn.Module
+) -> None:
+    [pool] = of_kind(whole.folder, "pool")
+    expected = hash_tensors({plain_name(n): p for n, p in reference.named_parameters()})
+    facts = {"kind": "module", "model": "GPT2LMHeadModel", "rows": 260, "weights": expected}
+    assert pool["reference"] == facts
+    content = findings(read([whole.folder]))
+    card = model_card(content)
+    named = rf"GPT2LMHeadModel \(module\), trained on 260 rows, weights {expected[:16]}"
+    for text in (page(content), card):
+        assert re.search(named, text)
+    for attack in ("combined", "combined_reference"):  # too few others for 1 in 100
+        name = attack.replace("_", r"\\_")
+        assert re.search(rf"TPR at 0.1% FPR, {name} \| unknown", card)
+    rows = {tuple(row["input_ids"].tolist()) for row in language(260, seed=1)}
+    record = (whole.folder / "run.jsonl").read_text()
+    assert not any(", ".join(map(str, row)) in record for row in rows)
+
+
+def test_the_fingerprint_is_of_the_weights_wherever_they_are(
+    reference: nn.Module, tmp_path: Path
+) -> None:
+    reference.save_pretrained(tmp_path / "model")
+    changed = deepcopy(reference)
+    next(changed.parameters()).data[0, 0] += 1e-3
+    loaded = type(reference).from_pretrained(tmp_path / "model")
+    hashes = [
+        describe_reference(source, 5, find_anatomy(model)).weights
+        for source, model in (
+            (reference, reference),
+            (str(tmp_path / "model"), loaded),
+            (changed, changed),
+        )
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def snapshot(gains: Tensor) -> TokenSnapshot:
+    """Return what a model says of texts of four tokens, given its gain over a base of -2 nats."""
+    values = (gains - 2.0)[:, None].expand(-1, 4)
+    zeros, ones = torch.zeros_like(values), torch.ones_like(values, dtype=torch.bool)
+    return TokenSnapshot(values, zeros, zeros + 1, ~ones, ones)
+
+
+@pytest.mark.parametrize(
+    ("own", "its", "rows", "weak"),
+    [
+        (1.0, 0.95, None, ""),
+        (1.0, 0.95, 100, ""),
+        (1.0, 0.95, 99, "trained on 99 rows, and the model on 100"),
+        (1.0, 0.5, 100, "has gained 50% of what the model has"),
+        (1.0, 0.5, None, "has gained 50% of what the model has"),
+        (0.0, 0.5, 100, ""),
+        (0.0, 0.5, None, "nothing shows how far it was trained"),
+    ],
+)
+def test_a_weak_reference_by_its_gain_on_the_others_and_its_rows(
+    own: float, its: float, rows: int | None, weak: str
+) -> None:
+    members = torch.arange(60) < 20
+    noise = torch.randn(60, generator=torch.Generator().manual_seed(0)) * 0.1
+    noise -= noise[~members].mean()
+    memorized = members * 1.5  # of the members alone: says nothing of the reference
+    base, now = snapshot(torch.zeros(60)), snapshot(own + noise + memorized)
+    game = ReleasedModel(now, base, torch.ones(60), reference=snapshot(torch.full((60,), its)))
+    strength = measure_strength(game, members, rows, 100)
+    assert math.isnan(strength.share) if own == 0 else strength.share == pytest.approx(its / own)
+    assert bool(strength.weak) == bool(weak)
+    assert weak in strength.weak
+
+
+@pytest.mark.parametrize(("epochs", "unknown"), [(0, True), (3, False)])
+def test_a_low_number_beside_a_weak_reference_is_unknown_and_a_high_one_stands(
+    epochs: int, unknown: bool, reference: nn.Module, tmp_path: Path
+) -> None:
+    """A model that nobody trained on other rows is weak: no text of the kind gained in it."""
+    data = leave_out(language(400, seed=2), 140, seed=1)[0]
+    watching = with_reference(tmp_path, tiny())
+    gates = [
+        RiskGate(metric, at_most=0.75, action="warn", strict=strict, name=f"{metric} {strict}")
+        for metric, strict in (
+            ("leakage/combined_reference/auc", True),
+            ("leakage/combined_reference/auc", False),
+            ("leakage/combined_reference/auc_low", True),
+        )
+    ]
+    fit([watching, *gates], data=data, max_epochs=max(1, epochs), lr=1e-2 if epochs else 0)
+    line = lines(tmp_path, "combined_reference")[-1]["metrics"]
+    assert line["weak_reference"]["value"] == 1
+    assert line["auc"]["high"] is None
+    assert "auc_joint_high" not in line
+    assert (line["auc"]["low"] > 0.75) != unknown
+    assert (gates[1].fired is None) == unknown
+    for gate in (gates[0], gates[2]):
+        assert gate.fired is not None
+        assert math.isnan(gate.fired.value) == unknown
+        assert ("weak reference" in gate.fired.why) == unknown
+    content = findings(read([tmp_path]))
+    [summary] = [a for a in content.runs[0].attacks if a.name == "combined_reference"]
+    assert summary.is_blind == unknown
+    assert "weak reference" in model_card(content)
+    advice = [step for step in content.next_steps if "on as many rows" in step]
+    assert bool(advice) == unknown
+
+
+def test_auto_is_refused_with_lines_that_train_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'auto'") as refusal:
+        Memorization(reference="auto")
+    data = language(1000, seed=2)
+    rows, for_reference = leave_out(data, len(data) // 2, seed=3)
+    _, module = fit([], data=for_reference)
+    module.model.save_pretrained(tmp_path / "reference")
+    given = {"reference": str(tmp_path / "reference"), "reference_rows": len(for_reference)}
+    for part in (
+        "rows, for_reference = leave_out(data, len(data) // 2)",
+        "leave_out(rows, ...)[0]",
+    ):
+        assert part in str(refusal.value)
+    settings = Memorization(max_overhead=4 / 3, **given)
+    trained_on = leave_out(rows, 140, seed=1)[0]
+    fit([monitor(tmp_path / "run", BOTH, settings)], data=trained_on)
+    [pool] = of_kind(tmp_path / "run", "pool")
+    line = lines(tmp_path / "run", "combined_reference")[-1]["metrics"]
+    assert pool["others"] > 100  # those of the second draw, and not the rows of the reference
+    assert line["auc"]["value"] > 0.9
+    assert line["weak_reference"]["value"] == 0
+
+
+def test_reference_rows_count_the_rows_of_a_reference() -> None:
+    with pytest.raises(ValueError, match="give reference too"):
+        Memorization(reference_rows=5)
+    with pytest.raises(ValueError, match="reference_rows must be an integer"):
+        Memorization(reference="folder", reference_rows=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beside_a_reference_a_model_of_none_of_the_rows_is_not_told(
+    seed: int, reference: nn.Module
+) -> None:
+    """The null: trained on other rows than those that are asked about, the coins decide nothing."""
+    _, module = fit([], data=language(260, seed=20 + seed))
+    asked = [Text(row["input_ids"], row["input_ids"]) for row in language(600, seed=30 + seed)]
+    coins = torch.rand(600, generator=torch.Generator().manual_seed(seed)) < 0.5
+    now, base, beside = (
+        token_log_probs(find_anatomy(model), asked) for model in (module.model, tiny(), reference)
+    )
+    game = ReleasedModel(now, base, torch.ones(600), reference=beside)
+    values = membership_values(CombinedReference().score(game), coins)
+    assert values["auc_low"] < 0.5 < values["auc_high"]
+    assert values["auc"] == pytest.approx(0.5, abs=0.08)  # 3.4 standard errors
+    assert 0.7 < measure_strength(game, coins, None, 260).share < 1.4  # one recipe, other seeds

@@ -349,22 +349,30 @@ class PrivateTrainingCheck:
             error = self._run_step(copies)
             runs, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}
-            if error or not runs or len(released) != len(self._optimizers):
-                gradients = {}
-                counts = f"ran {runs} rows and took {len(released)} optimizer steps"
-                mend = "Pass the model that it calls and all optimizers, and step each once"
-                earlier = error or self._observations.obstacle
-                self._observations.obstacle = earlier or f"in a look step() {counts}. {mend}"
-            elif runs > len(scales) and runs % len(scales):
-                gradients = {}
-                self._observations.obstacle = (
-                    f"in a look step() ran {runs} rows for {len(scales)} examples"
-                )
+            reason = error or self._why_no_probe(runs, len(scales), len(released))
+            if reason:
+                self._observations.obstacle, gradients = reason, {}
             elif explain:
                 self._observations.runs = max(1, runs // len(scales))
                 beside = self._side_effects(gradients, restore)
         self._rows, self._scales = rows, None
         return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, beside)
+
+    def _why_no_probe(self, runs: int, copies: int, steps: int) -> str:
+        """Return why a step on copies is no probe; empty where it is one.
+
+        Args:
+            runs: rows that the model ran.
+            copies: rows of the batch.
+            steps: that optimizers took.
+        """
+        if runs and steps == len(self._optimizers):
+            fits = runs <= copies or runs % copies == 0
+            return "" if fits else f"in a look step() ran {runs} rows for {copies} examples"
+        return self._observations.obstacle or (
+            f"in a look step() ran {runs} rows and took {steps} optimizer steps. Pass the model "
+            "that it calls and all optimizers, and step each once"
+        )
 
     def _run_step(self, copies: Any) -> str:
         """Run the step on copies, and return the error that it raised; empty without one."""

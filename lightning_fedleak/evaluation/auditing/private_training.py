@@ -142,6 +142,7 @@ class PrivateTrainingCheck:
         self._released: list[Gradients] = []
         self._raw: Gradients = {}
         self._layers: list[nn.Module] = []
+        self._sums_rows = False
 
     def watch(self, loader: Any) -> Iterator[Any]:
         """Yield the loader's batches, and run the probes before some of them.
@@ -257,10 +258,7 @@ class PrivateTrainingCheck:
             weights = [n for n in silent.beside if n.startswith("the weight")]
             observations.is_explained &= not weights
         length = _norm(silent.raw) / SILENT or 1.0
-        # The first factor outweighs the sum of all rows that have the second one.
-        far, unit = 20 * rows**2 * clip / length, clip / length
-        unit *= rows if self._claim.divisor == 1 else 1  # the loss is a sum
-        near = unit * (1 + torch.arange(rows) / rows) * ones
+        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
         index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if looks and self._layers else None
         planted = self._probe(copies, far * ones, layer, explain=True)
@@ -271,13 +269,19 @@ class PrivateTrainingCheck:
         opposed = torch.arange(n_opposed) * rows // n_opposed
         if observations.runs != 1:  # which row of an example a scale meets is not known
             return
-        with preserve_process():  # so that both probes have the same dropout
-            without = self._probe(copies, near.index_fill(0, opposed, 0))
+        for _ in range(2):
+            unit = clip / length * (rows if self._sums_rows else 1)
+            near = unit * (1 + torch.arange(rows) / rows) * ones
+            with preserve_process():  # so that both probes have the same dropout
+                without = self._probe(copies, near.index_fill(0, opposed, 0))
+            moved = self._project(without.released, without.raw) / (rows - n_opposed)
+            if not without.released or moved > 0.5 or self._sums_rows:
+                break
+            self._sums_rows = True  # the loss is a sum, or backward ran again on one
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
         if flipped.released and _norm(without.raw) > clip / 4:
-            moved = self._project(without.released, without.raw)
-            if moved > (rows - n_opposed) / 2:  # else their norms were not near the clip norm
-                observations.near.append((moved, rows - n_opposed))
+            if moved > 0.5:  # else their norms were not near the clip norm
+                observations.near.append((moved * (rows - n_opposed), rows - n_opposed))
             change = {name: without.released[name] - flipped.released[name] for name in without.raw}
             observations.opposed.append((self._project(change, without.raw), n_opposed))
 
@@ -349,22 +353,30 @@ class PrivateTrainingCheck:
             error = self._run_step(copies)
             runs, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}
-            if error or not runs or len(released) != len(self._optimizers):
-                gradients = {}
-                counts = f"ran {runs} rows and took {len(released)} optimizer steps"
-                mend = "Pass the model that it calls and all optimizers, and step each once"
-                earlier = error or self._observations.obstacle
-                self._observations.obstacle = earlier or f"in a look step() {counts}. {mend}"
-            elif runs > len(scales) and runs % len(scales):
-                gradients = {}
-                self._observations.obstacle = (
-                    f"in a look step() ran {runs} rows for {len(scales)} examples"
-                )
+            reason = error or self._why_no_probe(runs, len(scales), len(released))
+            if reason:
+                self._observations.obstacle, gradients = reason, {}
             elif explain:
                 self._observations.runs = max(1, runs // len(scales))
                 beside = self._side_effects(gradients, restore)
         self._rows, self._scales = rows, None
         return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, beside)
+
+    def _why_no_probe(self, runs: int, copies: int, steps: int) -> str:
+        """Return why a step on copies is no probe; empty where it is one.
+
+        Args:
+            runs: rows that the model ran.
+            copies: rows of the batch.
+            steps: that optimizers took.
+        """
+        if runs and steps == len(self._optimizers):
+            fits = runs <= copies or runs % copies == 0
+            return "" if fits else f"in a look step() ran {runs} rows for {copies} examples"
+        return self._observations.obstacle or (
+            f"in a look step() ran {runs} rows and took {steps} optimizer steps. Pass the model "
+            "that it calls and all optimizers, and step each once"
+        )
 
     def _run_step(self, copies: Any) -> str:
         """Run the step on copies, and return the error that it raised; empty without one."""
@@ -422,7 +434,7 @@ class PrivateTrainingCheck:
     def _project(self, released: Gradients, raw: Gradients) -> float:
         """Return the length, in clip norms, of a release along the planted gradient."""
         dot = sum(float((released[n] * v).sum(dtype=torch.float64)) for n, v in raw.items())
-        return dot * self._claim.divisor / _norm(raw) / self._claim.max_grad_norm
+        return dot * self._claim.divisor / (_norm(raw) or 1.0) / self._claim.max_grad_norm
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def read_tensors(model: nn.Module, stateful: Iterable[Any]) -> dict[str, Tensor]
         model: whose weights and buffers are read.
         stateful: optimizers, and other objects with a ``state_dict``.
     """
-    tensors = {f"the weight {name}": value for name, value in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"the weight {n}": p for n, p in model.named_parameters()}
     tensors |= {f"the buffer {name}": value for name, value in model.named_buffers()}
     for number, one in enumerate(stateful):
         for path, value in tree_flatten_with_path(one.state_dict())[0]:

@@ -234,7 +234,8 @@ class Observations:
             for noise in (first, second)
         ]
         if len(vectors[0]) >= LEAST_NUMBERS:
-            cosine = float(torch.nn.functional.cosine_similarity(*vectors, dim=0))
+            one, other = (torch.nn.functional.normalize(v, dim=0) for v in vectors)
+            cosine = float(one @ other)
             self.pairs.append((cosine, len(vectors[0])))
 
     def add_step(self, rows: int, examples: Sequence[int] | None, rates: list[float]) -> None:
@@ -334,10 +335,10 @@ def _fresh_noise(observations: Observations) -> Check:
             tail = 2 * pairs * float(norm.sf(cosine * scale))
             visible = (norm.isf(ERROR / TESTS / KINDS / pairs / 2) + POWER) / scale
             results.append((tail, -visible, f"cosine {cosine:.3f} between two {kind}"))
-    if pairs := observations.pairs:
-        tails = [2 * len(pairs) * float(norm.sf(abs(c) * math.sqrt(n))) for c, n in pairs]
-        tail, (cosine, count) = min(zip(tails, pairs, strict=True))
-        visible = (norm.isf(ERROR / TESTS / KINDS / len(pairs) / 2) + POWER) / math.sqrt(count)
+    if steps := observations.pairs:
+        tails = [2 * len(steps) * float(norm.sf(abs(c) * math.sqrt(n))) for c, n in steps]
+        tail, (cosine, count) = min(zip(tails, steps, strict=True))
+        visible = (norm.isf(ERROR / TESTS / KINDS / len(steps) / 2) + POWER) / math.sqrt(count)
         results.append((tail, -visible, f"cosine {cosine:.3f} between two steps in a row"))
     if not results:
         return Check("fresh noise", "unknown", "it takes two looks, or two parameters")

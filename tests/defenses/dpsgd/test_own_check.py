@@ -1,0 +1,121 @@
+"""``DPSGD(check=...)`` under each host: sound trainings stay equal, and its faults are refuted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, Users
+from lightning_fedleak.defenses import accounting, noise
+from lightning_fedleak.defenses.dpsgd import clipped_sum, per_sample
+from tests.trainers import hosts
+
+STEPS, LOOK = 6, 2
+
+
+def train(
+    check: int = LOOK, norm: float = hosts.CLIP, **settings: Any
+) -> tuple[list[torch.Tensor], DPSGD]:
+    """Return the weights that a loop of one's own ends with, and its defence."""
+    torch.manual_seed(0)
+    model = hosts.tiny_gpt2(dropout=0.0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(hosts.rows(64), batch_size=16)
+    dp = DPSGD(norm, noise_multiplier=1.0, target_delta=1e-3, check=check, **settings)
+    with DefendedLoop(model, optimizer, loader, [dp], steps=STEPS) as private:
+        while dp.releases < STEPS:
+            for batch in private:
+                private.loss(lambda rows: model(**rows).loss, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if dp.releases == STEPS:
+                    break
+    return [p.detach().clone() for p in model.parameters()], dp
+
+
+def results(dp: DPSGD) -> dict[str, str]:
+    return {check.name: check.result for check in dp.verdict.checks}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_physical_batch_size": 6}])
+def test_a_sound_loop_is_not_refuted_and_trains_as_without_the_check(settings: Any) -> None:
+    (checked, dp), (plain, other) = (train(n, seed=1, **settings) for n in (LOOK, 0))
+    assert all(map(torch.equal, checked, plain))
+    assert dp.releases == other.releases == dp.accountant.steps == STEPS
+    assert (dp.verdict.result, dp.verdict.looks) == ("not refuted", STEPS // LOOK)
+    assert all(check.visible for check in dp.verdict.checks)
+    assert other.verdict is None
+
+
+@pytest.mark.parametrize("host", [hosts.in_lightning, hosts.under_the_trainer])
+def test_other_hosts_are_checked_and_train_as_without_the_check(host: Any, tmp_path: Path) -> None:
+    weights = []
+    for check in (LOOK, 0):
+        dp = DPSGD(hosts.CLIP, noise_multiplier=1.0, target_delta=1e-3, seed=1, check=check)
+        torch.manual_seed(0)
+        model = hosts.tiny_gpt2(dropout=0.0)
+        settings = {"per_device_train_batch_size": 16, "num_train_epochs": 2}
+        assert host(tmp_path, model, [dp], 0.1, **settings).steps == dp.releases
+        weights.append([*model.parameters()])
+        if check:
+            assert dp.verdict.looks == dp.releases // LOOK, str(dp.verdict)
+            assert {results(dp)[n] for n in ("noise", "clipping", "opposed rows")} == {
+                "not refuted"
+            }
+    assert all(map(torch.equal, *weights))
+
+
+def unclipped(clip: Any, norms: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(norms)
+
+
+def squared(clip: Any, norms: torch.Tensor) -> torch.Tensor:
+    return clip.norm / norms.square().clamp(min=clip.norm)
+
+
+@pytest.mark.parametrize(
+    ("fault", "refuted"),
+    [
+        ("no noise", "noise"),
+        ("half of the noise", "noise"),
+        ("the same noise in each step", "fresh noise"),
+        ("no clipping", "clipping"),
+        ("factor C / norm^2", "near the norm"),
+        ("norms without the first layer", "clipping"),
+        ("counts no release", "account"),
+    ],
+)
+def test_a_fault_in_dpsgd_is_refuted(
+    fault: str, refuted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, squares = noise.add_noise, per_sample.squared_norms
+    factors = {"no clipping": unclipped, "factor C / norm^2": squared}
+    if fault in factors:
+        monkeypatch.setattr(clipped_sum.Clip, "factors", factors[fault])
+    elif fault == "norms without the first layer":
+        monkeypatch.setattr(per_sample, "squared_norms", lambda parts: [*squares(parts)][1:])
+    elif fault == "counts no release":
+        uncounted = lambda budget: (budget.noise_now, lambda: None)  # noqa: E731
+        monkeypatch.setattr(accounting.Budget, "settle_next", uncounted)
+    else:
+        share = {"no noise": 0.0, "half of the noise": 0.5}.get(fault, 1.0)
+
+        def changed(base: Any, release: int, client: int, name: str, *rest: Any) -> None:
+            number, total, std = rest
+            release = 0 if fault.startswith("the same") else release
+            add(base, release, client, name, number, total, std * share)
+
+        monkeypatch.setattr(noise, "add_noise", changed)
+        # DPSGD measures the noise of the first release itself, and refuses one that is wrong.
+        monkeypatch.setattr(noise.NoiseGauge, "measured", lambda _: None)
+    _, dp = train(norm=0.25)
+    assert results(dp)[refuted] == "refuted", str(dp.verdict)
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    for settings in ({"noise_multiplier": 0.0}, {"noise_multiplier": 1.0, "unit": Users("author")}):
+        with pytest.raises(DefenseError, match="check"):
+            DPSGD(1.0, check=True, **settings)

@@ -114,4 +114,5 @@ def too_few_non_members(counts: list[int], alpha: float, metric: str, fpr: float
         return None
     look = 1 + lacks.index(max(lacks))
     needed, count = others_needed(look, alpha, fpr), counts[look - 1]
-    return f"'{metric}' needs {needed} non-members at look {look}, and has {count}"
+    mend = "leave out more rows, and let Memorization(most_texts=, max_overhead=) ask about them"
+    return f"'{metric}' needs {needed} non-members at look {look}, and has {count}: {mend}"

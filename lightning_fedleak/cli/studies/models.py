@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,10 +56,8 @@ def has_config_without_weights(name: str) -> bool:
     return (folder / "config.json").is_file() and not any(weights)
 
 
-def build_meta_and_probe(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Anatomy]:
-    """Return a causal model on the meta device, and a narrow one-block copy with random weights.
-
-    The copy has 64 tokens. It shows which maps read an input that a token determines.
+def build_shapes(name: str, rank: int, targets: str | None) -> Anatomy:
+    """Return the causal model of a configuration on the meta device.
 
     Args:
         name: folder of the configuration.
@@ -71,26 +68,48 @@ def build_meta_and_probe(name: str, rank: int, targets: str | None) -> tuple[Ana
         SourceError: the configuration is of no causal language model; or see :func:`with_lora`.
         AnatomyError: the parts of the model could not be found.
     """
+    with torch.device("meta"):
+        return _build(name, {}, rank, targets)
+
+
+def build_probe(
+    name: str, rank: int, targets: str | None, *, blocks: int, tokens: int, narrow: bool = False
+) -> Anatomy:
+    """Return a copy of the model of a configuration with random weights and fewer blocks.
+
+    Args:
+        name: see :func:`build_shapes`.
+        rank: see :func:`with_lora`.
+        targets: see :func:`with_lora`.
+        blocks: the number of its blocks.
+        tokens: the size of its vocabulary.
+        narrow: whether its blocks have MLPs of 64 numbers.
+
+    Raises:
+        SourceError: see :func:`build_shapes`.
+        AnatomyError: the parts of the model could not be found.
+    """
+    few = {"vocab_size": tokens, "num_hidden_layers": blocks, "pad_token_id": None}
+    few |= {"intermediate_size": 64} if narrow else {}
+    return _build(name, few, rank, targets)
+
+
+def _build(name: str, fewer: dict[str, int | None], rank: int, targets: str | None) -> Anatomy:
     with loading(name, "causal language model"):
         config = transformers.AutoConfig.from_pretrained(name)
-        block = copy.deepcopy(config)
-        few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-        layers = {"layer_types": (getattr(block, "layer_types", None) or [])[:1]}
-        for key, value in {**few, **layers, "pad_token_id": None}.items():
-            if getattr(block, key, None) is not None:
-                setattr(block, key, value)
-        auto = _find_auto_class(config)
-        probe = auto.from_config(block, dtype=torch.float32)
-        with torch.device("meta"):
-            meta_model = auto.from_config(config, dtype=config.dtype)
+        auto, dtype = _find_auto_class(config), torch.float32 if fewer else config.dtype
+        layers = getattr(config, "layer_types", None) or []
+        fewer |= {"layer_types": layers[: fewer["num_hidden_layers"]]} if fewer else {}
+        for key, value in fewer.items():
+            if getattr(config, key, None) is not None:
+                setattr(config, key, value)
+        model = auto.from_config(config, dtype=dtype)
     if auto != transformers.AutoModelForCausalLM:
         raise SourceError(
             f"the architectures of '{name}/config.json' name no causal language model, the only "
             "kind whose costs are known without weights: give --model a folder with weights"
         )
-    with torch.device("meta"):
-        shapes = with_lora(find_anatomy(meta_model.eval()), rank, targets, seed=0)
-    return shapes, with_lora(find_anatomy(probe.eval()), rank, targets, seed=0)
+    return with_lora(find_anatomy(model.eval()), rank, targets, seed=0)
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:

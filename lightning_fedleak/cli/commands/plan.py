@@ -64,12 +64,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     rank, option = options.lora_r, f"--batch {options.batch[0]} x"
     if options.model is not None and models.has_config_without_weights(options.model):
-        source = (options.model, rank, options.targets)
-        shapes = models.build_shapes(*source)
+        build = partial(models.build_model, options.model, rank, options.targets)
+        with torch.device("meta"):
+            shapes = build()
         models.check_context(shapes, options.batch[1], option)
-        probe = models.build_probe(*source, blocks=1, tokens=64, narrow=True)
-        print_costs(console, shapes, probe, options.batch)
-        print_prices(console, shapes, partial(models.build_probe, *source), options.batch)
+        print_costs(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
+        print_prices(console, shapes, build, options.batch)
         return 0
     bare = models.find_model(options.model)
     if bare.kind == "classifier":
@@ -254,7 +254,8 @@ def print_prices(
     if block > MOST_MEASURED:
         console.print(
             f"A block has {block:,} parameters: attacks besides SubspaceWords are priced up to "
-            f"{MOST_MEASURED:,}.\n"
+            f"{MOST_MEASURED:,}.\n",
+            soft_wrap=True,
         )
         return
     few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
@@ -269,21 +270,21 @@ def print_prices(
             smaller = measure_prices(build(**other), batch)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
+    names = list(dict.fromkeys(name for name, _ in prices if name))
+    set_up, look = (sum(prices[name, one] for name in names) for one in ("set-up", "look"))
     control = prices["", "control"]
-    table = Table("computation (s)", "set-up", "a look", "its control, at most")
-    totals = [0.0, 0.0, control]
-    for name in dict.fromkeys(name for name, _ in prices if name):
-        set_up, look = prices[name, "set-up"], prices[name, "look"]
-        table.add_row(name, f"{set_up:.2g}", f"{look:.2g}", f"{look:.2g}")
-        totals = [totals[0] + set_up, totals[1] + look, totals[2] + look]
-    table.add_row("the step made again, and a control's own", "", "", f"{control:.2g}")
-    table.add_row("all", *(f"{total:.2g}" for total in totals))
+    table = Table("seconds of computation", "set-up", "a look", "its control, at most")
+    for name in names:
+        table.add_row(name, *(f"{prices[name, one]:.2g}" for one in ("set-up", "look")))
+    table.add_row("two gradients", "", "", f"{control:.2g}")
+    table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(
         f"What attacks='auto' plays, measured at {batch[0]} x {batch[1]} tokens of a process on "
         f"models of up to {most} blocks and {few:,} tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
-        f"look_seconds={WatchSettings().look_seconds:g} is left out. Together they add about "
+        f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
+        "again, and one of known words, of which each attack is asked. Together they add about "
         f"{prices['', 'memory'] / 1e9:.2g} GB of memory.\n",
         soft_wrap=True,
     )

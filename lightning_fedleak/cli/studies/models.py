@@ -56,53 +56,39 @@ def has_config_without_weights(name: str) -> bool:
     return (folder / "config.json").is_file() and not any(weights)
 
 
-def build_shapes(name: str, rank: int, targets: str | None) -> Anatomy:
-    """Return the causal model of a configuration on the meta device.
+def build_model(
+    name: str,
+    rank: int,
+    targets: str | None,
+    *,
+    blocks: int | None = None,
+    tokens: int | None = None,
+    mlp: int | None = None,
+) -> Anatomy:
+    """Return a causal model of a configuration, with random weights or on the meta device.
 
     Args:
         name: folder of the configuration.
         rank: see :func:`with_lora`.
         targets: see :func:`with_lora`.
+        blocks: the number of its blocks; None, here and below: as configured.
+        tokens: the size of its vocabulary.
+        mlp: the width of its MLPs.
 
     Raises:
         SourceError: the configuration is of no causal language model; or see :func:`with_lora`.
         AnatomyError: the parts of the model could not be found.
     """
-    with torch.device("meta"):
-        return _build(name, {}, rank, targets)
-
-
-def build_probe(
-    name: str, rank: int, targets: str | None, *, blocks: int, tokens: int, narrow: bool = False
-) -> Anatomy:
-    """Return a copy of the model of a configuration with random weights and fewer blocks.
-
-    Args:
-        name: see :func:`build_shapes`.
-        rank: see :func:`with_lora`.
-        targets: see :func:`with_lora`.
-        blocks: the number of its blocks.
-        tokens: the size of its vocabulary.
-        narrow: whether its blocks have MLPs of 64 numbers.
-
-    Raises:
-        SourceError: see :func:`build_shapes`.
-        AnatomyError: the parts of the model could not be found.
-    """
-    few = {"vocab_size": tokens, "num_hidden_layers": blocks, "pad_token_id": None}
-    few |= {"intermediate_size": 64} if narrow else {}
-    return _build(name, few, rank, targets)
-
-
-def _build(name: str, fewer: dict[str, int | None], rank: int, targets: str | None) -> Anatomy:
     with loading(name, "causal language model"):
         config = transformers.AutoConfig.from_pretrained(name)
-        auto, dtype = _find_auto_class(config), torch.float32 if fewer else config.dtype
-        layers = getattr(config, "layer_types", None) or []
-        fewer |= {"layer_types": layers[: fewer["num_hidden_layers"]]} if fewer else {}
-        for key, value in fewer.items():
-            if getattr(config, key, None) is not None:
+        auto, dtype = _find_auto_class(config), config.dtype if blocks is None else torch.float32
+        layers = (getattr(config, "layer_types", None) or [])[:blocks]
+        sizes = {"vocab_size": tokens, "num_hidden_layers": blocks, "intermediate_size": mlp}
+        for key, value in {**sizes, "layer_types": layers}.items():
+            if value is not None and getattr(config, key, None) is not None:
                 setattr(config, key, value)
+        if tokens is not None:
+            config.pad_token_id = None  # which may be beyond them
         model = auto.from_config(config, dtype=dtype)
     if auto != transformers.AutoModelForCausalLM:
         raise SourceError(

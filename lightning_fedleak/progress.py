@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -69,6 +71,28 @@ def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
     begin = time.process_time()
     work()
     return (time.process_time() - begin) / torch.get_num_threads()
+
+
+def peak_bytes(device: torch.device, *, begin: bool = False) -> float:
+    """Return the most memory that was in use since the last call with ``begin``; NaN if not known.
+
+    It is the process's on a CPU (on Linux alone), and PyTorch's on a GPU.
+
+    Args:
+        device: the device.
+        begin: count from now on, and return what is in use now.
+    """
+    if device.type == "cuda":
+        if begin:
+            torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        if begin:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return math.nan
+    return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 @cache

@@ -81,18 +81,24 @@ class LogitMap:
         if not len(x):
             return PLAIN
         size = float(y.abs().max())
-        candidates = list(cls._candidates(model, x, y))
-        errors = [float((m(x) - y).abs().max()) for m in candidates]
-        for tolerance in (_STRICT, _LOOSE):
-            for candidate, error in zip(candidates, errors, strict=True):
-                if error <= max(tolerance, _ROUNDINGS * rounding) * size:
-                    shift = None if candidate.shift is None else candidate.shift.float()
-                    return replace(candidate, shift=shift)
+        tried: list[tuple[float, LogitMap]] = []
+        strict, loose = (max(t, _ROUNDINGS * rounding) * size for t in (_STRICT, _LOOSE))
+        for candidate in cls._candidates(model, x, y):  # most models have the first
+            tried.append((float((candidate(x) - y).abs().max()), candidate))
+            if tried[-1][0] <= strict:
+                return candidate._in_single_precision()
+        for error, candidate in tried:
+            if error <= loose:
+                return candidate._in_single_precision()
+        least = min(error for error, _ in tried)
         raise ValueError(
             f"{type(without_peft(model)).__name__} computes logits from its head by more than "
-            f"scale, shift and softcap (off by {min(errors):.2g} of {size:.2g}), so that the "
+            f"scale, shift and softcap (off by {least:.2g} of {size:.2g}), so that the "
             "gradient of its head is unknown; FlatChat does not need it"
         )
+
+    def _in_single_precision(self) -> LogitMap:
+        return replace(self, shift=None if self.shift is None else self.shift.float())
 
     @classmethod
     def _candidates(cls, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[LogitMap]:

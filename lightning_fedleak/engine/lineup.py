@@ -59,6 +59,7 @@ class Lineup:
         rows: of attacks that choose themselves, what became of each.
         held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
         calibrating_seconds: that calibrations took.
+        set_up_seconds: of that the computation of each, by the attack's name.
 
     Raises:
         ValueError: an attack does not fit the model or the run.
@@ -88,6 +89,7 @@ class Lineup:
         self.prepared: set[str] = set()
         self.rows: list[Row] = []
         self.calibrating_seconds = 0.0
+        self.set_up_seconds: dict[str, float] = {}
         self._too_slow: dict[str, str] = {}
         reshard(run.anatomy.root)  # an evaluation before this leaves layers of FSDP2 whole
         self.is_sharded = run.is_sharded
@@ -247,7 +249,7 @@ class Lineup:
             self._choose(costs, follow)
 
     @property
-    def _texts(self) -> int:
+    def texts(self) -> int:
         """Return how many texts a membership attack is queried with at a look of a small batch."""
         return next((2 * min(c.settings.games.targets, _FEW_TEXTS) for c in self._channels), 0)
 
@@ -303,7 +305,7 @@ class Lineup:
                 self.prepared.add(attack.name)
             self._meet()
         is_priced = self._choosing and not self.is_sharded
-        seconds = attack.estimate(self._run.anatomy, self._texts) if is_priced else None
+        seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
         if seconds is None or seconds <= self._most_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
@@ -315,6 +317,7 @@ class Lineup:
         started, anatomy = time.perf_counter(), self._run.anatomy
         seconds = measure_seconds(partial(attack.prepare, anatomy), anatomy.device)
         self.prepared.add(attack.name)
+        self.set_up_seconds[attack.name] = seconds
         self.calibrating_seconds += time.perf_counter() - started
         if seconds > 1:
             watcher = self._run.watcher

@@ -447,13 +447,13 @@ def _reshard(root: nn.Module) -> Iterator[None]:
 
     FSDP2 leaves the outermost module whole, ZeRO-3 what a stopped forward would have read next.
     """
-    groups = [
-        m for m in model_state.modules_of(root) if hasattr(m, "unshard") and hasattr(m, "reshard")
-    ]
+    modules = model_state.modules_of(root)
+    groups = [m for m in modules if hasattr(m, "unshard") and hasattr(m, "reshard")]
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]
-    absent: list[Any] = [*filter(is_absent, root.parameters())]
+    found = {id(p): p for module in modules for p in _owned(module) if is_absent(p)}
+    absent = [*found.values()]  # each once, where modules share one
     try:
         yield
     finally:

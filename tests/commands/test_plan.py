@@ -6,12 +6,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.commands import plan
+from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.trainers import Watch
 from tests.helpers.commands import printed_by
 
 printed = partial(printed_by, "plan")
@@ -83,6 +88,7 @@ def test_a_configuration_alone_gives_time_and_memory(tmp_path: Path) -> None:
     for one_device, fsdp2, zero3 in (calibration, look, control):  # no weights but those read
         assert zero3 == fsdp2 == one_device
     assert max(calibration[1], look[1], control[1]) < 2.2 * embedding
+    assert "attacks besides SubspaceWords are priced up to 250,000,000" in output
 
 
 TINY = {
@@ -124,11 +130,11 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     capacity = 64 / (1 + math.log(1000) / (2.5 * rows))
 
     def pursue(types: float) -> float:
-        """Scorings of the vocabulary and of candidates, and two exact terms, at .35 of the rate."""
+        """Scorings of the vocabulary and of candidates, and two exact terms, at .25 of the rate."""
         scores = 2 * types * 64 * 0.33 * (min(rows, types) + 60) * (1000 / 8 + 1000)
-        return (scores + 4 * types * 32 * 64 * (64 + types) + 40 * 64 * types**2) / 0.35e6
+        return (scores + 4 * types * 32 * 64 * (64 + types) + 40 * 64 * types**2) / 0.25e6
 
-    spans = 2 * 1000 * 64**2 / 0.35e6  # of whole rows: each token once
+    spans = 2 * 1000 * 64**2 / 0.25e6  # of whole rows: each token once
     look = [pursue(min(n, capacity)) if rank else spans for n in (8, 64, 64)]
     assert seconds["a look adds"] == pytest.approx(look, rel=0.05)
     numbers = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
@@ -138,6 +144,56 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
         [passes + each for each in look], rel=0.05
     )
     assert gigabytes["its control adds at least"][0] >= gigabytes["a look adds"][0]
+
+
+def priced(output: str) -> dict[str, list[float]]:
+    """Return the cells of the table of prices by their row."""
+    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in output.splitlines()]
+    numbers = {row[0]: [c for c in row[1:] if c] for row in rows if len(row) == 4}
+    return {k: [float(c) for c in cells] for k, cells in numbers.items() if "GB" not in cells[0]}
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_every_attack_that_a_run_chooses_is_priced(rank: int, tmp_path: Path) -> None:
+    prices = priced(printed(model=save_config(tmp_path), batch=(2, 8), lora_r=rank))
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    if rank:
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.0)
+    settings = WatchSettings(tensorboard=False, report=False)
+    with Watch(model, optimizer, folder=tmp_path / "run", settings=settings) as watch:
+        assert watch.engine.fit is not None
+        played = [each.attack.name for each in watch.engine.fit.lineup.exposed]
+    assert list(prices) == [*played, "two gradients", "all"]
+    looks = [prices[name][1] for name in played]
+    assert min(looks) > 0
+    assert prices["all"][1] == pytest.approx(sum(looks), rel=0.1)
+    control = prices["two gradients"][0] + prices["all"][1]
+    assert prices["all"][2] == pytest.approx(control, rel=0.1)
+
+
+def test_prices_are_extended_by_the_block_and_by_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PROBE_TOKENS", 400)
+    monkeypatch.setattr(plan, "PROBE_BLOCKS", 2)
+    sizes: list[tuple[int, int]] = []
+
+    def price(blocks: float, tokens: float) -> float:
+        return 3 + 5 * blocks + tokens / 100
+
+    def measure(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, str], float]:
+        sizes.append((len(probe.blocks), probe.vocab_size))
+        named = {("words", "set-up"): 4.0, ("words", "look"): price(*sizes[-1])}
+        return named | {("", "control"): 2 * price(*sizes[-1]), ("", "memory"): 7e9}
+
+    monkeypatch.setattr(plan, "measure_prices", measure)
+    monkeypatch.setitem(TINY, "num_hidden_layers", 7)
+    prices = priced(printed(model=save_config(tmp_path), batch=(2, 8)))
+    assert sizes == [(2, 400), (1, 400), (2, 100)]
+    look = price(7, 1000)
+    assert prices["words"] == [4.0, look]
+    assert prices["all"] == pytest.approx([4.0, look, 3 * look], rel=0.05)
 
 
 LLAMA = ("LlamaForCausalLM", "llama")

@@ -49,11 +49,12 @@ _SMALLEST_SIZE = 1e-3  # of a coordinate over the largest one's, for its weight;
 _RECOVERED = 0.99  # F1 from which a planted set counts as found: one type in a hundred may miss
 _DIRECTIONS = 8  # random directions in which atoms are compared; not tuned
 _GRID = 200.0  # cells per unit length: atoms in one cell of all directions are equal; not tuned
-EFFICIENCY = 0.35
+EFFICIENCY = 0.25
 """Share of a large product's rate that a pursuit reaches, in :func:`pursuit_seconds`.
 
-With the two numbers below it was fitted to looks of 74 to 345 types, r 8 and 64, vocabularies of
-1,000 to 128,000, widths of 256 to 2,048, on one core of x86-64: .3 to .47 (November 2026).
+With the two numbers below it was fitted to looks of 74 to 512 types, r 8 and 64 and a whole model,
+vocabularies of 1,000 to 50,000, widths of 256 to 1,024, on one core of x86-64: .16 to .4 (November
+2026).
 """
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_fedleak.attacks.shared_work import do_once
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -76,6 +77,11 @@ def find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     A map with a low-rank adapter gives its matrix and both factors. A matrix that several maps
     share is excluded, because its gradient is the sum of theirs.
     """
+    key = ("linear maps", id(anatomy.root))
+    return do_once(key, lambda: _find_linear_maps(anatomy), subject=anatomy)
+
+
+def _find_linear_maps(anatomy: Anatomy) -> list[LinearMap]:
     names = {id(p): n for n, p in anatomy.root.named_parameters(remove_duplicate=False)}
     maps: list[LinearMap] = []
     for _, module in walk(anatomy.model):

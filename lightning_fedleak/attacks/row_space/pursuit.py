@@ -30,7 +30,9 @@ LITTLE = 1e4  # the same, from which they are tried before all is explained; 1e-
 CERTAIN = 1e-4  # share of an atom outside of the residual's span up to which it is surely used
 GIVE_UP = 0.9  # types over directions from which it ends uncertified: too many atoms fit then
 CHOSEN_AT_ONCE = 8  # atoms that are chosen between two scorings of the whole vocabulary: for speed
-SCREENED = 4096  # atoms that are compared between two such scorings: for speed
+SCREENED = 1024
+"""Atoms that are compared between two such scorings: for speed. 4,096 took a tenth longer, with F1
+.770 for .774 (7 looks at a LoRA of stories15M on IMDB, 8 x 64, November 2026)."""
 RESCORED = 32  # atoms that are compared in double precision: for speed
 
 

@@ -241,13 +241,17 @@ def gradient_parts(anatomy: Anatomy, batch: TokenBatch, *, inputs: bool = True) 
             logit_map = LogitMap.fit(
                 model, states, logits, lambda h: F.linear(h.float(), weight, bias)
             )
+            if logits.dtype == torch.float32:
+                log_partition = logits.detach().logsumexp(1)
+            else:  # the gradient's softmax is in float32
+                log_partition = log_partitions(hidden, weight, bias, logit_map)
             input_ids, grads, input_rows, opening = _input_parts(lookups, logits, labels)
             parts.append(
                 GradientParts(
                     hidden,
                     labels,
                     _label_rows(part) + first,
-                    log_partitions(hidden, weight, bias, logit_map),
+                    log_partition,
                     input_ids.to(labels.device),
                     grads.to(labels.device).reshape(-1, width),
                     input_rows.to(labels.device) + first,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import tempfile
 from argparse import Namespace
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,14 +15,18 @@ from lightning_utilities.core import rank_zero
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.attacks import row_space
+from lightning_fedleak.attacks import Attack, Query, UnusableObservation, row_space
+from lightning_fedleak.attacks.shared_work import share_work
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.printing import print_table
 from lightning_fedleak.cli.studies import models
 from lightning_fedleak.engine import WatchSettings
+from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import LOGITS_AT_ONCE
-from lightning_fedleak.progress import operations_per_second
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from lightning_fedleak.progress import measure_seconds, operations_per_second, peak_bytes
 from lightning_fedleak.trainers import Watch
 from lightning_fedleak.trainers.loop import LoopRun
 
@@ -33,6 +39,10 @@ Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one cor
 """
 SECONDS = 30.0
 """After which no other set of tokens is planted; not tuned."""
+MOST_MEASURED = 250_000_000
+"""Parameters of a block up to which one is run; not tuned. More: ``plan`` takes minutes."""
+PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
+"""Largest vocabulary and blocks that are run. More: slower, and what is extended is less noisy."""
 LINK = 1e10
 """Bytes a second that a gathering brings to a process: an assumption, below PCIe 4's 2.5e10."""
 
@@ -54,9 +64,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     console = console or Console(highlight=False)
     rank, option = options.lora_r, f"--batch {options.batch[0]} x"
     if options.model is not None and models.has_config_without_weights(options.model):
-        shapes = models.build_meta_and_probe(options.model, rank, options.targets)
-        models.check_context(shapes[0], options.batch[1], option)
-        print_costs(console, *shapes, options.batch)
+        build = partial(models.build_model, options.model, rank, options.targets)
+        with torch.device("meta"):
+            shapes = build()
+        models.check_context(shapes, options.batch[1], option)
+        print_costs(console, shapes, build(blocks=1, tokens=64, mlp=64), options.batch)
+        print_prices(console, shapes, build, options.batch)
         return 0
     bare = models.find_model(options.model)
     if bare.kind == "classifier":
@@ -174,6 +187,109 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     )
 
 
+def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, str], float]:
+    """Return what the attacks that choose themselves take on a model: each is set up and asked.
+
+    Args:
+        probe: the model, whose trained weights change.
+        batch: texts, and tokens of each, drawn at random.
+
+    Returns:
+        Seconds of computation of ``"set-up"`` and ``"look"`` by the attack's name, and under the
+        name ``""`` of the gradients of a ``"control"``, and the bytes of ``"memory"`` that all add.
+    """
+    device, used = probe.device, peak_bytes(probe.device, begin=True)
+    ids = torch.randint(probe.vocab_size, batch, generator=torch.Generator().manual_seed(0))
+    ids, prices = ids.to(device), dict[tuple[str, str], float]()
+    optimizer = torch.optim.AdamW([p for p in probe.model.parameters() if p.requires_grad], lr=1e-3)
+
+    def backward() -> None:
+        probe.model(input_ids=ids, labels=ids).loss.backward()
+
+    with _line_up(probe, lambda _: False) as lineup:
+        for step in range(3):  # LoRA's A has a gradient after a step, and is calibrated then
+            optimizer.zero_grad()
+            prices["", "control"] = 2 * measure_seconds(backward, device)
+            query = Query(ids.repeat(-(-lineup.texts // len(ids)), 1)[: lineup.texts])
+            with share_work(), torch.no_grad():
+                view = _view(probe, lineup.exposed, step)
+                for plan in lineup.exposed:
+                    name, before = plan.attack.name, prices.get((plan.attack.name, "look"), 0.0)
+                    run = partial(_ask, plan.attack, probe, view, query)
+                    prices[name, "look"] = measure_seconds(run, device)
+                    calibration = max(0.0, before - prices[name, "look"]) if step == 2 else 0.0
+                    set_up = lineup.set_up_seconds.get(name, 0.0)
+                    prices[name, "set-up"] = set_up + calibration
+            optimizer.step()
+    return prices | {("", "memory"): peak_bytes(device) - used}
+
+
+def _view(probe: Anatomy, plans: Sequence[Plan], step: int) -> GradientSnapshot:
+    """Return the gradients that attacks read, as they are in a model."""
+    parameters = {role: probe.parameter(role) for plan in plans for role in plan.roles}
+    tensors = {r: p.grad for r, p in parameters.items() if p is not None and p.grad is not None}
+    return GradientSnapshot(step, Stage.SHARED, tensors, tied=probe.tied)
+
+
+def _ask(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
+    """Let an attack follow the model and read a gradient, as at a look."""
+    attack.refresh(probe, view.step)
+    with suppress(UnusableObservation):  # such as more words than the rows hold
+        attack.run(Observation((view,)), query)
+
+
+def print_prices(
+    console: Console, shapes: Anatomy, build: Callable[..., Anatomy], batch: tuple[int, int]
+) -> None:
+    """Print what every attack that ``auto`` plays takes, from runs of a few blocks and tokens.
+
+    Args:
+        console: where to print.
+        shapes: the model, without numbers.
+        build: returns a copy of so many blocks and tokens.
+        batch: texts, and tokens of each.
+    """
+    blocks, tokens = len(shapes.blocks), shapes.vocab_size
+    block = sum(p.numel() for p in shapes.blocks[0].parameters())
+    if block > MOST_MEASURED:
+        console.print(
+            f"A block has {block:,} parameters: attacks besides SubspaceWords are priced up to "
+            f"{MOST_MEASURED:,}.\n",
+            soft_wrap=True,
+        )
+        return
+    few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
+    measured = measure_prices(build(blocks=most, tokens=few), batch)
+    prices = dict(measured)
+    # Every price grows by the block and by the token.
+    for times, other in (
+        ((blocks - most) / max(1, most - 1), {"blocks": 1, "tokens": few}),
+        ((tokens - few) / (few - few // 4), {"blocks": most, "tokens": few // 4}),
+    ):
+        if times > 0:
+            smaller = measure_prices(build(**other), batch)
+            for key, price in measured.items():
+                prices[key] += times * max(0.0, price - smaller.get(key, price))
+    names = list(dict.fromkeys(name for name, _ in prices if name))
+    set_up, look = (sum(prices[name, one] for name in names) for one in ("set-up", "look"))
+    control = prices["", "control"]
+    table = Table("seconds of computation", "set-up", "a look", "its control, at most")
+    for name in names:
+        table.add_row(name, *(f"{prices[name, one]:.2g}" for one in ("set-up", "look")))
+    table.add_row("two gradients", "", "", f"{control:.2g}")
+    table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
+    print_table(console, table)
+    console.print(
+        f"What attacks='auto' plays, measured at {batch[0]} x {batch[1]} tokens of a process on "
+        f"models of up to {most} blocks and {few:,} tokens with random weights, and extended to "
+        f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
+        f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
+        "again, and one of known words, of which each attack is asked. Together they add about "
+        f"{prices['', 'memory'] / 1e9:.2g} GB of memory.\n",
+        soft_wrap=True,
+    )
+
+
 class _PlannedRun(LoopRun):
     watcher: ClassVar[str] = "LeakageMonitor"
 
@@ -184,11 +300,20 @@ def _is_line_up(record: logging.LogRecord) -> bool:
 
 def show_attacks(anatomy: Anatomy) -> None:
     """Calibrate the attacks that a run on this model would choose, and log what each takes."""
+    with _line_up(anatomy, _is_line_up):  # the plan of a run is logged before its first step
+        pass
+
+
+@contextmanager
+def _line_up(anatomy: Anatomy, logged: Callable[[logging.LogRecord], bool]) -> Iterator[Lineup]:
+    """Yield the calibrated attacks that a run on this model would choose."""
     optimizer = torch.optim.SGD([p for p in anatomy.model.parameters() if p.requires_grad], lr=0.0)
     settings = WatchSettings(tensorboard=False, report=False)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         watch = Watch(anatomy.model, optimizer, folder=folder, settings=settings)
         watch.run = _PlannedRun  # type: ignore[misc]
-        rank_zero.log.addFilter(_is_line_up)
-        stack.callback(rank_zero.log.removeFilter, _is_line_up)
-        stack.enter_context(watch)  # the plan of a run is logged before its first step
+        rank_zero.log.addFilter(logged)
+        stack.callback(rank_zero.log.removeFilter, logged)
+        stack.enter_context(watch)
+        assert watch.engine.fit is not None
+        yield watch.engine.fit.lineup

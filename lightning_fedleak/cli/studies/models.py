@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,15 +56,24 @@ def has_config_without_weights(name: str) -> bool:
     return (folder / "config.json").is_file() and not any(weights)
 
 
-def build_meta_and_probe(name: str, rank: int, targets: str | None) -> tuple[Anatomy, Anatomy]:
-    """Return a causal model on the meta device, and a narrow one-block copy with random weights.
-
-    The copy has 64 tokens. It shows which maps read an input that a token determines.
+def build_model(
+    name: str,
+    rank: int,
+    targets: str | None,
+    *,
+    blocks: int | None = None,
+    tokens: int | None = None,
+    mlp: int | None = None,
+) -> Anatomy:
+    """Return a causal model of a configuration, with random weights or on the meta device.
 
     Args:
         name: folder of the configuration.
         rank: see :func:`with_lora`.
         targets: see :func:`with_lora`.
+        blocks: the number of its blocks; None, here and below: as configured.
+        tokens: the size of its vocabulary.
+        mlp: the width of its MLPs.
 
     Raises:
         SourceError: the configuration is of no causal language model; or see :func:`with_lora`.
@@ -73,24 +81,21 @@ def build_meta_and_probe(name: str, rank: int, targets: str | None) -> tuple[Ana
     """
     with loading(name, "causal language model"):
         config = transformers.AutoConfig.from_pretrained(name)
-        block = copy.deepcopy(config)
-        few = {"vocab_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-        layers = {"layer_types": (getattr(block, "layer_types", None) or [])[:1]}
-        for key, value in {**few, **layers, "pad_token_id": None}.items():
-            if getattr(block, key, None) is not None:
-                setattr(block, key, value)
-        auto = _find_auto_class(config)
-        probe = auto.from_config(block, dtype=torch.float32)
-        with torch.device("meta"):
-            meta_model = auto.from_config(config, dtype=config.dtype)
+        auto, dtype = _find_auto_class(config), config.dtype if blocks is None else torch.float32
+        layers = (getattr(config, "layer_types", None) or [])[:blocks]
+        sizes = {"vocab_size": tokens, "num_hidden_layers": blocks, "intermediate_size": mlp}
+        for key, value in {**sizes, "layer_types": layers}.items():
+            if value is not None and getattr(config, key, None) is not None:
+                setattr(config, key, value)
+        if tokens is not None:
+            config.pad_token_id = None  # which may be beyond them
+        model = auto.from_config(config, dtype=dtype)
     if auto != transformers.AutoModelForCausalLM:
         raise SourceError(
             f"the architectures of '{name}/config.json' name no causal language model, the only "
             "kind whose costs are known without weights: give --model a folder with weights"
         )
-    with torch.device("meta"):
-        shapes = with_lora(find_anatomy(meta_model.eval()), rank, targets, seed=0)
-    return shapes, with_lora(find_anatomy(probe.eval()), rank, targets, seed=0)
+    return with_lora(find_anatomy(model.eval()), rank, targets, seed=0)
 
 
 def with_lora(anatomy: Anatomy, rank: int, targets: str | None, seed: int) -> Anatomy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,12 +105,14 @@ class Anatomy:
         return None if module is None else leaf(module)._parameters.get(name)
 
     def _get_parameter(self, name: str) -> nn.Parameter:
-        path, _, last = name.rpartition(".")
-        with suppress(AttributeError):
-            # Not get_parameter, which would gather it within whole_model(as_read=True).
-            parameter = self.root.get_submodule(path)._parameters.get(last)
-            if parameter is not None:
-                return parameter
+        *path, last = name.split(".")
+        module: nn.Module | None = self.root
+        for part in path:  # get_submodule takes three times as long
+            module = None if module is None else module._modules.get(part)
+        # Not get_parameter, which would gather it within whole_model(as_read=True).
+        parameter = None if module is None else module._parameters.get(last)
+        if parameter is not None:
+            return parameter
         raise AnatomyError(
             f"'{name}' is neither a role ('{HEAD_WEIGHT}', '{HEAD_BIAS}', "
             f"'{EMBEDDING_WEIGHT}') nor one of the parameters of {type(self.root).__name__}"

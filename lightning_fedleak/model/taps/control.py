@@ -21,6 +21,7 @@ from torch.nn import functional
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, backbone_of, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
+from lightning_fedleak.model.model_state import modules_of
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Stage,
@@ -166,13 +167,14 @@ def fresh_leaves(
         values: of all trained parameters, by the ``id`` of each, that the leaves take copies of in
             place of their own.
     """
-    owned = (p for m in root.modules() for p in m._parameters.values())
+    modules = modules_of(root)
+    owned = (p for m in modules for p in m._parameters.values())
     trained = {id(p): p for p in owned if p is not None and p.requires_grad}
     leaves = {
         key: nn.Parameter(p.detach() if values is None else values[key].clone())
         for key, p in trained.items()
     }
-    with parameters_replaced(parameter_places(root.modules(), leaves)):
+    with parameters_replaced(parameter_places(modules, leaves)):
         yield leaves
 
 
@@ -338,8 +340,10 @@ def run_backward(
     Raises:
         UnusableObservation: it cannot be made again, on this process or on another one.
     """
-    for module in anatomy.root.modules():
-        module.training = id(module) in call.training
+    for module in modules_of(anatomy.root):
+        is_training = id(module) in call.training
+        if module.training is not is_training:  # setting an attribute of a module is slow
+            module.training = is_training
     has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
     if fails(has_cache):
         raise UnusableObservation("the model's call has a cache, which a second call would change")

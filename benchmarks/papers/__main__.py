@@ -130,8 +130,7 @@ def text_of(
     """Return one table in Markdown: finding, grids, date, and missing cells."""
     cells = unique(table.cells(size, names))
     results = Results(row for cell in cells for row in log.rows(cell) or ())
-    show = table.page if on_page and table.page else table.show
-    shown = show(results, size)
+    shown = table.show(results, size)
     printed = published()[paper.name][table.name]
     parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
     if "says" in printed:
@@ -190,8 +189,9 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "Compare this package with the papers that it implements. One command runs all of it and "
         "writes this page:",
         "    make papers ENCODER=DIR STORIES=DIR",
-        "One table alone, with every interval and number of games: `python -m benchmarks.papers "
-        "membership table2 --model DIR`. `--list` names all tables and their times.",
+        "One table alone: `python -m benchmarks.papers membership table2 --model DIR`. "
+        "`--json FILE` writes every interval and number of games, `--list` names all tables and "
+        "their times.",
         "| paper | attack and setting | in this package |\n|---|---|---|\n"
         "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
         "under local differential privacy | `FCMembership`, `AttentionMembership`, "

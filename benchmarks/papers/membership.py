@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import re
+import statistics
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from benchmarks.attacks.membership_games import (
 )
 from benchmarks.papers.cells import Cell, Row
 from benchmarks.papers.lemma import retrieval_error
+from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import (
     Grid,
@@ -40,15 +41,14 @@ from benchmarks.papers.tables import (
     Results,
     Shown,
     Table,
-    bare,
     dots,
     finding,
-    first_sentences,
     mean_of,
     number,
+    of_one_model,
     published,
     rate_of,
-    without,
+    student,
 )
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
@@ -61,7 +61,7 @@ from lightning_fedleak.evaluation.metrics.membership import membership_rates
 from lightning_fedleak.labs.trained_membership import TrainedMembership
 from lightning_fedleak.model.anatomy import Anatomy
 
-PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code"}
+PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code", "reference": "reference implementation"}
 METRICS = ("accuracy", "f1", "auc")
 
 
@@ -299,7 +299,10 @@ def measure_ldp(
     layers: Sequence[int], blocks: int, batch: int, tokens: int, pool: int, public_texts: int,
     targets: int, authors_games: int, seed: int, models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
-    """Games under token-index LDP as the published code has it (``TokenLDP.as_published``)."""
+    """Games under token-index LDP as the published code has it (``TokenLDP.as_published``).
+
+    ``protocol`` ``"reference"``: those of Fig. 2, with replacements of multi-freq-ldpy's clients.
+    """
     tokenizer, anatomy, sentences, attacks = ldp_side(
         models[model], text, group, protocol, tuple(layers), batch, tokens, pool, public_texts
     )  # fmt: skip
@@ -314,9 +317,11 @@ def measure_ldp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             form = BatchForm(kind="causal")
-            defense = TokenLDP.as_published(mechanism, epsilon, special_ids=tokenizer, form=form)
+            kind = ReferenceLDP if protocol == "reference" else TokenLDP
+            defense = kind.as_published(mechanism, epsilon, special_ids=tokenizer, form=form)
         config = GameConfig(
-            games=authors_games if authors else targets, batch=batch, protocol=protocol,
+            games=authors_games if authors else targets, batch=batch,
+            protocol="authors" if authors else "game",
             seed=seed + _seed(text) + 10 * block, targets_per_batch=1 if authors else targets,
         )  # fmt: skip
         rounds.append(
@@ -453,6 +458,8 @@ def ldp_cells(
         blocks = size.blocks if group == "crafted" else size.trained_blocks
         for mechanism, epsilon in product(chosen, epsilons or size.epsilons):
             for protocol in PROTOCOLS:
+                if protocol == "reference" and group == "trained":
+                    continue
                 settings = {"model": model, "text": text, "mechanism": mechanism,
                             "epsilon": float(epsilon), "protocol": protocol, "group": group,
                             "layers": list(size.layers if group == "crafted" else size.layers[:1]),
@@ -469,15 +476,9 @@ def ldp_cells(
     return cells
 
 
-def rates(rows: Sequence[Row], fitted: bool) -> list[str]:
+def rates(rows: Sequence[Row], fitted: bool) -> list[Mean]:
     """ACC, F1, AUC over all rows: those of one text share its games."""
-    texts = list(dict.fromkeys(r["text"] for r in rows))
-    cells = []
-    for name in METRICS:
-        key = f"fitted_{name}" if fitted and name != "auc" else name
-        groups = [[rate_of(r, key) for r in rows if r["text"] == text] for text in texts]
-        cells.append(str(mean_of(groups)))
-    return cells
+    return [mean_rate(rows, f"fitted_{m}" if fitted and m != "auc" else m) for m in METRICS]
 
 
 def mean_rate(rows: Sequence[Row], name: str) -> Mean:
@@ -485,19 +486,11 @@ def mean_rate(rows: Sequence[Row], name: str) -> Mean:
     return mean_of([[rate_of(r, name) for r in rows if r["text"] == text] for text in texts])
 
 
-def theirs(table: str, row: str) -> list[str] | None:
-    """The paper's ACC, F1 and AUC, over its models."""
-    values = published()["membership"][table]["rows"].get(row)
-    if values is None:
-        return None
-    return [dots(f"{v[i]:.2f}".replace("0.", ".", 1) for v in values) for i in range(3)]
-
-
-def blocks_of(
+def grid_of(
     table: str, results: Results, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
-    expected: int, fitted: Callable[[str], bool], head: Sequence[str],
+    expected: int, head: Sequence[str], caption: str = "",
 ) -> Grid:  # fmt: skip
-    """A grid: for each label the paper's row, then ours for each model and protocol.
+    """A grid with a row for each label: the paper's numbers, then ours by model and protocol.
 
     Args:
         table: its name.
@@ -505,92 +498,55 @@ def blocks_of(
         labels: what stands in front (cells with bars between), the name of the paper's row, and
             which rows of ours are meant.
         expected: cells that a mean of ours should be over.
-        fitted: whether accuracy is by a fitted threshold, for a protocol.
         head: of the columns in front.
+        caption: stands before the number of games.
     """
-    lines = []
-    for label, row, belongs in labels:
-        front = label.split("|")
-        values = theirs(table, row)
-        if values is not None:
-            runs = published()["membership"][table].get("runs")
-            lines.append([*front, "paper", str(math.prod(runs)) if runs else "", *values])
-            front = [" " for _ in front]
-        for model in results.values("model") or ["ours"]:
-            for protocol, protocol_name in PROTOCOLS.items():
-                rows = [r for r in results.where(model=model, protocol=protocol) if belongs(r)]
-                if not rows and (values is None or not played_in(table, label, protocol)):
-                    continue
-                games = str(sum(r["games"] for r in rows)) if rows else ""
-                games += f", {len(rows)} of {expected} parts" if 0 < len(rows) < expected else ""
-                cells = rates(rows, fitted(protocol))
-                lines.append([*front, f"{model}, {protocol_name}", games, *cells])
-                front = [" " for _ in front]
-    columns = dots(published()["membership"][table]["columns"])
-    return Grid(
-        [*head, "whose", "games", "ACC", "F1", "AUC"], lines, f"The paper's models: {columns}."
-    )
-
-
-def on_page(
-    show: Callable[[Results, Size], Shown], sentences: int = 1
-) -> Callable[[Results, Size], Shown]:
-    """Return a table as the page has it: a row for each label, intervals of AUC alone."""
-
-    def page(results: Results, size: Size) -> Shown:
-        shown = show(results, size)
-        grids = [in_one_row(grid) for grid in shown.grids]
-        text = first_sentences(shown.finding, sentences) if results else shown.finding
-        return Shown(grids, text)
-
-    return page
-
-
-def in_one_row(grid: Grid) -> Grid:
-    """Put the rows of the paper and of ours beside each other; games go to the caption."""
-    at = list(grid.head).index("whose")
-    groups: list[tuple[list[str], dict[str, list[str]]]] = []
-    games: dict[str, list[str]] = {}
-    for row in grid.rows:
-        if row[0].strip():
-            groups.append((list(row[:at]), {}))
-        groups[-1][1][row[at]] = list(row[at + 2 :])
-        if row[at + 1]:
-            games.setdefault(row[at], []).append(row[at + 1])
-    ours = [owner for owner in dict.fromkeys(row[at] for row in grid.rows) if owner != "paper"]
-
-    def values(cells: Mapping[str, list[str]], i: int) -> str:
-        return ", ".join(bare(cells[w][i]) for w in ours if w in cells)
-
+    paper, lines = published()["membership"][table], []
+    games: dict[str, dict[str, None]] = {}
+    if runs := paper.get("runs"):
+        games["paper"] = {str(math.prod(runs)): None}
+    owners = list(product(results.values("model") or ["ours"], PROTOCOLS))
+    for label, name, belongs in labels:
+        means: dict[str, list[Mean]] = {}
+        for model, protocol in owners:
+            rows = [r for r in results.where(model=model, protocol=protocol) if belongs(r)]
+            if not rows and (name not in paper["rows"] or not played_in(table, label, protocol)):
+                continue
+            owner = f"{model}, {PROTOCOLS[protocol]}"
+            means[owner] = rates(rows, table != "table2" and protocol != "authors")
+            if rows:
+                part = f", {len(rows)} of {expected} parts" if len(rows) < expected else ""
+                games.setdefault(owner, {})[f"{sum(r['games'] for r in rows)}{part}"] = None
+        printed = paper["rows"].get(name, [])
+        theirs = [dots(f"{v[i]:.2f}".replace("0.", ".", 1) for v in printed) for i in range(3)]
+        own = [m for owner, m in means.items() if PROTOCOLS["reference"] not in owner]
+        ours = [dots(m[i].point for m in own) for i in range(2)]
+        lines.append((label.split("|"), [theirs[0], ours[0], theirs[1], ours[1], theirs[2]], means))
+    columns = list(dict.fromkeys(owner for *_, means in lines for owner in means))
     rows = [
-        [*front,
-         *(text for i in (0, 1) for text in (cells.get("paper", [""] * 3)[i], values(cells, i))),
-         cells.get("paper", [""] * 3)[2], *(cells.get(w, [""] * 3)[2] for w in ours)]
-        for front, cells in groups
-    ]  # fmt: skip
-    head = [*grid.head[:at], "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *ours]
-    counted = "; ".join(
-        f"{owner}: {', '.join(sorted(set(counts), key=lambda n: (len(n), n)))}"
-        for owner, counts in games.items()
+        [*front, *cells, *(str(means[c][2]) if c in means else "" for c in columns)]
+        for front, cells, means in lines
+    ]
+    heads = [*head, "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *columns]
+    counts = "; ".join(
+        f"{owner}: {dots(sorted(n, key=lambda n: (len(n), n)))}" for owner, n in games.items()
     )
-    subject = re.sub(r"The paper's models: [^.]*\.", "", grid.caption).strip()
-    caption = f"{subject} Games: {counted}.".strip() if counted else subject
-    return Grid(head, rows, caption)
+    return Grid(heads, rows, f"{caption} Games: {counts}.".strip() if counts else caption)
 
 
 def played_in(table: str, label: str, protocol: str) -> bool:
-    """Whether a table has cells for a row: without a defence the baseline is played by Fig. 2."""
-    return not (table == "table2" and label.startswith("AMI") and protocol == "authors")
+    """Whether a table has cells for a row.
+
+    Without a defence the baseline is played by Fig. 2, and there is nothing for LDP's clients;
+    under LDP these do not play it.
+    """
+    trained = "AMI" in label
+    if table == "table2":
+        return protocol == "game" or (protocol == "authors" and not trained)
+    return protocol != "reference" or not trained
 
 
-def never(protocol: str) -> bool:
-    return False
-
-
-def by_fit(protocol: str) -> bool:
-    return protocol == "game"
-
-
+CRAFTED = ("FC-Full", "Attn", "FC-Token")
 TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
           "Attn, as published, Youden's threshold", "Attn, the lemma's gamma", "FC-Token",
           "AMI FC Token")  # fmt: skip
@@ -598,101 +554,92 @@ TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
 
 def show_table2(results: Results, size: Size) -> Shown:
     labels = [(name, name, lambda r, name=name: r["attack"] == name) for name in TABLE2]
-    expected = len(size.texts) * len(size.layers)
-    grid = blocks_of("table2", results, labels, expected, never, ["method"])
+    grid = grid_of("table2", results, labels, len(size.texts) * len(size.layers), ["method"])
     notes = []
     for model in results.values("model"):
-        for name in ("FC-Full", "AMI FC Full", "Attn", "Attn, as published"):
-            rows = results.where(model=model, protocol="game", attack=name)
-            if rows:
-                right, auc = (number(mean_rate(rows, m).value) for m in ("accuracy", "auc"))
-                notes.append(f"on {model}, Fig. 2, {name} has accuracy {right} and AUC {auc}")
+        if rows := results.where(model=model, protocol="game", attack="FC-Full"):
+            right, auc = (number(mean_rate(rows, m).value) for m in ("accuracy", "auc"))
+            notes.append(f"on {model}, Fig. 2, FC-Full has accuracy {right} and AUC {auc}")
     return Shown([grid], finding(notes))
 
 
-def means_over_models(table: str, name: str) -> float:
-    """Of the paper's AUCs of one row."""
-    return float(np.mean([v[2] for v in published()["membership"][table]["rows"][name]]))
+def by_epsilon(
+    epsilons: Sequence[float], names: Sequence[str]
+) -> list[tuple[str, str, Callable[[Row], bool]]]:
+    """Labels of a table by epsilon and method."""
+    return [
+        (f"{eps:g}|{name}", f"{eps:g} {name}",
+         lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
+        for eps in epsilons for name in names
+    ]  # fmt: skip
 
 
-def ldp_finding(
-    results: Results, table: str, epsilons: Sequence[float], attack: str = "FC-Full"
-) -> str:
-    """Return the AUC of one attack by epsilon, next to the paper's mean."""
-    notes = []
-    for model in results.values("model"):
-        for protocol, name in PROTOCOLS.items():
-            cells = []
-            for epsilon in epsilons:
-                rows = results.where(model=model, protocol=protocol, epsilon=epsilon, attack=attack)
-                if rows:
-                    paper = means_over_models(table, f"{epsilon:g} {attack}")
-                    auc = mean_rate(rows, "auc").value
-                    cells.append(f"{number(auc)} at {epsilon:g} (paper's mean {number(paper, 2)})")
-            if cells:
-                notes.append(f"on {model}, {name}, {attack} has AUC {', '.join(cells)}")
-    return finding(notes)
+def reference_finding(results: Results) -> list[str]:
+    """Return how far AUCs are apart where multi-freq-ldpy's clients draw: a mean over texts."""
+    settings = ("model", "text", "mechanism", "epsilon", "layer", "attack")
+    ours, clients = (
+        {tuple(r[k] for k in settings): rate_of(r, "auc").value
+         for r in results.where(protocol=protocol)}
+        for protocol in ("game", "reference")
+    )  # fmt: skip
+    gaps: dict[str, list[float]] = {}
+    for key in ours.keys() & clients.keys():
+        gaps.setdefault(key[1], []).append(clients[key] - ours[key])
+    if not gaps:
+        return []
+    gap = student([statistics.fmean(values) for values in gaps.values()])
+    return [
+        "AUC with replacements of multi-freq-ldpy's clients minus AUC with ours: "
+        f"{number(gap.value)} ({number(gap.low)} to {number(gap.high)} over {len(gaps)} texts)"
+    ]
 
 
-def show_ldp(table: str, methods: Sequence[str], over: int) -> Callable[[Results, Size], Shown]:
-    """A table by epsilon and method; ``over`` mechanisms."""
+def show_ldp(table: str) -> Callable[[Results, Size], Shown]:
+    """A table of one mechanism by epsilon and method."""
 
     def show(results: Results, size: Size) -> Shown:
-        labels = [
-            (f"{eps:g}|{name}", f"{eps:g} {name}",
-             lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
-            for eps in size.epsilons for name in methods
-        ]  # fmt: skip
-        expected = len(size.texts) * len(size.layers) * over
-        grid = blocks_of(table, results, labels, expected, by_fit, ["epsilon", "method"])
-        return Shown([grid], ldp_finding(results, table, size.epsilons))
+        labels = by_epsilon(size.epsilons, CRAFTED)
+        expected = len(size.texts) * len(size.layers)
+        grid = grid_of(table, results, labels, expected, ["epsilon", "method"])
+        return Shown([grid], "" if results else finding([]))
 
     return show
 
 
 def show_table3(results: Results, size: Size) -> Shown:
-    trained = ("AMI FC Full", "AMI FC Token")
-    grids = []
+    grids, notes = [], []
     for names, layers, caption in (
-        (("FC-Full", "Attn", "FC-Token"), len(size.layers), ""),
-        (trained, 1, "Trained baselines, at layer 1 only."),
+        (CRAFTED, len(size.layers), ""),
+        (("AMI FC Full", "AMI FC Token"), 1, "Trained baselines, at layer 1 only."),
     ):
-        labels = [
-            (f"{eps:g}|{name}", f"{eps:g} {name}",
-             lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
-            for eps in size.epsilons for name in names
-        ]  # fmt: skip
+        labels = by_epsilon(size.epsilons, names)
         expected = len(size.texts) * layers * len(size.mechanisms)
-        grid = blocks_of("table3", results, labels, expected, by_fit, ["epsilon", "method"])
-        grids.append(replace(grid, caption=f"{caption} {grid.caption}".strip()))
-    return Shown(grids, ldp_finding(results, "table3", size.epsilons))
+        head = ["epsilon", "method"]
+        grids.append(grid_of("table3", results, labels, expected, head, caption))
+    printed = published()["membership"]["table3"]["rows"]
+    for model in results.values("model"):
+        cells = []
+        for epsilon in size.epsilons:
+            rows = results.where(model=model, protocol="game", epsilon=epsilon, attack="FC-Full")
+            if rows:
+                paper = statistics.fmean(v[2] for v in printed[f"{epsilon:g} FC-Full"])
+                auc = number(mean_rate(rows, "auc").value)
+                cells.append(f"{auc} at {epsilon:g} (paper's mean {number(paper, 2)})")
+        if cells:
+            notes.append(f"on {model}, Fig. 2, FC-Full has AUC {dots(cells)}")
+    return Shown(grids, finding(notes + reference_finding(results)))
 
 
-PLACES = ("Early", "Mid", "Late")
-
-
-def show_layers(table: str, methods: Sequence[str]) -> Callable[[Results, Size], Shown]:
-    def show(results: Results, size: Size) -> Shown:
-        labels = [
-            (f"{place} ({layer})|{name}", f"{place} {name}",
-             lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
-            for place, layer in zip(PLACES, size.layers, strict=False) for name in methods
-        ]  # fmt: skip
-        expected = len(size.texts) * len(size.mechanisms)
-        grid = blocks_of(table, results, labels, expected, by_fit, ["layer", "method"])
-        notes = []
-        for model, attack in product(results.values("model"), methods):
-            by_layer = {
-                k: mean_rate(rows, "auc").value
-                for k in size.layers
-                if (rows := results.where(model=model, protocol="game", layer=k, attack=attack))
-            }
-            if by_layer:
-                cells = ", ".join(f"{number(v)} at layer {k}" for k, v in by_layer.items())
-                notes.append(f"on {model}, Fig. 2, {attack} has AUC {cells}")
-        return Shown([grid], finding(notes))
-
-    return show
+def show_layers(results: Results, size: Size) -> Shown:
+    labels = [
+        (f"{place} ({layer})|{name}", f"{place} {name}",
+         lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
+        for place, layer in zip(("Early", "Mid", "Late"), size.layers, strict=False)
+        for name in CRAFTED
+    ]  # fmt: skip
+    expected = len(size.texts) * len(size.mechanisms)
+    grid = grid_of("table11", results, labels, expected, ["layer", "method"])
+    return Shown([grid], "" if results else finding([]))
 
 
 def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -712,7 +659,7 @@ def show_fig5(results: Results, size: Size) -> Shown:
         cells = []
         for d in size.dims:
             rows = results.where(law=law, tokens=tokens, dim=d)
-            cells.append(wide(rows[0][selector]) if rows else "not run")
+            cells.append(number(rows[0][selector]["value"]) if rows else "not run")
         name = law.replace("_", "-") + (", u random" if selector != "bound" else "")
         lines.append([name, str(tokens), *cells])
     head = ["distribution", "l_X", *(f"d = {d:,}" for d in size.dims)]
@@ -732,21 +679,6 @@ def show_fig5(results: Results, size: Size) -> Shown:
             "data sets."
         )
     return Shown([Grid(head, lines)], message)
-
-
-def wide(rate: Mapping[str, float]) -> str:
-    """An estimate that is no rate; without an interval that is thinner than the last digit."""
-    value, low, high = (number(rate[end]) for end in ("value", "low", "high"))
-    return value if value == low == high else f"{value} ({low}–{high})"
-
-
-def fig5_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 5 without intervals, which are .001 to either side at most."""
-    shown = show_fig5(results, size)
-    return replace(
-        shown,
-        grids=[replace(g, rows=[[*map(bare, row)] for row in g.rows]) for g in shown.grids],
-    )
 
 
 def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -775,7 +707,8 @@ VARIANTS = {"ours": "our variant", "as published": "the published variant"}
 
 
 def show_fig6(results: Results, size: Size) -> Shown:
-    lines = []
+    """Adjacent betas with the same rates share a row."""
+    lines: list[list[str]] = []
     kinds = (
         ("ours", {"group": "crafted"}, size.betas),
         ("as published", {"group": "published"}, size.betas),
@@ -786,17 +719,22 @@ def show_fig6(results: Results, size: Size) -> Shown:
         for (name, settings, betas), batch in product(kinds, size.batches):
             for beta in betas:
                 rows = results.where(model=model, batch=batch, beta=beta, **settings)
-                games = str(sum(r["games"] for r in rows)) if rows else ""
-                lines.append([model, name, str(batch), f"{beta:g}", games, *rates(rows, False)])
-    head = ["model", "embedding", "sentences", "beta", "games", "ACC", "F1", "AUC"]
+                right, _, auc = map(str, rates(rows, False))
+                line = [model, name, str(batch), f"{beta:g}", right, auc]
+                if lines and [*lines[-1][:3], *lines[-1][4:]] == [*line[:3], *line[4:]]:
+                    lines[-1][3] = f"{lines[-1][3].partition(' to ')[0]} to {beta:g}"
+                else:
+                    lines.append(line)
     largest, notes = max(size.batches), []
-    for name, settings, betas in kinds:
+    for name, settings, betas in kinds[:2]:
         rows = [r for b in betas for r in results.where(batch=largest, beta=b, **settings)]
         if rows:
             right, auc = (spread([rate_of(r, m).value for r in rows]) for m in ("accuracy", "auc"))
-            notes.append(f"{VARIANTS.get(name, name)} has accuracy {right} and AUC {auc}")
-    return Shown([Grid(head, lines)], finding([f"at {largest} sentences, for every beta, {t}"
-                                                for t in notes]))  # fmt: skip
+            notes.append(f"at {largest} sentences, for every beta, {VARIANTS[name]} has accuracy "
+                         f"{right} and AUC {auc}")  # fmt: skip
+    grid = Grid(["model", "embedding", "sentences", "beta", "ACC", "AUC"], lines)
+    notes = [finding(notes), one_hot_finding(results, size)]
+    return Shown([of_one_model(grid)], " ".join(filter(None, notes)))
 
 
 def one_hot_finding(results: Results, size: Size) -> str:
@@ -820,24 +758,6 @@ def one_hot_finding(results: Results, size: Size) -> str:
     return f"{claim} not confirmed in general" + (f"; {limit}." if betas else ".")
 
 
-def fig6_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 6 without F1 and games; adjacent betas with the same rates share a row."""
-    shown = show_fig6(results, size)
-    (grid,) = shown.grids
-    rows: list[list[str]] = []
-    for row in grid.rows:
-        if rows and [*rows[-1][:3], *rows[-1][4:]] == [*row[:3], *row[4:]]:
-            rows[-1][3] = f"{rows[-1][3].partition(' to ')[0]} to {row[3]}"
-        else:
-            rows.append(list(row))
-    models = results.values("model")
-    merged = without(
-        replace(grid, rows=rows), "games", "F1", *(["model"] if len(models) == 1 else [])
-    )
-    notes = [first_sentences(shown.finding, 2), one_hot_finding(results, size)]
-    return Shown([merged], " ".join(filter(None, notes)))
-
-
 def spread(values: Sequence[float]) -> str:
     """Of what is known, the smallest and the largest."""
     known = [value for value in values if not math.isnan(value)]
@@ -849,8 +769,7 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
         f"table{number_}",
         f"attacks under {name}",
         lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
-        show := show_ldp(f"table{number_}", ("FC-Full", "Attn", "FC-Token"), 1),
-        on_page(show, 0),
+        show_ldp(f"table{number_}"),
     )
 
 
@@ -862,26 +781,20 @@ PAPER = Paper(
     "membership",
     "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
     (
-        Table("table2", "attacks without a defence", games_cells, show_table2,
-              on_page(show_table2)),
+        Table("table2", "attacks without a defence", games_cells, show_table2),
         Table(
             "table3",
             "attacks under LDP, mean over four mechanisms",
             lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
             show_table3,
-            on_page(show_table3),
         ),
         ldp_table(7, "grr", "GRR"),
         ldp_table(8, "rappor", "RAPPOR"),
         ldp_table(9, "the", "THE"),
         ldp_table(10, "dbitflip", "dBitFlipPM"),
-        Table("table11", "all attacks by layer, epsilon 10", at_largest,
-              show_layers("table11", ("FC-Full", "Attn", "FC-Token")),
-              on_page(show_layers("table11", ("FC-Full", "Attn", "FC-Token")), 0)),
-        Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5,
-              fig5_page),
-        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6,
-              fig6_page),
+        Table("table11", "all attacks by layer, epsilon 10", at_largest, show_layers),
+        Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5),
+        Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6),
     ),
     SIZES,
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     the_threshold,
     uniform_keep,
 )
-from tests.defenses.token_ldp.ldpy_clients import CLIENTS, reference_sample, seeded
+from benchmarks.papers.reference import CLIENTS, reference_sample, seeded
 from tests.helpers.ldp import transition_of
 
 RULES = [

@@ -31,7 +31,7 @@ from transformers import BartForConditionalGeneration as Bart
 
 from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
 from benchmarks.papers import reference
-from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.tables import (
     Grid,
     Paper,
@@ -567,44 +567,33 @@ def validation_loss(model: Bart, pairs: int) -> float:
 
 
 def words_cells(size: Size, models: Sequence[str], shapes: Sequence[str]) -> list[Cell]:
-    fitted_on = [f"{b}x{n}" for b, n in regression_shapes(size.shapes)]
-    return [
-        Cell(
-            "words",
-            {"model": model, "text": text, "public": size.public, "shape": shape,
-             "batches": size.batches, "pool": wide(size.pool, shape),
-             "regression_batches": size.regression_batches,
-             "regression_pool": size.regression_pool, "fitted_on": fitted_on, "seed": size.seed},
-            10 + (wide(size.pool, shape) + size.batches * sides(shape)[0] / 5)
-            * sides(shape)[1] / 100,
-            f"{model}, words",
-        )
-        for model, shape, text in product(models, shapes, size.texts)
-    ]  # fmt: skip
+    shared = chosen(
+        size, "public", "batches", "regression_batches", "regression_pool", "seed",
+        fitted_on=[f"{b}x{n}" for b, n in regression_shapes(size.shapes)],
+    )  # fmt: skip
+    cells = []
+    for model, shape, text in product(models, shapes, size.texts):
+        (b, n), pool = sides(shape), wide(size.pool, shape)
+        settings = {"model": model, "text": text, "shape": shape, "pool": pool, **shared}
+        seconds = 10 + (pool + size.batches * b / 5) * n / 100
+        cells.append(Cell("words", settings, seconds, f"{model}, words"))
+    return cells
 
 
 def fig3_cells(size: Size, models: Sequence[str]) -> list[Cell]:
-    return [
-        Cell(
-            "weights",
-            {"model": model, "public": size.public, "shape": f"{b}x{n}",
-             "batches": size.regression_batches,
-             "pool": wide(size.regression_pool, f"{b}x{n}"), "seed": size.seed},
-            5 + wide(size.regression_pool, f"{b}x{n}") * n / 100,
-            f"{model}, words",
-        )
-        for model, (b, n) in product(models, regression_shapes(size.shapes))
-    ]  # fmt: skip
-
-
-def steps_of(size: Size, setting: str) -> int:
-    return size.scratch_steps if setting == "Scratch" else size.finetune_steps
+    cells = []
+    for model, (b, n) in product(models, regression_shapes(size.shapes)):
+        pool = wide(size.regression_pool, f"{b}x{n}")
+        settings = chosen(size, "public", "seed", model=model, shape=f"{b}x{n}",
+                          batches=size.regression_batches, pool=pool)  # fmt: skip
+        cells.append(Cell("weights", settings, 5 + pool * n / 100, f"{model}, words"))
+    return cells
 
 
 def noised(size: Size) -> dict[str, int]:
-    """Translators of Table 5, with their steps."""
+    """Translators of Table 5, of which Table 2 has the first two, with their steps."""
     warmed = {f"Scratch, {n} steps of warm-up": n for n in size.warm_up_steps}
-    return {setting: steps_of(size, setting) for setting in SETTINGS} | warmed
+    return {"Scratch": size.scratch_steps, "FineTune": size.finetune_steps, **warmed}
 
 
 def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -612,9 +601,9 @@ def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     for setting, attack, tokens in product(SETTINGS, size.mt_attacks, size.tokens):
         slow = attack == "RLG"
         batches = size.rlg_batches if slow else size.mt_table_batches
-        settings = {"setting": setting, "attack": attack, "tokens": tokens, "batches": batches,
-                    "hidden": size.hidden, "steps": steps_of(size, setting),
-                    "seconds": size.rlg_seconds}  # fmt: skip
+        settings = chosen(size, "hidden", setting=setting, attack=attack, tokens=tokens,
+                          batches=batches, steps=noised(size)[setting],
+                          seconds=size.rlg_seconds)  # fmt: skip
         seconds = 8 + batches * (size.rlg_seconds if slow else 0.0018 * tokens)
         results.append(Cell("translation", settings, seconds, f"translator, {setting}"))
     return results
@@ -622,36 +611,27 @@ def table2_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 def table5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     b, n = sides(size.noise_shape)
-    results = [
-        Cell(
-            "noise",
-            {"model": model, "text": text, "shape": size.noise_shape,
-             "sigmas": list(size.sigmas), "batches": size.noise_batches, "seed": size.seed},
-            10 + size.noise_batches * (b * n * 0.035 + 10), f"{model}, noise, {text}",
-        )
-        for model, text in product(models, size.texts)
+    language_settings = chosen(size, "sigmas", "seed", shape=size.noise_shape,
+                               batches=size.noise_batches)  # fmt: skip
+    settings = chosen(size, "hidden", "seed", sigmas=size.mt_sigmas, batch=size.mt_batch,
+                      batches=size.mt_batches)  # fmt: skip
+    return [
+        *(Cell("noise", {"model": model, "text": text, **language_settings},
+               10 + size.noise_batches * (b * n * 0.035 + 10), f"{model}, noise, {text}")
+          for model, text in product(models, size.texts)),
+        *(Cell("translator_noise", {"setting": setting, "steps": steps, **settings},
+               80 + 6 * size.mt_batches, f"translator, {setting}")
+          for setting, steps in noised(size).items()),
     ]  # fmt: skip
-    for setting, steps in noised(size).items():
-        settings = {"setting": setting, "sigmas": list(size.mt_sigmas), "batch": size.mt_batch,
-                    "batches": size.mt_batches, "hidden": size.hidden,
-                    "steps": steps, "seed": size.seed}  # fmt: skip
-        results.append(
-            Cell("translator_noise", settings, 80 + 6 * size.mt_batches,
-                 f"translator, {setting}")
-        )  # fmt: skip
-    return results
 
 
 def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
+    shared = chosen(size, "validation_pairs", "hidden", steps=size.curve_steps,
+                    every=size.curve_every, batch=size.curve_batch,
+                    pretrained=size.finetune_steps)  # fmt: skip
     return [
-        Cell(
-            "curve",
-            {"defence": defence, "steps": size.curve_steps, "every": size.curve_every,
-             "batch": size.curve_batch, "validation_pairs": size.validation_pairs,
-             "hidden": size.hidden, "pretrained": size.finetune_steps,
-             "seed": seed},
-            size.curve_steps * (5.0 if defence.startswith("DP") else 1.5), "translator, FineTune",
-        )
+        Cell("curve", {"defence": defence, "seed": seed, **shared},
+             size.curve_steps * (5.0 if defence.startswith("DP") else 1.5), "translator, FineTune")
         for defence, seed in product(size.defences, size.curve_seeds)
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import (
     Grid,
@@ -134,10 +134,9 @@ def cell(
     size: Size, model: str, text: str, third: int, attack: str, length: int, noise: float,
     steps: int,
 ) -> Cell:  # fmt: skip
-    settings = {"model": model, "text": text, "attack": attack, "third": third,
-                "length": length, "noise": noise, "texts": size.texts,
-                "utility_texts": size.utility_texts, "steps": steps,
-                "seed": size.seed}  # fmt: skip
+    settings = chosen(size, "texts", "utility_texts", "seed", model=model, text=text,
+                      attack=attack, third=third, length=length, noise=noise,
+                      steps=steps)  # fmt: skip
     tokens = size.texts * length
     # Of a model with some hundred million weights.
     seconds = tokens * (0.05 + 1.5 * bool(noise)) if attack == "prefix" else (

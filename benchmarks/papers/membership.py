@@ -30,7 +30,7 @@ from benchmarks.attacks.membership_games import (
     played_on_replaced,
     prepared,
 )
-from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
@@ -434,18 +434,14 @@ def games_cells(size: Size, models: Sequence[str]) -> list[Cell]:
         ("authors", "crafted"): (size.authors_games, 0.7),
         ("authors", "published"): (size.authors_games, 4.0),
     }
-    cells = []
-    for model, text in product(models, size.texts):
-        for (protocol, group), (games, seconds) in counts.items():
-            settings = {"model": model, "text": text, "protocol": protocol, "group": group,
-                        "layers": list(size.layers), "games": games, "batch": size.batch,
-                        "tokens": size.tokens, "pool": size.pool,
-                        "public_texts": size.public_texts, "seed": size.seed}  # fmt: skip
-            if games:
-                cells.append(
-                    Cell("games", settings, 8 + games * seconds, f"{model}, {text}, {group}")
-                )
-    return cells
+    shared = chosen(size, "layers", "batch", "tokens", "pool", "public_texts", "seed")
+    return [
+        Cell("games", {"model": model, "text": text, "protocol": protocol, "group": group,
+                       "games": games, **shared}, 8 + games * seconds,
+             f"{model}, {text}, {group}")
+        for model, text in product(models, size.texts)
+        for (protocol, group), (games, seconds) in counts.items() if games
+    ]  # fmt: skip
 
 
 def ldp_cells(
@@ -453,26 +449,25 @@ def ldp_cells(
     epsilons: Sequence[float] | None = None, groups: Sequence[str] = ("crafted",),
 ) -> list[Cell]:  # fmt: skip
     cells = []
-    chosen = size.mechanisms if mechanisms is None else mechanisms
+    shared = chosen(size, "batch", "tokens", "pool", "public_texts", "targets", "seed",
+                    authors_games=size.ldp_authors_games)  # fmt: skip
     for model, text, group in product(models, size.texts, groups):
-        blocks = size.blocks if group == "crafted" else size.trained_blocks
-        for mechanism, epsilon in product(chosen, epsilons or size.epsilons):
-            for protocol in PROTOCOLS:
-                if protocol == "reference" and group == "trained":
-                    continue
-                settings = {"model": model, "text": text, "mechanism": mechanism,
-                            "epsilon": float(epsilon), "protocol": protocol, "group": group,
-                            "layers": list(size.layers if group == "crafted" else size.layers[:1]),
-                            "blocks": blocks, "batch": size.batch, "tokens": size.tokens,
-                            "pool": size.pool, "public_texts": size.public_texts,
-                            "targets": size.targets, "authors_games": size.ldp_authors_games,
-                            "seed": size.seed}  # fmt: skip
-                seconds = 6.0 if protocol == "authors" else 3.0 + 0.6 * blocks
-                if group == "trained":
-                    seconds = 9.0 + 5.0 * (protocol == "game")
-                if blocks:
-                    together = f"{model}, {text}, {group} under LDP"
-                    cells.append(Cell("ldp", settings, seconds, together))
+        crafted = group == "crafted"
+        blocks, layers = size.trained_blocks, size.layers[:1]
+        if crafted:
+            blocks, layers = size.blocks, size.layers
+        played = product(
+            size.mechanisms if mechanisms is None else mechanisms, epsilons or size.epsilons,
+            list(PROTOCOLS)[: 2 + crafted] if blocks else (),
+        )  # fmt: skip
+        for mechanism, epsilon, protocol in played:
+            settings = {"model": model, "text": text, "mechanism": mechanism,
+                        "epsilon": float(epsilon), "protocol": protocol, "group": group,
+                        "layers": layers, "blocks": blocks, **shared}  # fmt: skip
+            seconds = 6.0 if protocol == "authors" else 3.0 + 0.6 * blocks
+            if not crafted:
+                seconds = 9.0 + 5.0 * (protocol == "game")
+            cells.append(Cell("ldp", settings, seconds, f"{model}, {text}, {group} under LDP"))
     return cells
 
 
@@ -486,17 +481,20 @@ def mean_rate(rows: Sequence[Row], name: str) -> Mean:
     return mean_of([[rate_of(r, name) for r in rows if r["text"] == text] for text in texts])
 
 
+Label = tuple[str, str, Callable[[Row], bool]]
+"""What stands in front (cells with bars between), the paper's row, and which rows are meant."""
+
+
 def grid_of(
-    table: str, results: Results, labels: Sequence[tuple[str, str, Callable[[Row], bool]]],
-    expected: int, head: Sequence[str], caption: str = "",
+    table: str, results: Results, labels: Sequence[Label], expected: int, head: Sequence[str],
+    caption: str = "",
 ) -> Grid:  # fmt: skip
     """A grid with a row for each label: the paper's numbers, then ours by model and protocol.
 
     Args:
         table: its name.
         results: rows of all models and protocols.
-        labels: what stands in front (cells with bars between), the name of the paper's row, and
-            which rows of ours are meant.
+        labels: of its rows.
         expected: cells that a mean of ours should be over.
         head: of the columns in front.
         caption: stands before the number of games.
@@ -563,14 +561,17 @@ def show_table2(results: Results, size: Size) -> Shown:
     return Shown([grid], finding(notes))
 
 
-def by_epsilon(
-    epsilons: Sequence[float], names: Sequence[str]
-) -> list[tuple[str, str, Callable[[Row], bool]]]:
-    """Labels of a table by epsilon and method."""
+def labels_of(table: str, size: Size, names: Sequence[str] = CRAFTED) -> list[Label]:
+    """Labels of a table under LDP: by layer in Table 11, by epsilon elsewhere."""
+    if table == "table11":
+        places = zip(("Early", "Mid", "Late"), size.layers, strict=False)
+        key, values = "layer", {f"{place} ({layer})": layer for place, layer in places}
+    else:
+        key, values = "epsilon", {f"{epsilon:g}": epsilon for epsilon in size.epsilons}
     return [
-        (f"{eps:g}|{name}", f"{eps:g} {name}",
-         lambda r, eps=eps, name=name: r["epsilon"] == eps and r["attack"] == name)
-        for eps in epsilons for name in names
+        (f"{front}|{name}", f"{front.partition(' ')[0]} {name}",
+         lambda r, value=value, name=name: r[key] == value and r["attack"] == name)
+        for (front, value), name in product(values.items(), names)
     ]  # fmt: skip
 
 
@@ -594,16 +595,13 @@ def reference_finding(results: Results) -> list[str]:
     ]
 
 
-def show_ldp(table: str) -> Callable[[Results, Size], Shown]:
-    """A table of one mechanism by epsilon and method."""
-
-    def show(results: Results, size: Size) -> Shown:
-        labels = by_epsilon(size.epsilons, CRAFTED)
-        expected = len(size.texts) * len(size.layers)
-        grid = grid_of(table, results, labels, expected, ["epsilon", "method"])
-        return Shown([grid], "" if results else finding([]))
-
-    return show
+def show_ldp(table: str, results: Results, size: Size) -> Shown:
+    """One mechanism by epsilon and method, or Table 11."""
+    key = "layer" if table == "table11" else "epsilon"
+    others = size.mechanisms if key == "layer" else size.layers
+    expected = len(size.texts) * len(others)
+    grid = grid_of(table, results, labels_of(table, size), expected, [key, "method"])
+    return Shown([grid], "" if results else finding([]))
 
 
 def show_table3(results: Results, size: Size) -> Shown:
@@ -612,7 +610,7 @@ def show_table3(results: Results, size: Size) -> Shown:
         (CRAFTED, len(size.layers), ""),
         (("AMI FC Full", "AMI FC Token"), 1, "Trained baselines, at layer 1 only."),
     ):
-        labels = by_epsilon(size.epsilons, names)
+        labels = labels_of("table3", size, names)
         expected = len(size.texts) * layers * len(size.mechanisms)
         head = ["epsilon", "method"]
         grids.append(grid_of("table3", results, labels, expected, head, caption))
@@ -628,18 +626,6 @@ def show_table3(results: Results, size: Size) -> Shown:
         if cells:
             notes.append(f"on {model}, Fig. 2, FC-Full has AUC {dots(cells)}")
     return Shown(grids, finding(notes + reference_finding(results)))
-
-
-def show_layers(results: Results, size: Size) -> Shown:
-    labels = [
-        (f"{place} ({layer})|{name}", f"{place} {name}",
-         lambda r, layer=layer, name=name: r["layer"] == layer and r["attack"] == name)
-        for place, layer in zip(("Early", "Mid", "Late"), size.layers, strict=False)
-        for name in CRAFTED
-    ]  # fmt: skip
-    expected = len(size.texts) * len(size.mechanisms)
-    grid = grid_of("table11", results, labels, expected, ["layer", "method"])
-    return Shown([grid], "" if results else finding([]))
 
 
 def fig5_cells(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -683,20 +669,17 @@ def show_fig5(results: Results, size: Size) -> Shown:
 
 def fig6_cells(size: Size, models: Sequence[str]) -> list[Cell]:
     cells = []
+    groups = (
+        ("crafted", size.beta_games, 0.002),
+        ("published", size.beta_published_games, 0.02),
+    )
     for model, text, batch in product(models, size.beta_texts, size.batches):
-        shared = {"model": model, "text": text, "batch": batch, "tokens": size.tokens,
-                  "pool": size.pool, "seed": size.seed}  # fmt: skip
-        groups = (
-            ("crafted", size.beta_games, 0.002),
-            ("published", size.beta_published_games, 0.02),
-        )
+        shared = chosen(size, "tokens", "pool", "seed", model=model, text=text, batch=batch)
         for (group, games, seconds), beta in product(groups, size.betas):
             settings = {**shared, "layer": size.beta_layer, "beta": beta, "games": games,
                         "group": group, "public_texts": size.public_texts}  # fmt: skip
-            if games:
-                cells.append(
-                    Cell("beta", settings, 8 + games * batch * seconds, f"Fig. 6, {model}, {batch}")
-                )
+            seconds = 8 + games * batch * seconds
+            cells += [Cell("beta", settings, seconds, f"Fig. 6, {model}, {batch}")] * (games > 0)
         for beta in size.one_hot_betas:
             settings = {**shared, "beta": beta, "games": size.one_hot_games}
             cells.append(Cell("one_hot", settings, 2.0, f"Fig. 6, one-hot, {model}"))
@@ -769,7 +752,7 @@ def ldp_table(number_: int, mechanism: str, name: str) -> Table:
         f"table{number_}",
         f"attacks under {name}",
         lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
-        show_ldp(f"table{number_}"),
+        functools.partial(show_ldp, f"table{number_}"),
     )
 
 
@@ -792,7 +775,8 @@ PAPER = Paper(
         ldp_table(8, "rappor", "RAPPOR"),
         ldp_table(9, "the", "THE"),
         ldp_table(10, "dbitflip", "dBitFlipPM"),
-        Table("table11", "all attacks by layer, epsilon 10", at_largest, show_layers),
+        Table("table11", "all attacks by layer, epsilon 10", at_largest,
+              functools.partial(show_ldp, "table11")),
         Table("fig5", "Lemma 2's lower bound on simulated data", fig5_cells, show_fig5),
         Table("fig6", "the attention adversary by beta and batch size", fig6_cells, show_fig6),
     ),

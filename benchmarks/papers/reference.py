@@ -1,8 +1,9 @@
 """Reference implementations beside ours: scikit-learn's for FLATCHAT, multi-freq-ldpy's for LDP.
 
 FLATCHAT is Algorithm 1 of its paper with ``GaussianMixture`` and ``LinearRegression`` at their
-defaults; the mixture is fitted again while its clusters are alike (the paper's footnote 8, which
-does not say how alike). The clients of multi-freq-ldpy report values and vectors, one at a time;
+defaults, but for starts at random: the paper's footnote 8 fits the mixture again while its clusters
+are alike (it does not say how alike), and k-means would start at the same place again, on some
+gradients with a cluster of one word. The clients of multi-freq-ldpy report values and vectors, one at a time;
 the decoding rules are those of :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`. The clients
 run as plain Python: numba's compiled ones ignore numpy's seed.
 """
@@ -19,20 +20,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from multi_freq_ldpy.long_freq_est.dBitFlipPM import dBitFlipPM_Client
-from multi_freq_ldpy.long_freq_est.L_SUE import L_SUE_Client
-from multi_freq_ldpy.pure_frequency_oracles.GRR import GRR_Client
-from multi_freq_ldpy.pure_frequency_oracles.HE import HE_Client
-from multi_freq_ldpy.pure_frequency_oracles.UE import UE_Client
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LinearRegression
-from sklearn.mixture import GaussianMixture
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.attacks.words.flatchat import MIN_RATIO
 from lightning_fedleak.defenses import TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, the_threshold
+from lightning_fedleak.extras import require_package
+
+with require_package("papers", "the reference implementations need two packages"):
+    from multi_freq_ldpy.long_freq_est.dBitFlipPM import dBitFlipPM_Client
+    from multi_freq_ldpy.long_freq_est.L_SUE import L_SUE_Client
+    from multi_freq_ldpy.pure_frequency_oracles.GRR import GRR_Client
+    from multi_freq_ldpy.pure_frequency_oracles.HE import HE_Client
+    from multi_freq_ldpy.pure_frequency_oracles.UE import UE_Client
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LinearRegression
+    from sklearn.mixture import GaussianMixture
 
 FITS = 10
 """Random starts of a mixture, of which the first that separates the clusters is taken."""
@@ -59,7 +63,8 @@ class Flattened:
         for seed in range(FITS):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)
-                fits.append(GaussianMixture(2, random_state=seed).fit(sums[:, None]))
+                mixture = GaussianMixture(2, init_params="random", random_state=seed)
+                fits.append(mixture.fit(sums[:, None]))
             if _ratio(fits[-1]) >= MIN_RATIO:
                 return cls(sums, fits[-1])
         return cls(sums, max(fits, key=_ratio))

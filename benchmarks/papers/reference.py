@@ -3,9 +3,11 @@
 FLATCHAT is Algorithm 1 of its paper with ``GaussianMixture`` and ``LinearRegression`` at their
 defaults, but for starts at random: the paper's footnote 8 fits the mixture again while its clusters
 are alike (it does not say how alike), and k-means would start at the same place again, on some
-gradients with a cluster of one word. The clients of multi-freq-ldpy report values and vectors, one at a time;
-the decoding rules are those of :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`. The clients
-run as plain Python: numba's compiled ones ignore numpy's seed.
+gradients with a cluster of one word.
+
+The clients of multi-freq-ldpy report values and vectors, one at a time; the decoding rules are
+those of :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`. The clients run as plain Python:
+numba's compiled ones ignore numpy's seed.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ class Played:
     """A model with its text, as games need them.
 
     Attributes:
+        tokenizer: of the model.
         anatomy: of the model.
         pool: the client's sentences.
         public: the server's.
@@ -138,6 +139,7 @@ class Played:
         planted: ids of the authors' sentence.
     """
 
+    tokenizer: Any
     anatomy: Anatomy
     pool: SentencePool
     public: PublicText
@@ -180,7 +182,8 @@ def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) ->
         )
 
     planted = torch.tensor(ids([PLANTED])[0])
-    return Played(anatomy, sentences(private), PublicText(ids(public)), sentences(public), planted)
+    pools = sentences(private), PublicText(ids(public)), sentences(public)
+    return Played(tokenizer, anatomy, *pools, planted)
 
 
 def result_row(result: GameResult, **notes: Any) -> Row:
@@ -195,31 +198,33 @@ def result_row(result: GameResult, **notes: Any) -> Row:
     return row
 
 
+def adversaries(
+    group: str, layers: Sequence[int], public: PublicText, tokens: int, batch: int, **fc: Any
+) -> list[MembershipAttack]:
+    """Those of a group for each layer; ``fc`` are settings of A_FC."""
+    args = argparse.Namespace(tokens=tokens, batch=batch)
+    attacks: list[MembershipAttack] = []
+    for k in layers:
+        if group == "crafted":
+            attacks.append(FCMembership(k, "full", tokens=tokens, name="FC-Full", **fc))
+            attacks.append(FCMembership(k, tokens=tokens, name="FC-Token", **fc))
+            attacks.append(attention(k, public, args, name="Attn"))
+        elif group == "published":
+            for gamma, name in (({}, "as published"), ({"gamma": "lemma"}, "the lemma's gamma")):
+                attacks.append(published_attention(k, public, args, name=f"Attn, {name}", **gamma))
+        else:
+            for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
+                attacks.append(TrainedMembership(k, public, granularity, tokens=tokens, name=name))
+    return attacks
+
+
 def measure_games(
     *, model: str, text: str, protocol: str, group: str, layers: Sequence[int], games: int,
     batch: int, tokens: int, pool: int, public_texts: int, seed: int, models: Mapping[str, str],
 ) -> list[Row]:  # fmt: skip
     """Games without a defence. ``group``: which adversaries."""
     at = played(models[model], text, pool, public_texts, tokens)
-    args = argparse.Namespace(tokens=tokens, batch=batch)
-    attacks: list[MembershipAttack] = []
-    for k in layers:
-        if group == "crafted":
-            attacks.append(FCMembership(k, "full", tokens=tokens, name="FC-Full"))
-            attacks.append(FCMembership(k, tokens=tokens, name="FC-Token"))
-            attacks.append(attention(k, at.public, args, name="Attn"))
-        elif group == "published":
-            attacks.append(published_attention(k, at.public, args, name="Attn, as published"))
-            attacks.append(
-                published_attention(
-                    k, at.public, args, gamma="lemma", name="Attn, the lemma's gamma"
-                )
-            )
-        else:
-            for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
-                attacks.append(
-                    TrainedMembership(k, at.public, granularity, tokens=tokens, name=name)
-                )
+    attacks = adversaries(group, layers, at.public, tokens, batch)
     config = GameConfig(
         games=games, batch=batch, protocol=protocol, forwards="pooled", seed=seed + _seed(text)
     )
@@ -271,27 +276,11 @@ def youden(games: GameResult) -> float:
 def ldp_side(
     folder: str, text: str, group: str, protocol: str, layers: tuple[int, ...], batch: int,
     tokens: int, pool: int, public_texts: int,
-) -> tuple[Any, Anatomy, SentencePool, list[MembershipAttack]]:  # fmt: skip
-    """Tokenizer, model, sentences, and adversaries that are prepared once for each protocol."""
-    tokenizer, anatomy = AutoTokenizer.from_pretrained(folder), find_model(folder)
-    private, public = halves(text, None, pool, public_texts)
-    public_text = PublicText(tokenizer(public, truncation=True, max_length=tokens)["input_ids"])
-    wide: dict[str, Any] = {"tokens": tokens, "ladder": RANDOMISED_LADDER, "tau": "auto"}
-    attacks: list[MembershipAttack] = []
-    for k in layers:
-        if group == "crafted":
-            attacks += [
-                FCMembership(k, "full", name="FC-Full", **wide),
-                FCMembership(k, name="FC-Token", **wide),
-                AttentionMembership(k, public_text, tokens=tokens, batch=batch, name="Attn"),
-            ]
-    if group == "trained":
-        for name, kind in (("AMI FC Full", "full"), ("AMI FC Token", "token")):
-            attacks += [
-                TrainedMembership(k, public_text, kind, tokens=tokens, name=name) for k in layers
-            ]
-    sentences = SentencePool.from_texts(private, tokenizer, tokens)
-    return tokenizer, anatomy, sentences, prepared(anatomy, attacks)
+) -> tuple[Played, list[MembershipAttack]]:  # fmt: skip
+    """Model and text, and adversaries that are prepared once for each protocol."""
+    at = played(folder, text, pool, public_texts, tokens)
+    wide: dict[str, Any] = {"ladder": RANDOMISED_LADDER, "tau": "auto"}
+    return at, prepared(at.anatomy, adversaries(group, layers, at.public, tokens, batch, **wide))
 
 
 def measure_ldp(
@@ -303,12 +292,10 @@ def measure_ldp(
 
     ``protocol`` ``"reference"``: those of Fig. 2, with replacements of multi-freq-ldpy's clients.
     """
-    tokenizer, anatomy, sentences, attacks = ldp_side(
+    at, attacks = ldp_side(
         models[model], text, group, protocol, tuple(layers), batch, tokens, pool, public_texts
-    )  # fmt: skip
-    authors = protocol == "authors"
-    planted = tokenizer([PLANTED], truncation=True, max_length=tokens)["input_ids"][0]
-    rounds = []
+    )
+    authors, rounds = protocol == "authors", []
     for block in range(1 if authors else blocks):
         job = (
             f"Job(rule='published', protocol={protocol!r}, mechanism={mechanism!r}, "
@@ -318,7 +305,7 @@ def measure_ldp(
             warnings.simplefilter("ignore")
             form = BatchForm(kind="causal")
             kind = ReferenceLDP if protocol == "reference" else TokenLDP
-            defense = kind.as_published(mechanism, epsilon, special_ids=tokenizer, form=form)
+            defense = kind.as_published(mechanism, epsilon, special_ids=at.tokenizer, form=form)
         config = GameConfig(
             games=authors_games if authors else targets, batch=batch,
             protocol="authors" if authors else "game",
@@ -326,7 +313,7 @@ def measure_ldp(
         )  # fmt: skip
         rounds.append(
             played_on_replaced(
-                anatomy, attacks, sentences, config, defense, job, planted=torch.tensor(planted)
+                at.anatomy, attacks, at.pool, config, defense, job, planted=at.planted
             )
         )
     return [result_row(joined(list(parts))) for parts in zip(*rounds, strict=True)]

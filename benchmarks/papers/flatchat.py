@@ -260,8 +260,8 @@ def clipped_batch(
     """One backward pass for each sample, given as the model's keyword arguments."""
     parameters = [p for p in anatomy.model.parameters() if p.requires_grad]
     head = next(i for i, p in enumerate(parameters) if p is anatomy.parameter(HEAD_WEIGHT))
-    total, mean = sums_of_gradients(anatomy.model, parameters, samples, clip)
-    update = mean[head] * min(1.0, clip * len(samples) / _norm(mean)) / len(samples)
+    total, plain = sums_of_gradients(anatomy.model, parameters, samples, clip)
+    update = plain[head] * min(1.0, clip * len(samples) / _norm(plain)) / len(samples)
     return ClippedBatch(total[head], update, len(samples))
 
 
@@ -656,7 +656,7 @@ def show_table2(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for setting, tokens, attack in product(SETTINGS, size.tokens, size.mt_attacks):
         printed = theirs("table2", f"{setting} {tokens} {attack}")
-        front, reference = [setting, str(tokens), attack], ""
+        front, other = [setting, str(tokens), attack], ""
         paper: list[str] = []
         if printed is not None:
             rates = [number(v, 4) for v in printed[1:5]]
@@ -668,17 +668,15 @@ def show_table2(results: Results, size: Size) -> Shown:
             cells = [f"{statistics.fmean(row['types']):.0f}", pm(row.get("oracle", []), none=""),
                      mean(row["precision"]), mean(row["recall"]), pm(row["f1"]),
                      f"{statistics.fmean(row['took']):.2g}"]  # fmt: skip
-            reference = pm(row.get("reference", []), none="")
-            if front in [
-                [SETTINGS[0], str(n), "FlatChat"]
-                for n in size.tokens[:: max(1, len(size.tokens) - 1)]
-            ]:
+            other = pm(row.get("reference", []), none="")
+            ends = min(size.tokens), max(size.tokens)
+            if (setting, attack) == (SETTINGS[0], "FlatChat") and tokens in ends:
                 known = "" if printed is None else f" (paper {number(printed[4])})"
                 notes.append(
                     f"FlatChat on {setting} at {tokens} tokens has F1 {mean(row['f1'])}{known}"
                 )
         if paper or cells:
-            lines.append([*front, *both(paper, cells), reference])
+            lines.append([*front, *both(paper, cells), other])
     head = ["setting", "tokens", "attack", "types", "F1, true number of types given",
             "precision", "recall", "F1", "seconds", REFERENCE]  # fmt: skip
     caption = "Cells: paper; ours. A single number is the paper's, or ours in the rows of Aligned."
@@ -846,7 +844,7 @@ PAPER = Paper(
         "noise on the clipped "
         "mean; `update`: the mean gradient clipped, then noise. C is 1.",
         "Table 5, Scratch: the paper's F1 is halved between 1e-8 and 1e-7, ours only at larger "
-        "noise. The step of the training explains it. Behind the last LayerNorm, as it is "
+        "noise. How far the model is trained explains it. Behind the last LayerNorm, as it is "
         "initialised, each hidden state sums to zero, and so do the rows. Ours has left that "
         f"start by {SIZES['default'].scratch_steps} steps at the full learning rate. With a rate "
         f"that rises over {WARM_UP:,} steps, as in fairseq's recipe, it has not, and the row of "

@@ -786,7 +786,7 @@ PAPER = Paper(
         "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
         "authors' protocol, the authors' rule (the mean of all scores). `reference "
         "implementation`: AUC of the same games of Fig. 2 with replacements that multi-freq-ldpy's "
-        "clients draw.",
+        "clients draw. Tests compare their law with ours.",
         "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. Fig. 6: we "
         "attack layer 3; the paper does not say its layer. For more than 100 sentences, gamma is "
         "calibrated for 100. `unique word`: the target's word is in no other sentence of the "

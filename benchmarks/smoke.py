@@ -43,7 +43,7 @@ AT_ONCE = 2
 LIMIT_S = 600.0
 PRINTED = "printed"
 IMPORTED = ["lightning", "peft", "opacus", "torch.distributed.fsdp", "lightning_fedleak.callbacks"]
-NEEDS = {"accounting.py": "dp_accounting"}
+NEEDS = {"accounting.py": "dp_accounting", "__main__.py": "multi_freq_ldpy"}
 """Packages without which a script has nothing to compare with."""
 
 

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from benchmarks.papers import __main__ as door
-from benchmarks.papers import membership
+from benchmarks.papers import flatchat as papers_flatchat
+from benchmarks.papers import membership, reference
 from benchmarks.papers.cells import Cell, Log, run
 from benchmarks.papers.tables import Mean, Results, mean_of, number, published, student
+from lightning_fedleak.attacks.words.flatchat import flatchat
+from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from tests.helpers.measures import squared
+from tests.helpers.models import tiny_gpt2
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,7 +110,6 @@ def test_every_table_can_be_shown_before_anything_was_measured() -> None:
                 created = table.cells(size, ["some-model"])
                 assert created or name == "smoke"
                 assert table.show(Results([]), size).finding == "Not run."
-                assert (table.page or table.show)(Results([]), size).finding == "Not run."
                 assert all(cell.kind in paper.measures for cell in created)
                 json.dumps([cell.settings for cell in created], allow_nan=False)
 
@@ -155,3 +158,73 @@ def test_the_page_is_what_the_log_in_the_repository_gives(tmp_path: Path) -> Non
         "write it anew: python -m benchmarks.papers --log benchmarks/papers/measured.jsonl "
         "--docs docs/papers.md"
     )
+
+
+def two_clusters() -> torch.Tensor:
+    """A gradient whose first 40 of 900 rows are wide."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(900, 24, generator=generator) * 1e-5
+    rows[:40] = torch.randn(40, 24, generator=generator) * 1e-2 - 2e-2
+    return rows
+
+
+@pytest.mark.parametrize("scorer", ["gmm", "abs"])
+def test_the_reference_of_flatchat_names_the_types_of_ours(scorer: str) -> None:
+    flattened = reference.Flattened.fit(two_clusters())
+    ours = flatchat(two_clusters(), 40, scorer)
+    named = flattened.guess(40, scorer)
+    assert set(named.types.tolist()) == set(ours.types.tolist())
+    assert flattened.weight == pytest.approx(float(ours.mixture.weights[1]), rel=0.05)
+    x, y = [0.01, 0.02, 0.06, 0.1], [12.0, 30.0, 70.0, 99.0]
+    slope, constant = np.polyfit(x, y, 1)
+    guess = flattened.guess(reference.fit_count(x, y), scorer)
+    assert guess.n_types == pytest.approx(constant + slope * flattened.weight)
+    assert len(guess.types) == round(guess.n_types)
+
+
+@pytest.mark.parametrize("mechanism", ["grr", "rappor", "the", "dbitflip"])
+def test_the_clients_replace_the_words_of_a_batch_by_the_law_of_ours(mechanism: Any) -> None:
+    """At epsilon 3 among 6 words: the share of kept words within five standard errors."""
+    ids = torch.arange(6).repeat(8, 60)
+
+    def replaced(defense: TokenLDP, entropy: bytes) -> torch.Tensor:
+        context = DefenseContext(tiny_gpt2(), 0, 1, torch.device("cpu"), "32-true", 0, entropy)
+        defense.before_setup(context)
+        return defense.on_batch({"input_ids": ids}, context)["input_ids"]
+
+    kept = []
+    for kind in (TokenLDP, reference.ReferenceLDP):
+        with pytest.warns(UserWarning, match="no guarantee"):
+            defense = kind.as_published(mechanism, 3.0, form=BatchForm(kind="causal"))
+        kept.append((replaced(defense, b"a" * 32) == ids).double().mean())
+    ours, clients = kept
+    assert 0.2 < float(ours) < 0.95
+    assert float(clients) == pytest.approx(float(ours), abs=5 * (0.25 * 2 / ids.numel()) ** 0.5)
+    state = np.random.get_state()[1]
+    with pytest.warns(UserWarning, match="no guarantee"):
+        once, again, other = (
+            replaced(reference.ReferenceLDP.as_published(mechanism, 3.0), e * 32)
+            for e in (b"a", b"a", b"b")
+        )
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    assert np.array_equal(state, np.random.get_state()[1])
+
+
+def test_clipped_sums_are_those_of_single_gradients() -> None:
+    model = tiny_gpt2().eval()
+    parameters = list(model.parameters())
+    ids = [torch.tensor([[1, 5, 2, 7]]), torch.tensor([[3, 3, 4]])]
+    samples = [{"input_ids": row, "labels": row} for row in ids]
+    clipped, plain = papers_flatchat.sums_of_gradients(model, parameters, samples, 0.3)
+    whole = [torch.zeros_like(p) for p in parameters]
+    for sample in samples:
+        model.zero_grad()
+        model(**sample).loss.backward()
+        norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+        for total, p in zip(whole, parameters, strict=True):
+            total += p.grad * min(1.0, 0.3 / float(norm))
+    torch.testing.assert_close(clipped, whole, rtol=1e-4, atol=1e-7)
+    model.zero_grad()
+    sum(model(**sample).loss for sample in samples).backward()
+    torch.testing.assert_close(plain, [p.grad for p in parameters], rtol=1e-4, atol=1e-7)

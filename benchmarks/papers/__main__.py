@@ -124,36 +124,27 @@ def listing(
         print(f"\n{name}: " + " ".join(f"{k}={_written(v)}" for k, v in vars(size).items()))
 
 
-def text_of(
-    paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log, *, on_page: bool = False
-) -> str:
+def text_of(paper: Paper, table: Table, size: Any, names: Sequence[str], log: Log) -> str:
     """Return one table in Markdown: finding, grids, date, and missing cells."""
     cells = unique(table.cells(size, names))
     results = Results(row for cell in cells for row in log.rows(cell) or ())
-    show = table.page if on_page and table.page else table.show
-    shown = show(results, size)
+    shown = table.show(results, size)
     printed = published()[paper.name][table.name]
     parts = [f"### {paper.name} {table.name}: {table.title}", shown.finding]
     if "says" in printed:
         parts.append(f"The paper ({printed['source']}) says: {printed['says']}.")
     if results:
         parts += map(str, shown.grids)
-    parts.append(status(cells, log, on_page=on_page))
+    parts.append(status(cells, log))
     return "\n\n".join(filter(None, parts))
 
 
-def status(cells: Sequence[Cell], log: Log, *, on_page: bool = False) -> str:
-    """Return the date, missing and failed cells, and off the page machine and time."""
-    lines = [log.lines[c.key] for c in cells if log.rows(c) is not None]
+def status(cells: Sequence[Cell], log: Log) -> str:
+    """Return the date, and missing and failed cells."""
+    dates = sorted({log.lines[c.key]["date"] for c in cells if log.rows(c) is not None})
     failed = [c for c in cells if log.failure(c) is not None]
-    remaining = len(cells) - len(lines) - len(failed)
-    messages = []
-    if lines:
-        dates = sorted({line["date"] for line in lines})
-        days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        machines = sorted({line["machine"] for line in lines})
-        seconds = f"{sum(line['seconds'] for line in lines):.0f} s of one processor"
-        messages.append(f"{'; '.join([days, *([] if on_page else [*machines, seconds])])}.")
+    remaining = sum(c.key not in log.lines for c in cells)
+    messages = [" to ".join(dict.fromkeys([dates[0], dates[-1]])) + "."] if dates else []
     if remaining:
         messages.append(f"{remaining} of {len(cells)} cells not run.")
     for why in dict.fromkeys(log.failure(cell) for cell in failed):
@@ -190,8 +181,9 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         "What this package measures next to what the papers published, for those who compare "
         "attacks. One command runs all of it and writes this page:",
         "    make papers ENCODER=DIR STORIES=DIR",
-        "One table alone, with every interval and number of games: `python -m benchmarks.papers "
-        "membership table2 --model DIR`. `--list` names all tables and their times.",
+        "One table alone: `python -m benchmarks.papers membership table2 --model DIR`. "
+        "`--json FILE` writes every interval and number of games, `--list` names all tables, also "
+        "those that are not on this page, and their times.",
         "| paper | attack and setting | in this package |\n|---|---|---|\n"
         "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
         "under local differential privacy | `FCMembership`, `AttentionMembership`, "
@@ -210,8 +202,9 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         parts.append(f"## {paper.title}")
         parts.append("\n".join(f"- {note}" for note in paper.notes))
         parts += [
-            text_of(paper, table, size, names[paper.name, table.name], log, on_page=True)
+            text_of(paper, table, size, names[paper.name, table.name], log)
             for table in paper.tables
+            if table.on_page
         ]
     return "\n\n".join(parts) + "\n"
 

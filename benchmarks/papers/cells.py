@@ -55,6 +55,11 @@ class Cell:
         return f"{self.kind}: {told}"
 
 
+def chosen(size: Any, *names: str, **settings: Any) -> dict[str, Any]:
+    """Return settings of a cell: those of a size by name, and more."""
+    return {name: getattr(size, name) for name in names} | settings
+
+
 def _short(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(_short, value))

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.papers.cells import Cell, Row
+from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import (
     Grid,
@@ -26,10 +26,9 @@ from benchmarks.papers.tables import (
     Shown,
     Table,
     finding,
-    first_sentences,
     number,
+    of_one_model,
     rate_of,
-    without,
 )
 from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
@@ -135,10 +134,9 @@ def cell(
     size: Size, model: str, text: str, third: int, attack: str, length: int, noise: float,
     steps: int,
 ) -> Cell:  # fmt: skip
-    settings = {"model": model, "text": text, "attack": attack, "third": third,
-                "length": length, "noise": noise, "texts": size.texts,
-                "utility_texts": size.utility_texts, "steps": steps,
-                "seed": size.seed}  # fmt: skip
+    settings = chosen(size, "texts", "utility_texts", "seed", model=model, text=text,
+                      attack=attack, third=third, length=length, noise=noise,
+                      steps=steps)  # fmt: skip
     tokens = size.texts * length
     # Of a model with some hundred million weights.
     seconds = tokens * (0.05 + 1.5 * bool(noise)) if attack == "prefix" else (
@@ -175,14 +173,18 @@ def rate(rows: Sequence[Row]) -> str:
 
 
 def show_fig1(results: Results, size: Size) -> Shown:
+    """The weakest of many noises is left out."""
     lines, notes = [], []
     models = results.values("model") or ["ours"]
+    weakest = size.noises[1] if len(size.noises) > 3 else None
     for model, text, third in product(models, size.sources, size.thirds):
         selected = results.where(
             model=model, text=text, third=third, length=size.length, steps=size.steps
         )
         clean = next((r["task"] for r in selected if r["noise"] == 0.0), None)
         for noise in size.noises:
+            if noise == weakest:
+                continue
             rows = [r for r in selected if r["noise"] == noise]
             task = next((r for r in rows if r["task"] is not None), None)
             by_attack = {a: [r for r in rows if r["attack"] == a] for a in size.attacks}
@@ -190,7 +192,7 @@ def show_fig1(results: Results, size: Size) -> Shown:
                 [model, text, place(rows, third), f"{noise:g}",
                  *_utility(task), *(rate(by_attack[a]) for a in by_attack)]
             )  # fmt: skip
-            if clean and task is not None and task["task"] < LOST * clean:
+            if not notes and clean and task is not None and task["task"] < LOST * clean:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in by_attack.items() if r}
                 notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
@@ -201,7 +203,8 @@ def show_fig1(results: Results, size: Size) -> Shown:
     if any(row["noise"] for row in results.rows) and not notes:
         notes.append("no noise level that was run lowers the task's accuracy to a tenth")
     head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
-    return Shown([Grid(head, lines), published_grid(results, size)], finding(notes))
+    grids = [Grid(head, lines), published_grid(results, size)]
+    return Shown([*map(of_one_model, grids)], finding(notes))
 
 
 def published_grid(results: Results, size: Size) -> Grid:
@@ -235,70 +238,39 @@ def _utility(row: Row | None) -> tuple[str, str]:
 def show_fig2(results: Results, size: Size) -> Shown:
     lines, notes = [], []
     for model, third in product(results.values("model") or ["ours"], size.thirds):
+        values: dict[str, list[str]] = {attack: [] for attack in size.length_attacks}
         for length in size.lengths:
             selected = results.where(
                 model=model, third=third, length=length, noise=0.0, steps=size.steps,
                 text=size.sources[0],
             )  # fmt: skip
             line = [model, place(selected, third), str(length)]
-            for attack in size.length_attacks:
+            for attack, ends in values.items():
                 rows = [r for r in selected if r["attack"] == attack]
-                line += [rate(rows), str(_steps(rows)), _ms(rows)]
+                line.append(rate(rows))
+                if rows:
+                    accuracy = rate_of(rows[0], "token_accuracy").value
+                    ends.append(f"{number(accuracy, 2)} at {length}")
             lines.append(line)
-        for attack in size.length_attacks:
-            values = {r["length"]: rate_of(r, "token_accuracy").value
-                      for r in results.where(model=model, third=third, attack=attack, noise=0.0,
-                                           steps=size.steps, text=size.sources[0])
-                      if r["length"] in size.lengths}  # fmt: skip
-            if values:
-                ends = ", ".join(f"{number(v, 2)} at {n}" for n, v in sorted(values.items()))
-                notes.append(f"on {model}, split at {third}/3, `{attack}` recovers {ends} tokens")
-    columns = [f for a in size.length_attacks for f in (a, "steps", "ms a token")]
-    return Shown([Grid(["model", "split", "tokens", *columns], lines)], finding(notes))
+        if third == size.thirds[0]:
+            notes += [
+                f"on {model}, split at {third}/3, `{attack}` recovers {', '.join(ends)} tokens"
+                for attack, ends in values.items() if ends
+            ]  # fmt: skip
+    head = ["model", "split", "tokens", *size.length_attacks]
+    return Shown([of_one_model(Grid(head, lines))], finding(notes))
 
 
 def _steps(rows: Sequence[Row]) -> str:
     return "" if not rows or rows[0]["taken"] is None else f"{rows[0]['taken']:.0f}"
 
 
-def _ms(rows: Sequence[Row]) -> str:
-    return (
-        "" if not rows else f"{1e3 * rows[0]['seconds'] / rows[0]['texts'] / rows[0]['length']:.1f}"
-    )
-
-
-def fig1_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 1 without the weakest noise."""
-    shown = show_fig1(results, size)
-    weakest = f"{size.noises[1]:g}" if len(size.noises) > 3 else ""
-    grid, published_ = shown.grids
-    retained = replace(grid, rows=[row for row in grid.rows if row[3] != weakest])
-    return Shown(
-        [of_one_model(retained), of_one_model(published_)], first_sentences(shown.finding, 1)
-    )
-
-
-def fig2_page(results: Results, size: Size) -> Shown:
-    """Return Fig. 2 without steps and times."""
-    shown = show_fig2(results, size)
-    (grid,) = shown.grids
-    return Shown([of_one_model(without(grid, "steps", "ms a token"))],
-                 first_sentences(shown.finding, 2))  # fmt: skip
-
-
-def of_one_model(grid: Grid) -> Grid:
-    """Return a grid without the column of models, where all rows are of one."""
-    return grid if len({row[0] for row in grid.rows}) > 1 else without(grid, "model")
-
-
 PAPER = Paper(
     "inversion",
     "Input Reconstruction Attack against Vertical Federated Large Language Models (Zheng)",
     (
-        Table("fig1", "tokens recovered and task accuracy by noise", fig1_cells, show_fig1,
-              fig1_page),
-        Table("fig2", "tokens recovered by length", fig2_cells, show_fig2,
-              fig2_page),
+        Table("fig1", "tokens recovered and task accuracy by noise", fig1_cells, show_fig1),
+        Table("fig2", "tokens recovered by length", fig2_cells, show_fig2),
     ),
     SIZES,
     {"inversion": measure},

@@ -45,31 +45,17 @@ class SimulatedBound:
     """Lemma 2 for tokens of a known law, over simulated data sets.
 
     Attributes:
-        law, dim, tokens, n_batch, beta, runs: as given.
-        separation: Delta of a data set.
-        max_norm: M of a data set.
         condition_ratio: Delta over the right side of (4), Fig. 5 right; NaN where that is not
             positive.
         condition_holds: share of data sets in which (4) holds; in the others (5) is no bound.
-        delta_bar: Delta-bar of a data set.
-        p_proj, p_box: the probabilities in (5).
+        p_box: the probability in (5).
         bound: (5), Fig. 5 left; not clipped at 0.
         random_direction: (5) with the second head's direction u uniform on the sphere, as
             Algorithm 1 draws it.
     """
 
-    law: Law
-    dim: int
-    tokens: int
-    n_batch: int
-    beta: float
-    runs: int
-    separation: Estimate
-    max_norm: Estimate
     condition_ratio: Estimate
     condition_holds: Rate
-    delta_bar: Estimate
-    p_proj: Estimate
     p_box: Estimate
     bound: Estimate
     random_direction: Estimate
@@ -174,18 +160,8 @@ def simulate_bound(
     )
     holds = int((delta >= needed).sum())
     return SimulatedBound(
-        law=law,
-        dim=dim,
-        tokens=tokens,
-        n_batch=n_batch,
-        beta=beta,
-        runs=runs,
-        separation=_mean(delta),
-        max_norm=_mean(norm),
         condition_ratio=_mean(np.where(needed > 0, delta / needed, np.nan)),
         condition_holds=proportion(holds, runs, CONFIDENCE),
-        delta_bar=_mean(error),
-        p_proj=_within_unit(_mean(p_proj)),
         p_box=_within_unit(_mean(p_box)),
         bound=_mean(advantage_bound(p_proj, p_box, tokens, n_batch)),
         random_direction=_mean(advantage_bound(p_proj, p_box, tokens, n_batch, p_direction)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +30,15 @@ class Mean:
     low: float
     high: float
 
+    @property
+    def point(self) -> str:
+        """The value alone."""
+        return NOT_RUN if math.isnan(self.value) else number(self.value)
+
     def __str__(self) -> str:
         if math.isnan(self.value):
             return NOT_RUN
-        return f"{number(self.value)} ({number(self.low, 2)}–{number(self.high, 2)})"
+        return f"{self.point} ({number(self.low, 2)}–{number(self.high, 2)})"
 
 
 UNKNOWN = Mean(math.nan, math.nan, math.nan)
@@ -90,14 +94,14 @@ class Table:
         title: what it shows.
         cells: those that it shows, for a size and the names of models.
         show: what is printed, of the measured rows.
-        page: what docs/papers.md shows in its place; by default the same.
+        on_page: whether docs/papers.md has it; else it is printed alone.
     """
 
     name: str
     title: str
     cells: Callable[[Any, Sequence[str]], list[Cell]]
     show: Callable[[Results, Any], Shown]
-    page: Callable[[Results, Any], Shown] | None = None
+    on_page: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,10 @@ def student(values: Sequence[float]) -> Mean:
     return Mean(value, value - half, value + half)
 
 
-def pm(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and half width of :func:`student`."""
+def pm(values: Sequence[float], digits: int = 3, none: str = NOT_RUN) -> str:
+    """Mean and half width of :func:`student`; ``none`` where there are no values."""
     if not values:
-        return NOT_RUN
+        return none
     mean = student(values)
     half = "" if math.isnan(mean.low) else f" ± {number(mean.value - mean.low, digits)}"
     return number(mean.value, digits) + half
@@ -198,26 +202,14 @@ def dots(values: Iterable[object]) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def span(values: str) -> str:
-    """Return the lowest and the highest of the numbers that :func:`dots` has joined."""
-    ends = sorted(filter(None, values.split(", ")), key=float)
+def span(values: Iterable[str]) -> str:
+    """Return the lowest and the highest of several printed numbers."""
+    ends = sorted(filter(None, values), key=float)
     return "–".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 
-def without(grid: Grid, *names: str) -> Grid:
-    """Return a grid without the columns of these names."""
-    retained = {i for i, name in enumerate(grid.head) if name not in names}
-    head, *rows = (
-        [cell for i, cell in enumerate(row) if i in retained] for row in (grid.head, *grid.rows)
-    )
-    return replace(grid, head=head, rows=rows)
-
-
-def bare(cell: str) -> str:
-    """Return a cell without its interval."""
-    return cell.partition(" (")[0].partition(" ±")[0]
-
-
-def first_sentences(text: str, count: int) -> str:
-    """Return the first sentences of a finding."""
-    return " ".join(re.split(r"(?<=\.) (?=[A-Z])", text)[:count])
+def of_one_model(grid: Grid) -> Grid:
+    """Return a grid without its first column, of models, where all rows are of one."""
+    if len({row[0] for row in grid.rows}) > 1:
+        return grid
+    return replace(grid, head=grid.head[1:], rows=[row[1:] for row in grid.rows])

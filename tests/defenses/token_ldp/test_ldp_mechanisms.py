@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.defenses.token_ldp import decoded_epsilon
+from benchmarks.papers.reference import CLIENTS, reference_sample, seeded
 from lightning_fedleak.defenses.token_ldp.mechanisms import (
     Randomizer,
     argmax_keep,
@@ -25,7 +26,6 @@ from lightning_fedleak.defenses.token_ldp.mechanisms import (
     the_threshold,
     uniform_keep,
 )
-from tests.defenses.token_ldp.ldpy_clients import CLIENTS, reference_sample, seeded
 from tests.helpers.ldp import transition_of
 
 RULES = [

@@ -696,9 +696,7 @@ def show_table3(results: Results, size: Size) -> Shown:
             cells = [f"{statistics.fmean(row['types']):.0f}",
                      *(mean(row[k]) for k in ("maer", "precision", "recall")),
                      pm(row["f1"]), pm(oracle["f1"])]  # fmt: skip
-            lines.append(
-                [model, text, shape, *both(paper or [], cells), pm(row.get("reference", []))]
-            )
+            lines.append([model, text, shape, *both(paper or [], cells), pm(row["reference"])])
     head = ["model", "text", "batch", "types", "MAER", "precision", "recall", "F1",
             "F1, true number of types given", REFERENCE]  # fmt: skip
     note = "F1 is of the predicted number of types; the last but one column is of the true number."
@@ -713,9 +711,7 @@ def show_table4(results: Results, size: Size) -> Shown:
         for row in results.where(text=text, shape=size.one_shape, attack=attack):
             cells = [pm(row[name], 4) for name in ("precision", "recall", "f1")]
             paper = [number(v, 4) for v in printed or ()]
-            lines.append(
-                [row["model"], text, attack, *both(paper, cells), pm(row.get("reference", []), 4)]
-            )
+            lines.append([row["model"], text, attack, *both(paper, cells), pm(row["reference"], 4)])
             for other in results.where(text=text, shape=size.one_shape, model=row["model"],
                                      attack=f"GMM {count}"):  # fmt: skip
                 if scorer == "Abs":
@@ -753,7 +749,7 @@ def show_table5(results: Results, size: Size) -> Shown:
             if printed is None and not (rows and sigma == halving):
                 continue
             cells = [pm(rows[r]["f1"] if r in rows else []) for r in READINGS]
-            other = pm(rows[READINGS[0]].get("reference", [])) if rows else ""
+            other = pm(rows[READINGS[0]]["reference"]) if rows else ""
             paper = number(printed[0], 4) if printed else ""
             lines.append([name, f"{sigma:g}", paper, *cells, other])
         if measured:

@@ -109,7 +109,9 @@ def test_watches_defends_and_stops_then_sums_up_and_reveals_words_to_the_owner_a
     leaks, _, _ = comparison["sentence"].partition("The gate")
     cells = [dict(zip(comparison["columns"], row, strict=True)) for row in comparison["rows"]]
     for leak in ("words", "membership", "whole texts"):
-        has_value = ["(" in row[leak] for row in cells if row["run"] != "gated"]  # else it is unknown
+        has_value = [
+            "(" in row[leak] for row in cells if row["run"] != "gated"
+        ]  # else it is unknown
         assert (f"{leak.capitalize()}: " in leaks) == all(has_value)
     assert "Words: F1" in leaks
     assert {*re.findall(r"in (\w+)[,.;]", leaks)} == {"watched", "defended"}

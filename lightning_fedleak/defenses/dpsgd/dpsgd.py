@@ -473,6 +473,11 @@ class DPSGD(Defense):
         from lightning_fedleak.evaluation.auditing import PrivacyClaim
         from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
 
+        if sampling.rate == 1:
+            raise DefenseError(
+                "DPSGD: check compares batches with Poisson samples, and each batch holds all "
+                "examples: leave check out, or pass a smaller batch_size"
+            )
         norm, privacy = self._clip.norm, self.privacy
         claim = PrivacyClaim(
             noise_multiplier=self.noise_std(context) * sampling.expected / norm,

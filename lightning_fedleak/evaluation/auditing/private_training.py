@@ -176,8 +176,11 @@ class PrivateTrainingCheck:
         self._batches += 1
         if self._is_due and self._can_look(batch, is_shared):
             self._is_due = False
-            with preserve_process():
-                self._run_probes(batch)
+            try:
+                with preserve_process():
+                    self._run_probes(batch)
+            except Exception as error:  # the training goes on without looks
+                self._observations.obstacle = f"a look raised {type(error).__name__}: {error}"
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
@@ -275,8 +278,9 @@ class PrivateTrainingCheck:
             with preserve_process():  # so that both probes have the same dropout
                 without = self._probe(copies, near.index_fill(0, opposed, 0))
             moved = self._project(without.released, without.raw) / (rows - n_opposed)
-            if not without.released or moved > 0.5 or self._sums_rows:
-                break
+            is_one_sum = dist.is_initialized() and self._claim.client == "world"
+            if not without.released or moved > 0.5 or self._sums_rows or is_one_sum:
+                break  # processes that release one sum must run equally many probes
             self._sums_rows = True  # the loss is a sum, or backward ran again on one
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
         if flipped.released and _norm(without.raw) > clip / 4:
@@ -305,12 +309,13 @@ class PrivateTrainingCheck:
                 *({name: probe.released[name] for name in apart} for probe in (silent, again))
             )
         tolerance = 10 * math.sqrt(worst) + SAME / 10
-        rows_differ = side_effects.differing(silent.beside, again.beside, tolerance)
+        rows_differ = side_effects.far_apart(silent.beside, again.beside, tolerance)
         observations.unrepeated |= bool(apart and rows_differ)
         if not apart and observations.is_silent:
             observations.leaks.update(dict.fromkeys(rows_differ, "follows which row is copied"))
-        bound = 1 + rows / self._claim.noise_multiplier
-        lengthened = side_effects.enlarged(silent.beside, planted.beside, bound)
+        # Clipped gradients enlarge a side effect that is noise by so much, and chance does too.
+        shares = (c * (1 + rows / self._claim.noise_multiplier) for c in side_effects.CHANCE)
+        lengthened = side_effects.far_apart(silent.beside, planted.beside, *shares)
         observations.leaks.update(dict.fromkeys(lengthened, "follows the length of gradients"))
         weights = math.sqrt(sum(float(p.detach().norm()) ** 2 for p in self._names))
         visible = side_effects.ROUNDING * torch.finfo(torch.float32).eps * weights

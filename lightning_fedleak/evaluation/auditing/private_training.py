@@ -46,7 +46,7 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +59,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
-from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
-from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.defenses.dpsgd.logical import copies_of, number_of_rows
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
 from lightning_fedleak.model.model_state import preserve_process
@@ -199,7 +198,7 @@ class PrivateTrainingCheck:
     def _can_look(self, batch: Any, is_shared: bool) -> bool:
         """Return whether a batch can be probed; processes that release one sum decide together."""
         can_look = torch.tensor(
-            _count_rows(batch) >= MIN_COPIES and not self._observations.obstacle
+            number_of_rows(batch) >= MIN_COPIES and not self._observations.obstacle
         ).int()
         if is_shared:
             can_look = can_look.to(next(self._model.parameters()).device)
@@ -243,10 +242,16 @@ class PrivateTrainingCheck:
 
     def _run_probes(self, batch: Any) -> None:
         """Run the probes of a look, on copies of a row of the batch and of another one."""
-        observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
+        observations, clip, rows = (
+            self._observations,
+            self._claim.max_grad_norm,
+            number_of_rows(batch),
+        )
         looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
-        copies, others = (_copies(batch, number % rows, rows) for number in (row, row + rows // 2))
+        copies, others = (
+            copies_of(batch, number % rows, rows) for number in (row, row + rows // 2)
+        )
         plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
         with preserve_process():  # so that the next probe begins in the same random state
@@ -261,17 +266,28 @@ class PrivateTrainingCheck:
             weights = [n for n in silent.beside if n.startswith("the weight")]
             observations.is_explained &= not weights
         length = _norm(silent.raw) / SILENT or 1.0
-        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
+        far = 20 * rows**2 * clip / length
         index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if looks and self._layers else None
         planted = self._probe(copies, far * ones, layer, explain=True)
         if _norm(planted.raw) > 10 * clip:
             observations.planted.append((self._project(planted.released, planted.raw), rows))
             self._compare(silent, again, planted, rows)
-        n_opposed = max(1, rows // (rows, 8, 4, 2)[looks % 4])
+        if observations.runs == 1:  # else it is not known which row of an example a scale meets
+            self._run_opposed(copies, ones, length, max(1, rows // (rows, 8, 4, 2)[looks % 4]))
+
+    def _run_opposed(self, copies: Any, ones: Tensor, length: float, n_opposed: int) -> None:
+        """Run two probes near the clip norm, in one of which some rows oppose the others.
+
+        Args:
+            copies: the batch.
+            ones: a number for each row; zeros where another process plants.
+            length: of a gradient that is not scaled.
+            n_opposed: how many rows.
+        """
+        observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)
+        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
         opposed = torch.arange(n_opposed) * rows // n_opposed
-        if observations.runs != 1:  # which row of an example a scale meets is not known
-            return
         for _ in range(2):
             unit = clip / length * (rows if self._sums_rows else 1)
             near = unit * (1 + torch.arange(rows) / rows) * ones
@@ -282,7 +298,7 @@ class PrivateTrainingCheck:
             if not without.released or moved > 0.5 or self._sums_rows or is_one_sum:
                 break  # processes that release one sum must run equally many probes
             self._sums_rows = True  # the loss is a sum, or backward ran again on one
-        flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
+        flipped = self._probe(copies, near.index_fill(0, opposed, -far * float(ones[0])))
         if flipped.released and _norm(without.raw) > clip / 4:
             if moved > 0.5:  # else their norms were not near the clip norm
                 observations.near.append((moved * (rows - n_opposed), rows - n_opposed))
@@ -479,20 +495,6 @@ def _boosted(value: object) -> object:
     view = value.view_as(value)  # so that hooks on the value itself get the enlarged gradient
     view.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
     return view
-
-
-def _count_rows(batch: Any) -> int:
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
-
-
-def _copies(batch: Any, row: int, rows: int) -> Any:
-    """Return a batch whose rows are all copies of one of its rows."""
-    if isinstance(batch, Mapping):
-        return rebuilt(batch, {key: _copies(value, row, rows) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return rebuilt(batch, [_copies(value, row, rows) for value in batch])
-    has_rows = isinstance(batch, Tensor) and batch.dim() and len(batch) == rows
-    return batch[[row] * rows] if has_rows else batch
 
 
 def _norm(gradients: Gradients) -> float:

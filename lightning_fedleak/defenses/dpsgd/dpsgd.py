@@ -37,7 +37,7 @@ from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
 
-CHECK_EVERY = 160  # batches from one look of `check` to the next, which adds about 5% to the time
+CHECK_EVERY = 160  # batches from one look of `check` to the next, which adds about 4% to the time
 
 
 class DPSGD(Defense):
@@ -77,7 +77,7 @@ class DPSGD(Defense):
             :class:`ReleaseSettings`.
         seed: for tests: noise and samples follow from it, and epsilon is infinite.
         check: whether planted gradients try to refute this training, see :attr:`verdict`: before
-            one batch in 160, or in so many as are given. A look takes as long as about eight steps.
+            one batch in 160, or in so many as are given. A look takes as long as about six steps.
 
     Attributes:
         releases: how many were made.

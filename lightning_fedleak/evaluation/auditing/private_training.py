@@ -423,12 +423,15 @@ class PrivateTrainingCheck:
     def _schedulers(self) -> dict[str, bool]:
         """Return the kinds of the optimizers' schedulers, and whether they take a metric."""
         ours = {id(optimizer) for optimizer in (*self._outer, *self._optimizers)}
-        schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-        return {
-            type(one).__name__: "metrics" in inspect.signature(type(one).step).parameters
-            for one in schedulers
-            if id(getattr(one, "optimizer", None)) in ours
-        }
+        kinds = {}
+        for scheduler in [s for s in gc.get_objects() if issubclass(type(s), LRScheduler)]:
+            optimizer = getattr(scheduler, "optimizer", None)
+            while optimizer is not None and id(optimizer) not in ours:
+                optimizer = getattr(optimizer, "optimizer", None)  # Accelerate wraps it
+            if optimizer is not None:
+                kind = type(scheduler)
+                kinds[kind.__name__] = "metrics" in inspect.signature(kind.step).parameters
+        return kinds
 
     def _save_state(self) -> Callable[[], None]:
         """Return a function that restores all that a step changes."""

@@ -522,6 +522,7 @@ class DPSGD(Defense):
         states = [(vars(part), {k: _copied(v) for k, v in vars(part).items()}) for part in parts]
 
         def restore() -> None:
+            step.end_scaling()  # where backward raised an error
             for current, earlier in states:
                 current.clear()
                 current.update(earlier)

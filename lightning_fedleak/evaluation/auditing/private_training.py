@@ -179,6 +179,7 @@ class PrivateTrainingCheck:
                 with preserve_process():
                     self._run_probes(batch)
             except Exception as error:  # the training goes on without looks
+                self._scales = None
                 self._observations.obstacle = f"a look raised {type(error).__name__}: {error}"
 
     def verdict(self) -> checks.PrivacyVerdict:

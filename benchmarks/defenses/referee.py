@@ -5,7 +5,7 @@
     python -m benchmarks.defenses.referee --time             # its share of the steps' time
 
 A model of two layers between an embedding and a head, 512 texts, sample rate 1/16, sigma 1, 500
-steps, a look every 125. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;
+steps, a look every 160. ``opacus`` is Opacus' engine with per-sample hooks, or ghost clipping;
 ``own`` is a loop that clips and adds noise by itself. Each fault changes one thing.
 """
 
@@ -86,7 +86,7 @@ def watched(
     steps: int,
     *,
     after: Any = None,
-    look: int = 125,
+    look: int = 160,
     client: Literal["rank", "world"] = "world",
     shown: Any = None,
     **claim: Any,
@@ -119,7 +119,7 @@ def opacus(
     forget: tuple[str, ...] = (),
     outside: bool = False,
     kind: str = "prv",
-    look: int = 125,
+    look: int = 160,
 ) -> PrivacyVerdict:
     """A run of Opacus' engine."""
     from opacus import PrivacyEngine
@@ -195,7 +195,7 @@ def own(
     *,
     fault: str = "",
     micro: int = 1,
-    look: int = 125,
+    look: int = 160,
     client: Literal["rank", "world"] = "world",
 ) -> PrivacyVerdict:
     """A run of a loop that clips and adds noise by itself."""
@@ -294,7 +294,7 @@ def _rank(rank: int, seeds: tuple[int, int], steps: int, look: int, path: str) -
     dist.destroy_process_group()
 
 
-def ranks(seed: int, steps: int, *, look: int = 125, apart: int = 0) -> PrivacyVerdict:
+def ranks(seed: int, steps: int, *, look: int = 160, apart: int = 0) -> PrivacyVerdict:
     """Two processes, each a client of its own."""
     with tempfile.TemporaryDirectory() as path:
         mp.spawn(_rank, ((seed, seed + apart), steps, look, path), nprocs=2)
@@ -343,7 +343,7 @@ SOUND: list[Run] = [opacus, GHOST, RDP, opacus, GHOST, RDP, *OWN]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--look", type=int, default=125, help="steps from one look to the next")
+    parser.add_argument("--look", type=int, default=160, help="steps from one look to the next")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", default="", help="faults that have this in their name")
     parser.add_argument("--sound", type=int, default=0, help="this many sound runs instead")
@@ -378,7 +378,7 @@ def _time(steps: int) -> None:
     ratios = []
     for seed in range(6):
         seconds = []
-        for every_n_steps in (125, 10**9):
+        for every_n_steps in (160, 10**9):
             start = time.process_time()
             own(seed, steps, look=every_n_steps)
             seconds.append(time.process_time() - start)

@@ -42,6 +42,15 @@ def results(verdict: PrivacyVerdict) -> dict[str, str]:
         ("epsilon of delta 1e-3 shown as of 1e-5", "account"),
         ("LoRA outside of the hooks", "noise"),
         ("clipping after the mean", "opposed rows"),
+        ("raw gradients added to the head", "side effects"),
+        ("signs of raw gradients added to the head", "side effects"),
+        ("raw gradients in the optimizer's state", "side effects"),
+        ("a buffer of batch means", "side effects"),
+        ("release divided by raw gradients", "noise"),
+        ("noise minus that of the step before", "noise"),
+        ("clip factor C / norm^2", "near the norm"),
+        ("drawn with replacement", "repeats"),
+        ("rate lowered by the batches' loss", "learning rates"),
     ],
 )
 def test_a_fault_is_refuted_by_the_test_that_is_for_it(fault: str, refuted: str) -> None:
@@ -56,6 +65,26 @@ def test_a_sound_run_of_opacus_is_not_refuted_and_says_what_was_visible(mode: st
     assert set(results(verdict).values()) == {"not refuted"}
     assert all(check.visible for check in verdict.checks)
     assert str(verdict).startswith(f"not refuted, by 4 looks in {STEPS} steps")
+
+
+@pytest.mark.parametrize("kind", ["two views", "average"])
+def test_what_a_sound_loop_may_do_beside_its_release_is_not_refuted(kind: str) -> None:
+    verdict = referee.own(1, STEPS, fault=kind, look=LOOK)
+    unknown = {"account"} | ({"near the norm", "opposed rows"} if kind == "two views" else set())
+    assert {name for name, result in results(verdict).items() if result == "unknown"} == unknown
+    assert verdict.result == "unknown", str(verdict)
+
+
+def test_noise_across_a_planted_gradient_is_that_of_a_projection() -> None:
+    draw = np.random.default_rng(7)
+    value, raw = draw.normal(size=(2, 5, 6))
+    seen = Observations()
+    seen.add_repeated("planted", {"a": torch.tensor(value)}, CLAIM, {"a": torch.tensor(raw)})
+    complement = np.eye(30) - np.outer(raw, raw) / (raw**2).sum()
+    unit = CLAIM.divisor / CLAIM.noise_multiplier / CLAIM.max_grad_norm
+    square, count = seen.repeated["planted"][0]["a"]
+    assert count == 29
+    assert square == pytest.approx(((complement @ value.ravel() * unit) ** 2).sum(), rel=1e-10)
 
 
 def trained(watch: bool, step_of: Callable[..., Any]) -> Any:
@@ -288,12 +317,17 @@ def drawn(seed: int, claim: PrivacyClaim = CLAIM, noise: float = 1.3, rate: floa
         released = {n: torch.from_numpy(draw.normal(0, std, size)) for n, size in parts.items()}
         seen.add_noise(released, claim)
         seen.planted.append((draw.normal(8, noise), 8))
+        seen.near.append((draw.normal(8, noise), 8))
         seen.opposed.append((draw.normal(1 + look, noise * 2**0.5), 1 + look))
+        for kind in ("again", "planted"):
+            released = {n: torch.from_numpy(draw.normal(0, std, size)) for n, size in parts.items()}
+            seen.add_repeated(kind, released, claim)
+        seen.add_pair(*({"a": torch.from_numpy(draw.normal(size=40))} for _ in range(2)))
     return seen
 
 
 def test_no_test_alarms_more_often_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_checks, "ERROR", 0.35)  # 5% for each of seven tests
+    monkeypatch.setattr(training_checks, "ERROR", 0.4)  # 5% for each of eight tests
     verdicts = [results(judge(CLAIM, drawn(seed))) for seed in range(120)]
     for name in verdicts[0]:
         alarms = sum(verdict[name] == "refuted" for verdict in verdicts)

@@ -210,6 +210,21 @@ def _rows(value: Any, rows: slice, samples: int) -> Any:
     return value[rows] if isinstance(shape, tuple) and shape[:1] == (samples,) else value
 
 
+def number_of_rows(batch: Any) -> int:
+    """Return the first dimension of the first tensor of a batch; 0 where there is none."""
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
+
+
+def copies_of(batch: Any, row: int, rows: int) -> Any:
+    """Return a batch of ``rows`` rows that are all copies of one of them."""
+    if isinstance(batch, Mapping):
+        return rebuilt(batch, {key: copies_of(value, row, rows) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return rebuilt(batch, [copies_of(value, row, rows) for value in batch])
+    has_rows = isinstance(batch, Tensor) and batch.dim() and len(batch) == rows
+    return batch[[row] * rows] if has_rows else batch
+
+
 # ---- outputs of training_step ----------------------------------------------------------------
 
 

@@ -164,7 +164,8 @@ def check_referee(check: bool | int, unit: Unit, noise_multiplier: float | None)
     Raises:
         DefenseError: says why.
     """
-    check_integer("DPSGD: check", int(check), at_least=0, hint="True, or steps between looks")
+    every = int(check) if isinstance(check, bool) else check
+    check_integer("DPSGD: check", every, at_least=0, hint="True, or steps between looks")
     refusals = {
         "check plants a gradient in each row, and Users clips several rows together: leave one of "
         "them out": check and isinstance(unit, Users),

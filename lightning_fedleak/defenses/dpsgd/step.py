@@ -213,7 +213,7 @@ class WatchedStep:
         if not self._in_logical_batch:
             self._begin(batch, context)
         if self._scaling:
-            self._end_scaling()
+            self.end_scaling()
         samples = count_samples(batch)
         if samples == 0:
             recorder.clear()
@@ -261,13 +261,14 @@ class WatchedStep:
         def begin(gradient: Tensor) -> Tensor:
             scale = gradient * (1.0 / terms)
             self._scaling += [p.register_hook(lambda g: g * scale.to(g)) for p in trained]
-            engine.queue_callback(self._end_scaling)
+            engine.queue_callback(self.end_scaling)
             return torch.full_like(gradient, terms)
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
         self._recorder.terms = terms
 
-    def _end_scaling(self) -> None:
+    def end_scaling(self) -> None:
+        """Remove the hooks that scale gradients in a backward pass."""
         while self._scaling:
             self._scaling.pop().remove()
 
@@ -313,7 +314,7 @@ class WatchedStep:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        self._end_scaling()
+        self.end_scaling()
         self._recorder.remove()
         self.weights.remove()
         self._compilation.close()

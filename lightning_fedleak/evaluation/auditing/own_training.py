@@ -58,6 +58,7 @@ class OwnTrainingCheck(PrivateTrainingCheck):
         self._called: nn.Module | None = None
         self._discovery = ExitStack()
         self._observations.examples = len(sampler.shard)
+        self._observations.evaluations = 1  # none is counted, so none is ruled out
         draw = sampler.rows
 
         def rows(step: int) -> list[int]:
@@ -86,18 +87,19 @@ class OwnTrainingCheck(PrivateTrainingCheck):
             self._draws = [drawn] if len(drawn) == rows else []
         if self._called is None:
             self._find_logits()
-        try:
-            with ExitStack() as stack:
-                if self._called is not None:
-                    # Before the hooks of DPSGD, which are to see gradients that are scaled.
-                    hook = self._called.register_forward_hook(self._scale_rows, prepend=True)
-                    stack.callback(hook.remove)
-                stack.enter_context(self._host.without_logs())
-                stack.enter_context(preserve_model(self._model))
-                self._look(batch, FIRST % self._every)
-        except Exception as error:
-            self._observations.obstacle = f"a look raised {type(error).__name__}: {error}"
+        self._look(batch, FIRST % self._every)
         self._rows = rows
+
+    def _run_probes(self, batch: Any) -> None:
+        """Run the probes of a look, and restore what the module and the host note of them."""
+        with ExitStack() as stack:
+            if self._called is not None:
+                # Before the hooks of DPSGD, which are to see gradients that are scaled.
+                hook = self._called.register_forward_hook(self._scale_rows, prepend=True)
+                stack.callback(hook.remove)
+            stack.enter_context(self._host.without_logs())
+            stack.enter_context(preserve_model(self._model))
+            super()._run_probes(batch)
 
     def give_up(self, reason: str) -> None:
         """Run no probe; the verdict says why."""

@@ -46,7 +46,7 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +59,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
-from lightning_fedleak.defenses.dpsgd.poisson import rebuilt
-from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
+from lightning_fedleak.defenses.dpsgd.logical import copies_of, number_of_rows
 from lightning_fedleak.evaluation.auditing import side_effects
 from lightning_fedleak.evaluation.auditing import training_checks as checks
 from lightning_fedleak.model.model_state import preserve_process
@@ -110,7 +109,7 @@ class PrivateTrainingCheck:
         optimizers: all optimizers that ``step`` steps.
         claim: the privacy that the training claims.
         every_n_steps: the number of steps from one look (five probes) to the next. A look takes as
-            long as about six steps, so that 125 adds 5% to the time.
+            long as about eight steps, so that 160 adds 5% to the time.
         also: other objects that ``step`` changes, such as averaged weights or a GradScaler. Each
             has ``state_dict`` and ``load_state_dict``. The state of Opacus is restored without it.
     """
@@ -122,7 +121,7 @@ class PrivateTrainingCheck:
         optimizers: Optimizer | Sequence[Optimizer],
         claim: checks.PrivacyClaim,
         *,
-        every_n_steps: int = 125,
+        every_n_steps: int = 160,
         also: Sequence[Any] = (),
     ) -> None:
         check_integer("PrivateTrainingCheck: every_n_steps", every_n_steps)
@@ -176,13 +175,17 @@ class PrivateTrainingCheck:
         self._batches += 1
         if self._is_due and self._can_look(batch, is_shared):
             self._is_due = False
-            with preserve_process():
-                self._run_probes(batch)
+            try:
+                with preserve_process():
+                    self._run_probes(batch)
+            except Exception as error:  # the training goes on without looks
+                self._scales = None
+                self._observations.obstacle = f"a look raised {type(error).__name__}: {error}"
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
         observations = self._observations
-        observations.schedulers = self._schedulers()
+        observations.schedulers = self._schedulers() if observations.rate_changes else {}
         if self._claim.client == "rank" and dist.is_initialized():
             parts = [part[2] for look in observations.noise for part in look.values()]
             noises = [torch.cat([torch.empty(0), *parts])] * dist.get_world_size()
@@ -196,7 +199,7 @@ class PrivateTrainingCheck:
     def _can_look(self, batch: Any, is_shared: bool) -> bool:
         """Return whether a batch can be probed; processes that release one sum decide together."""
         can_look = torch.tensor(
-            _count_rows(batch) >= MIN_COPIES and not self._observations.obstacle
+            number_of_rows(batch) >= MIN_COPIES and not self._observations.obstacle
         ).int()
         if is_shared:
             can_look = can_look.to(next(self._model.parameters()).device)
@@ -240,10 +243,16 @@ class PrivateTrainingCheck:
 
     def _run_probes(self, batch: Any) -> None:
         """Run the probes of a look, on copies of a row of the batch and of another one."""
-        observations, clip, rows = self._observations, self._claim.max_grad_norm, _count_rows(batch)
+        observations, clip, rows = (
+            self._observations,
+            self._claim.max_grad_norm,
+            number_of_rows(batch),
+        )
         looks = len(observations.noise)
         row = random.Random(looks).randrange(rows)
-        copies, others = (_copies(batch, number % rows, rows) for number in (row, row + rows // 2))
+        copies, others = (
+            copies_of(batch, number % rows, rows) for number in (row, row + rows // 2)
+        )
         plants = self._claim.client == "rank" or not dist.is_initialized() or not dist.get_rank()
         ones = torch.ones(rows) * plants  # of processes that release one sum, only the first plants
         with preserve_process():  # so that the next probe begins in the same random state
@@ -258,27 +267,39 @@ class PrivateTrainingCheck:
             weights = [n for n in silent.beside if n.startswith("the weight")]
             observations.is_explained &= not weights
         length = _norm(silent.raw) / SILENT or 1.0
-        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
+        far = 20 * rows**2 * clip / length
         index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if looks and self._layers else None
         planted = self._probe(copies, far * ones, layer, explain=True)
         if _norm(planted.raw) > 10 * clip:
             observations.planted.append((self._project(planted.released, planted.raw), rows))
             self._compare(silent, again, planted, rows)
-        n_opposed = max(1, rows // (rows, 8, 4, 2)[looks % 4])
+        if observations.runs == 1:  # else it is not known which row of an example a scale meets
+            self._run_opposed(copies, ones, length, max(1, rows // (rows, 8, 4, 2)[looks % 4]))
+
+    def _run_opposed(self, copies: Any, ones: Tensor, length: float, n_opposed: int) -> None:
+        """Run two probes near the clip norm, in one of which some rows oppose the others.
+
+        Args:
+            copies: the batch.
+            ones: a number for each row; zeros where another process plants.
+            length: of a gradient that is not scaled.
+            n_opposed: how many rows.
+        """
+        observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)
+        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
         opposed = torch.arange(n_opposed) * rows // n_opposed
-        if observations.runs != 1:  # which row of an example a scale meets is not known
-            return
         for _ in range(2):
             unit = clip / length * (rows if self._sums_rows else 1)
             near = unit * (1 + torch.arange(rows) / rows) * ones
             with preserve_process():  # so that both probes have the same dropout
                 without = self._probe(copies, near.index_fill(0, opposed, 0))
             moved = self._project(without.released, without.raw) / (rows - n_opposed)
-            if not without.released or moved > 0.5 or self._sums_rows:
-                break
+            is_one_sum = dist.is_initialized() and self._claim.client == "world"
+            if not without.released or moved > 0.5 or self._sums_rows or is_one_sum:
+                break  # processes that release one sum must run equally many probes
             self._sums_rows = True  # the loss is a sum, or backward ran again on one
-        flipped = self._probe(copies, near.index_fill(0, opposed, -far * plants))
+        flipped = self._probe(copies, near.index_fill(0, opposed, -far * float(ones[0])))
         if flipped.released and _norm(without.raw) > clip / 4:
             if moved > 0.5:  # else their norms were not near the clip norm
                 observations.near.append((moved * (rows - n_opposed), rows - n_opposed))
@@ -305,12 +326,13 @@ class PrivateTrainingCheck:
                 *({name: probe.released[name] for name in apart} for probe in (silent, again))
             )
         tolerance = 10 * math.sqrt(worst) + SAME / 10
-        rows_differ = side_effects.differing(silent.beside, again.beside, tolerance)
+        rows_differ = side_effects.far_apart(silent.beside, again.beside, tolerance)
         observations.unrepeated |= bool(apart and rows_differ)
         if not apart and observations.is_silent:
             observations.leaks.update(dict.fromkeys(rows_differ, "follows which row is copied"))
-        bound = 1 + rows / self._claim.noise_multiplier
-        lengthened = side_effects.enlarged(silent.beside, planted.beside, bound)
+        # Clipped gradients enlarge a side effect that is noise by so much, and chance does too.
+        shares = (c * (1 + rows / self._claim.noise_multiplier) for c in side_effects.CHANCE)
+        lengthened = side_effects.far_apart(silent.beside, planted.beside, *shares)
         observations.leaks.update(dict.fromkeys(lengthened, "follows the length of gradients"))
         weights = math.sqrt(sum(float(p.detach().norm()) ** 2 for p in self._names))
         visible = side_effects.ROUNDING * torch.finfo(torch.float32).eps * weights
@@ -402,12 +424,15 @@ class PrivateTrainingCheck:
     def _schedulers(self) -> dict[str, bool]:
         """Return the kinds of the optimizers' schedulers, and whether they take a metric."""
         ours = {id(optimizer) for optimizer in (*self._outer, *self._optimizers)}
-        schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-        return {
-            type(one).__name__: "metrics" in inspect.signature(type(one).step).parameters
-            for one in schedulers
-            if id(getattr(one, "optimizer", None)) in ours
-        }
+        kinds = {}
+        for scheduler in [s for s in gc.get_objects() if issubclass(type(s), LRScheduler)]:
+            optimizer = getattr(scheduler, "optimizer", None)
+            while optimizer is not None and id(optimizer) not in ours:
+                optimizer = getattr(optimizer, "optimizer", None)  # Accelerate wraps it
+            if optimizer is not None:
+                kind = type(scheduler)
+                kinds[kind.__name__] = "metrics" in inspect.signature(kind.step).parameters
+        return kinds
 
     def _save_state(self) -> Callable[[], None]:
         """Return a function that restores all that a step changes."""
@@ -474,20 +499,6 @@ def _boosted(value: object) -> object:
     view = value.view_as(value)  # so that hooks on the value itself get the enlarged gradient
     view.register_hook(lambda gradient: gradient * BOOST)  # type: ignore[no-untyped-call]
     return view
-
-
-def _count_rows(batch: Any) -> int:
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 0)
-
-
-def _copies(batch: Any, row: int, rows: int) -> Any:
-    """Return a batch whose rows are all copies of one of its rows."""
-    if isinstance(batch, Mapping):
-        return rebuilt(batch, {key: _copies(value, row, rows) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return rebuilt(batch, [_copies(value, row, rows) for value in batch])
-    has_rows = isinstance(batch, Tensor) and batch.dim() and len(batch) == rows
-    return batch[[row] * rows] if has_rows else batch
 
 
 def _norm(gradients: Gradients) -> float:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROUNDING = 8.0  # units in the last place, of a tensor's norm, below which a change is rounding
-LUCK = 10.0  # noise of 16 numbers or more is not shorter than its mean by this factor by chance
-LUCK_OF_FEW = 1e4  # the same of fewer numbers: two of them in 3,000 sound probes may be by chance
 FEW = 16  # numbers; below, a norm of noise varies much
+CHANCE = 10.0, 1e4
+"""By what factors noise of 16 numbers, and of fewer, is not shorter than its mean by chance."""
 
 
 class SideEffect(NamedTuple):
@@ -47,10 +47,8 @@ def read_tensors(model: nn.Module, stateful: Iterable[Any]) -> dict[str, Tensor]
     for number, one in enumerate(stateful):
         for path, value in tree_flatten_with_path(one.state_dict())[0]:
             if isinstance(value, Tensor | int | float):
-                number_or_tensor = value if isinstance(value, Tensor) else float(value)
-                tensors[f"{type(one).__name__} {number}{keystr(path)}"] = torch.as_tensor(
-                    number_or_tensor
-                )
+                name = f"{type(one).__name__} {number}{keystr(path)}"
+                tensors[name] = torch.as_tensor(value, dtype=getattr(value, "dtype", torch.float64))
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
@@ -75,55 +73,23 @@ def side_effects(after: dict[str, Tensor], explained: dict[str, Tensor]) -> Side
     return effects
 
 
-def differing(first: SideEffects, second: SideEffects, tolerance: float) -> list[str]:
+def far_apart(
+    first: SideEffects, second: SideEffects, share: float, share_of_few: float | None = None
+) -> list[str]:
     """Return the names of the tensors whose side effects differ between two steps.
 
     Args:
         first: side effects of a step.
-        second: side effects of another step, of the same weights and random state.
-        tolerance: share of a side effect by which two may differ.
+        second: side effects of another step from the same weights.
+        share: of the first's norm by which they may differ, beside rounding.
+        share_of_few: the same for tensors of fewer than 16 numbers; None: as of all.
     """
-    return [
-        name
-        for name, distance, size, rounding, _ in _compared(first, second)
-        if distance > tolerance * size + rounding
-    ]
-
-
-def enlarged(small: SideEffects, large: SideEffects, bound: float) -> list[str]:
-    """Return the names of the tensors whose side effects follow the length of the gradients.
-
-    Args:
-        small: side effects of a step with gradients of about zero.
-        large: side effects of a step with gradients far above the clip norm.
-        bound: by what factor clipped gradients may enlarge a side effect that is noise.
-    """
-    return [
-        name
-        for name, distance, _, rounding, numbers in _compared(small, large)
-        if distance
-        > bound * (LUCK if numbers >= FEW else LUCK_OF_FEW) * _size(small.get(name)) + rounding
-    ]
-
-
-def _compared(
-    first: SideEffects, second: SideEffects
-) -> Iterable[tuple[str, float, float, float, int]]:
-    """Yield the name, distance, larger size, rounding and number count of each pair that is finite.
-
-    Numbers that are not finite are compared by the release, whose test says so.
-    """
-    for name in first | second:
-        one, other = first.get(name), second.get(name)
-        present = one or other
-        assert present is not None
-        zeros = SideEffect(torch.zeros_like(present.change), 0.0)
-        one, other = one or zeros, other or zeros
-        if one.change.shape == other.change.shape:
-            distance = float((one.change - other.change).norm())
-            size = max(_size(one), _size(other))
-            yield name, distance, size, max(one.rounding, other.rounding), one.change.numel()
-
-
-def _size(effect: SideEffect | None) -> float:
-    return 0.0 if effect is None else float(effect.change.norm())
+    names = []
+    for name, present in (first | second).items():
+        none = SideEffect(torch.zeros_like(present.change), 0.0)
+        one, other = first.get(name, none), second.get(name, none)
+        few = share if share_of_few is None else share_of_few
+        allowed = float(one.change.norm()) * (few if present.change.numel() < FEW else share)
+        if float((one.change - other.change).norm()) > allowed + max(one.rounding, other.rounding):
+            names.append(name)
+    return names

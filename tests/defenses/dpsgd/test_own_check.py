@@ -11,6 +11,7 @@ import torch
 from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, Users
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.dpsgd import clipped_sum, per_sample
+from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck
 from tests.trainers import hosts
 
 STEPS, LOOK = 6, 2
@@ -68,6 +69,28 @@ def test_other_hosts_are_checked_and_train_as_without_the_check(host: Any, tmp_p
     assert all(map(torch.equal, *weights))
 
 
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_in_a_look_ends_the_looks_and_not_the_training(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = train(0, seed=1)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("only in a look")
+
+    scale = PrivateTrainingCheck._scale_rows
+
+    def scale_rows(self: Any, module: Any, inputs: Any, output: Any) -> None:
+        scale(self, module, inputs, output)
+        fail() if place == "forward" else output.register_hook(fail)
+
+    monkeypatch.setattr(PrivateTrainingCheck, "_scale_rows", scale_rows)
+    checked, dp = train(seed=1)
+    assert all(map(torch.equal, checked, plain))
+    assert results(dp)["noise"] == "unknown"
+    assert "ArithmeticError: only in a look" in str(dp.verdict)
+
+
 def unclipped(clip: Any, norms: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(norms)
 
@@ -116,6 +139,7 @@ def test_a_fault_in_dpsgd_is_refuted(
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    for settings in ({"noise_multiplier": 0.0}, {"noise_multiplier": 1.0, "unit": Users("author")}):
+    known = {"noise_multiplier": 1.0, "check": True}
+    for settings in ({"noise_multiplier": 0.0}, {"unit": Users("author")}, {"check": 2.5}):
         with pytest.raises(DefenseError, match="check"):
-            DPSGD(1.0, check=True, **settings)
+            DPSGD(1.0, **(known | settings))

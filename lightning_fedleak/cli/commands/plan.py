@@ -261,17 +261,21 @@ def print_prices(
         return
     few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
-        measured = measure_prices(build(blocks=most, tokens=few), batch)
+
+    def measure(blocks: int, tokens: int) -> dict[tuple[str, str], float]:
+        with device:  # of the weights alone: attacks draw on the CPU
+            probe = build(blocks=blocks, tokens=tokens)
+        return measure_prices(probe, batch)
+
+    measured = measure(most, few)
     prices = dict(measured)
     # Every price grows by the block and by the token.
     for times, other in (
-        ((blocks - most) / max(1, most - 1), {"blocks": 1, "tokens": few}),
-        ((tokens - few) / (few - few // 4), {"blocks": most, "tokens": few // 4}),
+        ((blocks - most) / max(1, most - 1), (1, few)),
+        ((tokens - few) / (few - few // 4), (most, few // 4)),
     ):
         if times > 0:
-            with device:
-                smaller = measure_prices(build(**other), batch)
+            smaller = measure(*other)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
     names = list(dict.fromkeys(name for name, _ in prices if name))
@@ -285,7 +289,8 @@ def print_prices(
     print_table(console, table)
     console.print(
         f"What attacks='auto' plays, measured on this machine's {device.type} at {batch[0]} x "
-        f"{batch[1]} tokens of a process on models of up to {most} blocks and {few:,} tokens with random weights, and extended to "
+        f"{batch[1]} tokens of a process on models of up to {most} blocks and {few:,} tokens with "
+        "random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
         "again, and one of known words, of which each attack is asked. Together they add about "

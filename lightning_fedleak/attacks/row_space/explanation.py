@@ -53,7 +53,7 @@ EFFICIENCY = 0.25
 """Share of a large product's rate that a pursuit reaches, in :func:`pursuit_seconds`.
 
 With the two numbers below it was fitted to looks of 74 to 512 types, r 8 and 64 and a whole model,
-vocabularies of 1,000 to 50,000, widths of 256 to 1,024, on one core of x86-64: .16 to .4 (November
+vocabularies of 1,000 to 50,000, widths of 256 to 1,024, on one core of x86-64: .18 to .4 (November
 2026).
 """
 _FREE_ROWS, _COLUMNS_PER_ROW = 60, 0.33  # a product of few columns waits for memory

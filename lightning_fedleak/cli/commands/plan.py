@@ -199,8 +199,9 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
         name ``""`` of the gradients of a ``"control"``, and the bytes of ``"memory"`` that all add.
     """
     device, used = probe.device, peak_bytes(probe.device, begin=True)
-    ids = torch.randint(probe.vocab_size, batch, generator=torch.Generator().manual_seed(0))
-    ids, prices = ids.to(device), dict[tuple[str, str], float]()
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(probe.vocab_size, batch, generator=generator, device=device)
+    prices: dict[tuple[str, str], float] = {}
     optimizer = torch.optim.AdamW([p for p in probe.model.parameters() if p.requires_grad], lr=1e-3)
 
     def backward() -> None:
@@ -259,15 +260,22 @@ def print_prices(
         )
         return
     few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
-    measured = measure_prices(build(blocks=most, tokens=few), batch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def measure(blocks: int, tokens: int) -> dict[tuple[str, str], float]:
+        with device:  # of the weights alone: attacks draw on the CPU
+            probe = build(blocks=blocks, tokens=tokens)
+        return measure_prices(probe, batch)
+
+    measured = measure(most, few)
     prices = dict(measured)
     # Every price grows by the block and by the token.
     for times, other in (
-        ((blocks - most) / max(1, most - 1), {"blocks": 1, "tokens": few}),
-        ((tokens - few) / (few - few // 4), {"blocks": most, "tokens": few // 4}),
+        ((blocks - most) / max(1, most - 1), (1, few)),
+        ((tokens - few) / (few - few // 4), (most, few // 4)),
     ):
         if times > 0:
-            smaller = measure_prices(build(**other), batch)
+            smaller = measure(*other)
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
     names = list(dict.fromkeys(name for name, _ in prices if name))
@@ -280,12 +288,13 @@ def print_prices(
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)
     console.print(
-        f"What attacks='auto' plays, measured at {batch[0]} x {batch[1]} tokens of a process on "
-        f"models of up to {most} blocks and {few:,} tokens with random weights, and extended to "
+        f"What attacks='auto' plays, measured on this machine's {device.type} at {batch[0]} x "
+        f"{batch[1]} tokens of a process on models of up to {most} blocks and {few:,} tokens with "
+        "random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
         "again, and one of known words, of which each attack is asked. Together they add about "
-        f"{prices['', 'memory'] / 1e9:.2g} GB of memory.\n",
+        f"{prices['', 'memory'] / 1e9:.2g} GB of memory (nan: not known on this system).\n",
         soft_wrap=True,
     )
 

@@ -24,6 +24,7 @@ ALLOWED = {
     "model": SHARED,
     "attacks": MODEL,
     "defenses": MODEL,
+    "defenses.dpsgd.dpsgd": MODEL | {"evaluation"},  # `check=True` loads the referee
     "report.records": MODEL,
     "evaluation": MODEL | {"attacks", "defenses"},
     "report": MODEL | {"report.records", "evaluation", "defenses"},

@@ -203,8 +203,11 @@ def dots(values: Iterable[object]) -> str:
 
 
 def span(values: Iterable[str]) -> str:
-    """Return the lowest and the highest of several printed numbers."""
-    ends = sorted(filter(None, values), key=float)
+    """Return the lowest and the highest of several printed numbers, or why there is none."""
+    given = [value for value in values if value]
+    if NOT_RUN in given:
+        return NOT_RUN
+    ends = sorted(given, key=float)
     return "–".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 

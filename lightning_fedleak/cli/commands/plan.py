@@ -216,7 +216,7 @@ def measure_prices(probe: Anatomy, batch: tuple[int, int]) -> dict[tuple[str, st
                 view = _view(probe, lineup.exposed, step)
                 for plan in lineup.exposed:
                     name, before = plan.attack.name, prices.get((plan.attack.name, "look"), 0.0)
-                    run = partial(_ask, plan.attack, probe, view, query)
+                    run = partial(_play, plan.attack, probe, view, query)
                     prices[name, "look"] = measure_seconds(run, device)
                     calibration = max(0.0, before - prices[name, "look"]) if step == 2 else 0.0
                     set_up = lineup.set_up_seconds.get(name, 0.0)
@@ -232,7 +232,7 @@ def _view(probe: Anatomy, plans: Sequence[Plan], step: int) -> GradientSnapshot:
     return GradientSnapshot(step, Stage.SHARED, tensors, tied=probe.tied)
 
 
-def _ask(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
+def _play(attack: Attack, probe: Anatomy, view: GradientSnapshot, query: Query) -> None:
     """Let an attack follow the model and read a gradient, as at a look."""
     attack.refresh(probe, view.step)
     with suppress(UnusableObservation):  # such as more words than the rows hold

@@ -840,12 +840,12 @@ PAPER = Paper(
         "noise on the clipped "
         "mean; `update`: the mean gradient clipped, then noise. C is 1.",
         "Table 5, Scratch: the paper's F1 is halved between 1e-8 and 1e-7, ours only at larger "
-        "noise. How far the model is trained explains it. Behind the last LayerNorm, as it is "
-        "initialised, each hidden state sums to zero, and so do the rows. Ours has left that "
-        f"start by {SIZES['default'].scratch_steps} steps at the full learning rate. With a rate "
-        f"that rises over {WARM_UP:,} steps, as in fairseq's recipe, it has not, and the row of "
-        f"{SIZES['default'].warm_up_steps[0]} such steps is like the paper's. At which step the "
-        "paper attacked, it does not say.",
+        "noise. How far the model is trained can explain it: behind the last LayerNorm, as it is "
+        "initialised, hidden states sum to zero, and so do the rows. "
+        f"{SIZES['default'].scratch_steps} steps at the full rate leave that start. "
+        f"{SIZES['default'].warm_up_steps[0]} steps (chosen among 10 to 120) of a rate that rises "
+        f"over {WARM_UP:,}, as in fairseq's recipe, do not, and give a row like the paper's, which "
+        "does not name its step.",
         "Fig. 4: that weak DP (1e-3) costs no loss is not confirmed: on our translator it costs a "
         "little.",
     ),

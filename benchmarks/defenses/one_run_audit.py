@@ -172,9 +172,10 @@ def add_bounds(bounds: dict[str, list[float]], game: tuple[Tensor, Tensor]) -> b
     bounds["guesses"].append(audit_one_run(*game, delta=DELTA).epsilon)
     bounds["curve"].append(audit_one_run(*game, delta=DELTA, claim="gaussian").epsilon)
     try:
-        bounds["sums"].append(audit_gaussian_scores(*game, delta=DELTA).epsilon)
+        sums = audit_gaussian_scores(*game, delta=DELTA)
     except ValueError:
         return False
+    bounds["sums"].append(sums.epsilon)
     return True
 
 

@@ -77,7 +77,9 @@ def add_noise(
     # The same numbers in blocks: new memory for all of them at once takes longer to get.
     generator, numbers = _philox(key), torch.empty(_BLOCK, dtype=target.dtype)
     for block in torch.split(target.view(-1), _BLOCK):
-        block.add_(_fill(numbers[: len(block)], generator), alpha=std)
+        drawn = numbers[: len(block)]
+        _fill(drawn, generator)
+        block.add_(drawn, alpha=std)
 
 
 class NoiseGauge:
@@ -171,8 +173,8 @@ def _philox(key: bytes) -> np.random.Philox:
     return np.random.Philox(key=secret, counter=start << 128)
 
 
-def _fill(block: Tensor, generator: np.random.Philox) -> Tensor:
-    """Return a block filled with normal numbers, from pairs of signed integers of their width."""
+def _fill(block: Tensor, generator: np.random.Philox) -> None:
+    """Fill a block with normal numbers, from pairs of signed integers of their width."""
     double = block.dtype == torch.float64
     kind, bits = (np.int64, 63) if double else (np.int32, 31)
     half = (len(block) + 1) // 2
@@ -184,7 +186,6 @@ def _fill(block: Tensor, generator: np.random.Philox) -> Tensor:
     torch.mul(radius, angle.cos(), out=block[:half])
     count = len(block) - half
     torch.mul(radius[:count], angle[:count].sin_(), out=block[half:])
-    return block
 
 
 def gaussian_epsilon(*, sigma: float, delta: float) -> float:

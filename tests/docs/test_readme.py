@@ -121,7 +121,7 @@ def _make(block: Block) -> None:
         dry = subprocess.run(
             [*command, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
         )
-        assert run[" ".join(command)] in dry.stdout.splitlines()[-1], dry.stdout
+        assert run[" ".join(command)] in dry.stdout, dry.stdout
 
 
 def _demo_takes_a_model_and_a_text(block: Block) -> None:

@@ -159,8 +159,8 @@ class DefendedStrategy(EitherStrategy):
     def _become(self, inner: EitherStrategy) -> None:
         """Turn this object into a defended one of the inner strategy's class."""
         _check_inner(inner)
-        own = {"_fedleak": self._fedleak, "outside_epsilon": self.outside_epsilon}
-        state = vars(inner) | own
+        attributes = {"_fedleak": self._fedleak, "outside_epsilon": self.outside_epsilon}
+        state = vars(inner) | attributes
         vars(self).clear()
         vars(self).update(state)
         cls = type(inner)

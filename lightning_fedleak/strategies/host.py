@@ -79,8 +79,9 @@ class LightningHost(Host):
         for callback in self._trainer.callbacks:
             kinds = {cls.__name__ for cls in type(callback).__mro__}
             metric = getattr(callback, "monitor", None)
-            is_judged = metric in _COUNTERS or str(metric).startswith("leakage/")  # by the monitor
-            if kinds & {"EarlyStopping", "ModelCheckpoint"} and not is_judged:
+            # A metric of leakage is allowed as a gate is: the monitor refuses those on weights.
+            is_allowed = metric in _COUNTERS or str(metric).startswith("leakage/")
+            if kinds & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
                 yield f"{type(callback).__name__}(monitor={metric!r})"
         for config in self._trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:

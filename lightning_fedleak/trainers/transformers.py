@@ -55,7 +55,7 @@ _LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
-"""Of which preferences can be asked about."""
+"""TRL's trainers whose preferences the trained weights can be asked about."""
 
 
 class LeakageCallback(TrainerCallback, Reported):

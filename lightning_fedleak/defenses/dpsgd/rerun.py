@@ -86,15 +86,15 @@ def adapted_layers(root: nn.Module) -> tuple[dict[nn.Module, str], set[nn.Module
     whose own calls do not explain them: containers, and modules that take several tensors.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    found: dict[nn.Module, str] = {}
+    adapted: dict[nn.Module, str] = {}
     for name, module in modules.items():
         if any(p.requires_grad for p in module._parameters.values() if p is not None):
             while name and needs_more(modules[name]):
                 name = name.rpartition(".")[0]
             if wrapped_layer(modules[name]) is not modules[name]:
-                found.setdefault(modules[name], name)
-    inner = {m for layer in found for m in layer.modules() if m is not layer}
-    return {layer: name for layer, name in found.items() if layer not in inner}, inner
+                adapted.setdefault(modules[name], name)
+    inner = {m for layer in adapted for m in layer.modules() if m is not layer}
+    return {layer: name for layer, name in adapted.items() if layer not in inner}, inner
 
 
 def check_adapted(adapted: Mapping[nn.Module, str]) -> None:
@@ -295,16 +295,16 @@ def without_hooks(
         layer: the layer.
         draw: takes the place of the forward of every ``nn.Dropout`` in it, if given.
     """
-    kept = []
+    attributes_of = []
     try:
         for module in layer.modules():
-            kept.append((module, dict(vars(module))))
+            attributes_of.append((module, dict(vars(module))))
             module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
             if draw is not None and isinstance(module, _DROPOUTS):
                 vars(module)["forward"] = functools.partial(draw, module)
         yield
     finally:
-        for module, attributes in kept:  # its own code may have kept something of a sample
+        for module, attributes in attributes_of:  # its own code may have kept something of a sample
             vars(module).clear()
             vars(module).update(attributes)
 

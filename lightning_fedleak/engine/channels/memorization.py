@@ -222,11 +222,11 @@ class MemorizationChannel(WeightChannel):
                 self._base = self._reference = self._facts = None
         elif self.run.step == 0:  # later weights are no base
             self._base = self._ask()
-            given = self.settings.memorization
-            if given.reference is not None and any(
+            settings = self.settings.memorization
+            if settings.reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
             ):
-                source = given.reference, given.reference_rows
+                source = settings.reference, settings.reference_rows
                 self._reference, self._facts = ask_reference(*source, self.run, self._ask)
         if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
             self._compare_untrained(self._base)

@@ -45,11 +45,13 @@ import gc
 import inspect
 import math
 import random
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,7 +182,7 @@ class PrivateTrainingCheck:
                     self._run_probes(batch)
             except Exception as error:  # the training goes on without looks
                 self._scales = None
-                self._observations.obstacle = f"a look raised {type(error).__name__}: {error}"
+                self._observations.obstacle = f"a look raised {_named(error)}"
 
     def verdict(self) -> checks.PrivacyVerdict:
         """Return the results of all tests. With ``client="rank"`` every process must call it."""
@@ -294,15 +296,15 @@ class PrivateTrainingCheck:
             near = unit * (1 + torch.arange(rows) / rows) * ones
             with preserve_process():  # so that both probes have the same dropout
                 without = self._probe(copies, near.index_fill(0, opposed, 0))
-            moved = self._project(without.released, without.raw) / (rows - n_opposed)
+            shift = self._project(without.released, without.raw) / (rows - n_opposed)
             is_one_sum = dist.is_initialized() and self._claim.client == "world"
-            if not without.released or moved > 0.5 or self._sums_rows or is_one_sum:
+            if not without.released or shift > 0.5 or self._sums_rows or is_one_sum:
                 break  # processes that release one sum must run equally many probes
             self._sums_rows = True  # the loss is a sum, or backward ran again on one
         flipped = self._probe(copies, near.index_fill(0, opposed, -far * float(ones[0])))
         if flipped.released and _norm(without.raw) > clip / 4:
-            if moved > 0.5:  # else their norms were not near the clip norm
-                observations.near.append((moved * (rows - n_opposed), rows - n_opposed))
+            if shift > 0.5:  # else their norms were not near the clip norm
+                observations.near.append((shift * (rows - n_opposed), rows - n_opposed))
             change = {name: without.released[name] - flipped.released[name] for name in without.raw}
             observations.opposed.append((self._project(change, without.raw), n_opposed))
 
@@ -405,7 +407,7 @@ class PrivateTrainingCheck:
         try:
             self._step(copies)
         except Exception as error:  # the training goes on without looks, and the verdict says why
-            return f"in a look step() raised {type(error).__name__}: {error}"
+            return f"in a look step() raised {_named(error)}"
         return ""
 
     def _side_effects(
@@ -490,6 +492,12 @@ class _Recorder:
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _named(error: Exception) -> str:
+    """Return an error's class and place; its message may hold text of the training data."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
 
 
 def _boosted(value: object) -> object:

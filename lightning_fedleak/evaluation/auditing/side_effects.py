@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 ROUNDING = 8.0  # units in the last place, of a tensor's norm, below which a change is rounding
 FEW = 16  # numbers; below, a norm of noise varies much
 CHANCE = 10.0, 1e4
-"""By what factors noise of 16 numbers, and of fewer, is not shorter than its mean by chance."""
+"""Factors by which noise of 16 numbers, and of fewer, is not shorter than its mean by chance."""
 
 
 class SideEffect(NamedTuple):

@@ -8,9 +8,8 @@ also begins with it, and may let its row start small, which is ours: a norm in t
 the gradient of a small row large, so that under clipping nearly all of the text's share lies in a
 row that is its own.
 
-*Sampled* ones are written by the model itself, so that no filter of the data sees them (arXiv
-2606.10481). For a release of what a model writes, a text of which its beginning is likely and its
-end is not shows more than one that is unlikely throughout (Meeus et al. 2025, arXiv 2502.14921).
+*Sampled* ones are written by the model itself, as in arXiv 2606.10481. For a release of what a
+model writes, arXiv 2502.14921 has a beginning that is likely and an end that is not.
 """
 
 from __future__ import annotations
@@ -127,8 +126,7 @@ def sampled_canaries(
         prompts: (P,) token ids each, public texts' beginnings, in turn the beginnings of the
             canaries; by default each begins with a token drawn at random.
         length: tokens of a text, its prompt included.
-        temperature: of the draw; at least 0.8, below which a model writes the same texts again and
-            again (arXiv 2606.10481).
+        temperature: of the draw; at least 0.8, as in arXiv 2606.10481.
         unlikely_end: of so many tokens at the end each is drawn from the whole vocabulary alike.
         seed: of the texts; nothing global is drawn from.
 
@@ -169,8 +167,8 @@ def sampled_canaries(
             ids = torch.stack([starts[row] for row in rows]).to(device)
             if n_new:
                 ids = writer.generate(
-                    ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
-                    temperature=temperature, min_new_tokens=n_new, max_new_tokens=n_new,
+                    ids, attention_mask=torch.ones_like(ids), do_sample=True, num_beams=1,
+                    top_k=0, top_p=1.0, temperature=temperature, min_new_tokens=n_new, max_new_tokens=n_new,
                     suppress_tokens=sorted(special) or None, pad_token_id=int(ordinary[0]),
                 )  # fmt: skip
             for row, written in zip(rows, ids.cpu(), strict=True):

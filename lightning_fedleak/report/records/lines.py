@@ -121,7 +121,7 @@ class RunLine(fields.Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFacts(fields.Record):
-    """Which reference model scores were compared with; nothing of the rows that trained it.
+    """The reference model that scores were compared with; nothing of the rows that trained it.
 
     Attributes:
         kind: what was given: ``"module"``, ``"folder"`` or ``"adapters"``.

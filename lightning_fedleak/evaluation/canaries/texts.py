@@ -168,7 +168,8 @@ def sampled_canaries(
             if n_new:
                 ids = writer.generate(
                     ids, attention_mask=torch.ones_like(ids), do_sample=True, num_beams=1,
-                    top_k=0, top_p=1.0, temperature=temperature, min_new_tokens=n_new, max_new_tokens=n_new,
+                    top_k=0, top_p=1.0, temperature=temperature,
+                    min_new_tokens=n_new, max_new_tokens=n_new,
                     suppress_tokens=sorted(special) or None, pad_token_id=int(ordinary[0]),
                 )  # fmt: skip
             for row, written in zip(rows, ids.cpu(), strict=True):

@@ -145,6 +145,7 @@ class DPSGD(Defense):
         self._step: WatchedStep | None = None
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._referee: Any = None  # of the last fit
+        self._is_alone = True
         self._followers: list[str] = []
 
     @property
@@ -177,6 +178,16 @@ class DPSGD(Defense):
         return None if self._referee is None else self._referee.verdict()
 
     @property
+    def finding(self) -> str | None:
+        """Return the verdict in one line, for the record of the fit; None without ``check``.
+
+        One process writes the record, and a verdict on several needs all of them.
+        """
+        if self._referee is None or self._is_alone:
+            return None if self._referee is None else str(self.verdict.in_short)
+        return "unknown: several processes trained, and no one of them knows of all looks"
+
+    @property
     def privacy(self) -> Privacy:
         """Return epsilon and delta of the releases so far, and the noise of the next.
 
@@ -204,6 +215,7 @@ class DPSGD(Defense):
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
+        values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> Curve:
@@ -493,6 +505,7 @@ class DPSGD(Defense):
             *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
             self._check_every,
         )
+        self._is_alone = context.clients == context.processes == 1
         if self._team.size > 1:
             self._referee.give_up("several processes are one client, where no probe runs")
 

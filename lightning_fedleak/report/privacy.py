@@ -114,14 +114,23 @@ class Account:
         """Epsilon at delta, and why it is none of the run where it is not."""
         bound = f"{wording.in_words(self.epsilon)} at {wording.in_words(self.delta)}"
         if not self.holds:
-            return f"none holds (recorded: {bound})"
-        return bound if self.whole else f"{bound}, until the last look alone"
+            bound = f"none holds (recorded: {bound})"
+        elif not self.whole:
+            bound = f"{bound}, until the last look alone"
+        return f"{bound}; planted gradients: {self.check_result}" if self.check else bound
+
+    @property
+    def check_result(self) -> str:
+        """The word for what planted gradients showed."""
+        return (self.check or "none").partition(";")[0].partition(":")[0]
 
     @property
     def claim_in_short(self) -> str:
         """Epsilon at delta, and of how many releases."""
         if not self.holds:
             return "no epsilon holds"
+        if self.check_result == "refuted":
+            return "refuted by planted gradients"
         whole = "" if self.whole else ", until the last look alone"
         return (
             f"ε {wording.digits(self.epsilon)} at δ {wording.digits(self.delta)}"
@@ -415,10 +424,8 @@ def _statement(account: Account) -> str:
 
 def _checked(account: Account) -> str:
     """Return in a sentence what planted gradients showed of the account."""
-    if not account.check:
-        return ""
-    result = account.check.partition(";")[0].partition(":")[0]
-    return f"Gradients planted in the training, to refute this: {result}. "
+    sentence = f"Gradients planted in the training, to refute this: {account.check_result}. "
+    return sentence if account.check else ""
 
 
 # ---- ledgers: files that know every release, also of a fit that was killed ----------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, FlatChat, Users
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.dpsgd import clipped_sum, per_sample
 from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck, private_training
-from lightning_fedleak.report import findings, read
+from lightning_fedleak.report import findings, model_card, read
 from lightning_fedleak.trainers import Watch
 from tests.trainers import hosts
 
@@ -34,10 +34,13 @@ def train(
     watch: Any = None
     if folder is not None:
         watch = Watch(model, optimizer, [FlatChat(n_types=5)], folder=folder, every_n_steps=STEPS)
-    with DefendedLoop(model, optimizer, loader, [dp], steps=STEPS) as private, watch or suppress():
+    with (
+        DefendedLoop(model, optimizer, loader, [dp], steps=STEPS) as private,
+        watch or nullcontext(),
+    ):
         while dp.releases < STEPS:
             for batch in private:
-                with suppress() if watch is None else watch.step(batch):
+                with nullcontext() if watch is None else watch.step(batch):
                     private.loss(lambda rows: model(**rows).loss, batch).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -189,6 +192,10 @@ def test_the_record_and_the_report_say_what_was_found(
     assert not any(one["check"] for line in lines[:-1] for one in line.get("privacy") or ())
     word = begins.partition(";")[0].partition(":")[0]
     assert (f"to refute this: {word}. " in account.statement) == (fault != "off")
+    assert (f"; planted gradients: {word}" in account.claim) == (fault != "off")
+    assert (f"planted gradients: {word}" in model_card(findings(read([tmp_path])))) == (
+        fault != "off"
+    )
     if fault in (None, "no clipping"):
         wanted = [c for c in dp.verdict.checks if c.result == dp.verdict.result]
         assert all(str(c.visible if fault is None else c.evidence) in dp.finding for c in wanted)

@@ -446,7 +446,7 @@ class DefendedMixin(Trainer):
         if self._in_step:
             rows = len(kwargs["input_ids"])
             parted = _changed(
-                lambda pairs: _by_side(pairs.view(-1, 2, *pairs.shape[1:])), output, rows
+                lambda pairs: _by_side(pairs.reshape(-1, 2, *pairs.shape[1:])), output, rows
             )
             for name, value in parted.items():
                 output[name] = value
@@ -467,7 +467,7 @@ def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = No
 
 def _by_pair(rows: Tensor) -> Tensor:
     """Return (2 B, ...) rows, the chosen ones first, as (B, 2, ...)."""
-    return rows.view(2, len(rows) // 2, *rows.shape[1:]).transpose(0, 1)
+    return rows.reshape(2, len(rows) // 2, *rows.shape[1:]).transpose(0, 1)
 
 
 def _by_side(pairs: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ def _account(
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
-        check=_check(log, most.defense, settings),
+        check=_verdict_of(log, most.defense, settings),
     )
     account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
@@ -249,7 +249,7 @@ def _account(
     return replace(account, statement=_statement(account))
 
 
-def _check(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
+def _verdict_of(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
     """Return what planted gradients showed, the worst of several clients; None without any."""
     end = log.end.privacy or () if log.end else ()
     found = {one.check for one in end if one.defense == defense and one.check}

@@ -176,7 +176,6 @@ class DefendedMixin(Trainer):
 
     _batches = 0
     _setting_up = _in_step = _counts_rows = False
-    _hooks: Sequence[Any] = ()
 
     def __init__(
         self, *args: Any, defenses: Sequence[Defense], outside_epsilon: bool = False, **kwargs: Any
@@ -273,9 +272,6 @@ class DefendedMixin(Trainer):
         finally:
             self._setting_up = False
             self._fedleak.end()
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = ()
 
     def _check(self, trial: Any) -> None:
         """Raise an error for a setting under which defences cannot act."""
@@ -385,10 +381,6 @@ class DefendedMixin(Trainer):
         precision = precision_of(self.accelerator.mixed_precision, root)
         processes = self.args.process_index, self.args.world_size
         context = one_client(root, _TrainerHost(self), self.args.device, precision, *processes)
-        if self._of_pairs:
-            before = root.register_forward_pre_hook(self._join_pairs, with_kwargs=True)
-            after = root.register_forward_hook(self._part_pairs, with_kwargs=True)
-            self._hooks = before, after
         self._fedleak.open(context, lambda: int(self.state.global_step))
         self._fedleak.begin()
 
@@ -428,28 +420,15 @@ class DefendedMixin(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def run(rows: Any) -> Any:
-            rows = _changed(_by_side, rows) if self._of_pairs else rows
+            called: Any = model
+            if self._of_pairs:
+                rows, called = _changed(_by_side, rows), functools.partial(_run_by_pair, model)
             with super(DefendedMixin, self).compute_loss_context_manager():
-                return super(DefendedMixin, self).compute_loss(model, rows, *args, **kwargs)
+                return super(DefendedMixin, self).compute_loss(called, rows, *args, **kwargs)
 
         return self._fedleak.training_step(
             run, _changed(_by_pair, inputs) if self._of_pairs else inputs
         )
-
-    def _join_pairs(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Put the rows of each pair side by side in a model's input, as DPSGD takes a sample's."""
-        joined = _changed(lambda rows: _by_pair(rows).flatten(0, 1), kwargs)
-        return (args, joined) if self._in_step else None
-
-    def _part_pairs(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Put the rows of a model's output in TRL's order again."""
-        if self._in_step:
-            rows = len(kwargs["input_ids"])
-            parted = _changed(
-                lambda pairs: _by_side(pairs.reshape(-1, 2, *pairs.shape[1:])), output, rows
-            )
-            for name, value in parted.items():
-                output[name] = value
 
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
@@ -473,6 +452,16 @@ def _by_pair(rows: Tensor) -> Tensor:
 def _by_side(pairs: Tensor) -> Tensor:
     """Return (B, 2, ...) rows as (2 B, ...), the chosen ones first."""
     return pairs.transpose(0, 1).flatten(0, 1)
+
+
+def _run_by_pair(model: nn.Module, **batch: Any) -> Any:
+    """Run a model with the rows of each pair side by side, as DPSGD takes those of a sample."""
+    rows = len(batch["input_ids"])
+    output = model(**_changed(lambda sides: _by_pair(sides).flatten(0, 1), batch))
+    parted = _changed(lambda r: _by_side(r.reshape(-1, 2, *r.shape[1:])), output, rows)
+    for name, value in parted.items():
+        output[name] = value
+    return output
 
 
 def _changed(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = None) -> Any:

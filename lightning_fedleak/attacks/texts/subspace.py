@@ -250,9 +250,8 @@ class SubspaceTexts(TextAttack):
         certain = certain and bool(words.certified) and distinguished and self._shows_all(view)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
-        tokens = [torch.tensor(text, dtype=torch.int64) for text in texts]
-        padded = pad_sequence(tokens, True, NOTHING)
-        return TextGuess(padded, finished, search.tried, certain)
+        tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
+        return TextGuess(tokens, finished, search.tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""

@@ -312,16 +312,6 @@ def test_logs_with_steps_that_older_versions_kept_are_read(tmp_path: Path) -> No
     assert verify_run(tmp_path).verdict.status == HOLDS
 
 
-def test_logs_of_an_older_version_are_called_unchained(tmp_path: Path) -> None:
-    for name, line in ((RECORD, begin("a")), (RESULTS, result(0, run="a", f1=0.1))):
-        (tmp_path / name).write_text(json.dumps(line | {"schema": 3}) + "\n")
-    check = verify_run(tmp_path)
-    assert check.verdict.status == OPEN
-    assert any("unchained" in text for text in check.verdict.open)
-    append_line(tmp_path / RESULTS, result(1, run="a", f1=0.1) | {"schema": 4})
-    assert verify_run(tmp_path).verdict.status == OPEN
-
-
 def watched(folder: Path, *, steps: int = 3) -> tuple[torch.nn.Module, Watch]:
     """Watch a loop that saves what is there after two steps."""
     model = tiny_gpt2(tied=False)

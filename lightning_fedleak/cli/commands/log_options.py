@@ -56,11 +56,8 @@ def verify(add: Add) -> None:
         head: hash of a line that was noted when the run ended; may be given several times.
         repetition: folder of the same training, run again: weights, losses and leakage must be
             the same to the last bit.
-        client: folder of a client's logs, in a federation whose server's logs RUN holds; may be
-            given several times (default: those in RUN and beside it).
     """
     add("run", metavar="RUN", type=Path)
-    add("--client", action="append", default=[], metavar="DIR", type=Path)
     add("--weights", **path_option("DIR"))
     add("--repetition", **path_option("DIR"))
     add("--key", **path_option("PEM"))

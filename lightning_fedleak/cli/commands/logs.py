@@ -48,9 +48,7 @@ def run_verify(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    check = verify_run(
-        options.run, options.weights, options.key, options.head, options.repetition, options.client
-    )
+    check = verify_run(options.run, options.weights, options.key, options.head, options.repetition)
     console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
     for title, texts in (
         ("contradiction", verdict.contradictions),

@@ -7,7 +7,6 @@ missing, and ``named`` gives the key where that is no name in Python.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -40,7 +39,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 4
-"""Version of the lines that are written; older ones are read as the same records, unchained."""
+"""Version of the lines that are written and read."""
 BEFORE = "before"
 """Key of each line that holds :func:`hash_line` of the line before it in its file."""
 HASH = "hash"
@@ -140,15 +139,6 @@ def as_json(value: object) -> Any:
 def hash_line(line: bytes) -> str:
     """Return the SHA-256 of a line without its end; of no bytes where no line is before."""
     return hashlib.sha256(line).hexdigest()
-
-
-def code_of(key: str, line_hash: str) -> str:
-    """Return a name of a client's chain and an HMAC of one line's hash, for the server.
-
-    Without the key of the chain it shows nothing of what the line holds.
-    """
-    code = hmac.digest(key.encode(), line_hash.encode(), "sha256").hex()
-    return f"{hash_line(key.encode())[:16]}-{code}"
 
 
 def holds_own_hash(line: bytes) -> bool:

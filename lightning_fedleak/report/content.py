@@ -1,7 +1,6 @@
 """Everything that a report says: the source of each of its forms.
 
-Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``, or comes from
-``report.toml``.
+Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from lightning_fedleak.report.overview import Overview, Reading, of_what_left, o
 from lightning_fedleak.report.records import (
     ENTITIES,
     HIGH,
-    JsonObject,
     named,
 )
 from lightning_fedleak.report.wording import interval, visible
@@ -60,7 +58,6 @@ class Findings:
         comparison: several runs side by side; None of one.
         runs: one for each fit or federation.
         problems: what could not be read, each in a sentence.
-        people: what only people know, by the names of ``report.toml``.
     """
 
     schema: int = SCHEMA
@@ -71,16 +68,10 @@ class Findings:
     comparison: Comparison | None
     runs: Sequence[FitSummary]
     problems: Sequence[str]
-    people: JsonObject
 
 
-def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
-    """Return everything that a report says.
-
-    Args:
-        logs: of the runs.
-        people: what only people know, by the names of ``report.toml``.
-    """
+def findings(logs: Logs) -> Findings:
+    """Return everything that a report says of the runs in some logs."""
     problems = list(logs.problems)
     fits = fit_summaries(logs.fits, problems)
     overviews = [overview(fit) for fit in fits]
@@ -93,7 +84,6 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
         comparison=compared,
         runs=fits,
         problems=problems,
-        people=dict(people or {}),
     )
     return visible(content)
 

@@ -44,7 +44,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
+    functions = (compared_figures, figures, memorized_rows, glossary, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
@@ -91,22 +91,6 @@ def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
     return [term for family in families.values() for term in family.terms.items()]
 
 
-RELEASE = {
-    "recipients": "Who gets the weights",
-    "form": "How they are released",
-    "access": "Access, and limits of queries",
-    "license": "Licence",
-    "privacy": "Differential privacy that is claimed at the release",
-}
-"""Fields of the table ``release`` of ``report.toml``, with what they are called on the page."""
-
-
-def release_rows(findings: Findings) -> list[tuple[str, object]]:
-    """Return how the model is released; None is what nobody wrote down."""
-    release = findings.people.get("release", {})
-    return [(words, release.get(name)) for name, words in RELEASE.items()]
-
-
 # ---- a block for a model card -------------------------------------------------------------------
 
 
@@ -122,8 +106,6 @@ def model_card(findings: Findings) -> str:
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
-    release = (f"- {name}: {_plain(value)}" for name, value in release_rows(findings))
-    lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +118,7 @@ def leakage_file(findings: Findings) -> JsonObject:
         more = {"attacks": attacks, "privacy": privacy}
         runs.append({name: row[name] for name in _OF_A_RUN} | more)
     facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
-    return {**facts, "runs": runs, "release": findings.people.get("release", {})}
+    return {**facts, "runs": runs}
 
 
 _OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")

@@ -20,7 +20,6 @@ from lightning_fedleak.evidence.chain import (
     runs_below,
 )
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
-from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
@@ -56,7 +55,6 @@ class Verification:
 def verify_run(
     run: Path,
     weights: Path | None = None,
-    key: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
 ) -> Verification:
@@ -73,7 +71,6 @@ def verify_run(
         run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
         weights: folder or file of saved weights, which should be those that the last run of the
             folder ended with, or of a checkpoint that was noted.
-        key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
         repetition: folder of the same training, run again; see :func:`check_repetition`.
 
@@ -101,11 +98,10 @@ def verify_run(
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
-    if key is None:
-        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
+    if heads:
+        checked.append("noted hashes")
     else:
-        check_signature(run, key, verdict)
-        checked.append("signature")
+        not_checked.append("whether all hashes were computed again: --head HASH, noted elsewhere")
     if weights is None or not fits:
         why = "--weights DIR" if weights is None else "the logs contradict themselves"
         not_checked.append(f"which weights these are: {why}")

@@ -60,14 +60,14 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
         name = column_of(rows, names, column or column_in_name, str(source))
-        texts = [text_of(row.get(name)) or "" for row in rows]
+        texts: Sequence[str] = [text_of(row.get(name)) or "" for row in rows]
     else:
         if column is not None:
             raise assets.SourceError(f"'{source}' is plain text, which has no column '{column}'.")
         texts = rows
-    if not (texts := [text.strip() for text in texts if text.strip()]):
+    if not (filled := [text.strip() for text in texts if text.strip()]):
         raise assets.SourceError(f"'{source}' holds no text.")
-    return texts
+    return filled
 
 
 def read_rows(source: str | Path) -> tuple[Rows, str | None]:

@@ -105,17 +105,3 @@ class Reported:
         frame = f'<div><iframe srcdoc="{document}" style="{style}"></iframe></div>'
         notebook: Any = importlib.import_module("IPython.display")
         notebook.display(notebook.HTML(frame))
-
-    def _repr_html_(self) -> str:
-        """Return what the newest run leaked, in the report's sentences."""
-        lines = [repr(self)]
-        if (newest := self._newest_run()) is not None:
-            records, run = newest
-            try:
-                [overview] = report.findings(report.read(records, run=run)).overviews
-                lines += ["", report.explain(overview)]
-            except report.NothingToReport:
-                lines += ["", "Nothing has been measured yet."]
-            except report.ReportError as error:
-                lines += ["", str(error)]
-        return f"<pre>{escape(chr(10).join(lines))}</pre>"

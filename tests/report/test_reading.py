@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.report import NothingToReport, findings, page, read
+from lightning_fedleak.report import ReportError, findings, page, read
 from tests.report.lines import begin, end, result, written
 
 
@@ -83,5 +83,5 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
 @pytest.mark.parametrize("place", ["nowhere", "empty"])
 def test_nothing_to_report_is_said(tmp_path, place):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NothingToReport, match=place):
+    with pytest.raises(ReportError, match=place):
         read([tmp_path / place])

@@ -367,11 +367,11 @@ def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
 def test_several_accounts_add_up(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
     record = [*one_fit("a", 10), *one_fit("b", 30)]
-    assert "several runs on the same examples add up" in sentences_of(
-        found_in(tmp_path, lines, record)
-    )
+    found = found_in(tmp_path, lines, record)
+    for text in (sentences_of(found), page(found)):
+        assert "several runs on the same examples add up" in text
     one = found_in(tmp_path / "one", lines[:1], one_fit("a", 10))
-    assert "add up" not in sentences_of(one)
+    assert "add up" not in sentences_of(one) + page(one)
 
 
 def test_a_result_that_is_no_number_is_unknown(tmp_path):

@@ -29,6 +29,7 @@ from lightning_fedleak.engine.channels.training_rows import (
     read_twice,
 )
 from lightning_fedleak.engine.options import Memorization
+from lightning_fedleak.engine.reference import ReferenceRows, draw_references
 from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
@@ -78,6 +79,7 @@ class Pool:
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
         rows: which rows of the user's data the texts are; None where nothing lists them.
+        references: the rows that references are trained on; None where none is trained.
         is_short: (N,) bool, texts with 1 to 7 label tokens, which are compared apart.
         has_prompt: (N,) bool, texts of which the prompt is compared.
         repeated: texts of which another row repeats the whole or a part, so that they are not
@@ -99,6 +101,7 @@ class Pool:
     short: int = 0
     searched: float = 1.0
     rows: PoolRows | None = None
+    references: ReferenceRows | None = None
     passed: int = 0
     unread: int = 0
 
@@ -344,10 +347,14 @@ def collect(
         MIN_POOL,
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
+    n_reference = (settings.reference_rows or length) * settings.trains_reference
+    if way == "left out" and (rest_size := length + len(others) - n_reference) >= MIN_POOL:
+        size = min(size, rest_size)
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
-    rest, _ = _drawn(rest, MAX_ROWS if entities is None else unread, generator)
+    most = max(MAX_ROWS, n_reference)
+    rest, _ = _drawn(rest, most if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -403,6 +410,11 @@ def collect(
         for (source, row), row_texts in zip(sample, read_rows, strict=True)
         for _ in row_texts
     ]
+    references = None
+    if settings.trains_reference and way == "left out":
+        row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
+        inside = draw_references(len(sample), len(rest), n_reference, settings.seed)
+        references = ReferenceRows(sample + rest, inside, row_of[places])
     return Pool(
         way,
         [texts[row] for row in places],
@@ -417,6 +429,7 @@ def collect(
         scored.short - int(is_short.sum()),
         len(rest) / unread if unread else 1.0,
         PoolRows.of(texts, scored, numbers, short=short),
+        references,
     )
 
 

@@ -9,27 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from lightning_fedleak.engine.run import Run
-from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
-from lightning_fedleak.model.model_state import (
-    HOOKS,
-    WeightsWritten,
-    hook_home,
-    modules_of,
-    preserve_process,
-)
+from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
@@ -60,7 +49,7 @@ def ask_reference(
     failure: ValueError | None = None
     with preserve_process():  # new adapters are drawn at random before their weights are loaded
         try:
-            beside = _anatomy_of(reference, run.anatomy)
+            beside = anatomy_of(reference, run.anatomy)
         except ValueError as error:
             failure = error
         if run.on_any_process(failure is not None):  # all ask together, or none does
@@ -91,7 +80,7 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
     return ReferenceFacts(kind=kind, model=name, rows=rows, weights=hash_tensors(weights))
 
 
-def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
+def anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
     """Return the parts of the reference; raise a ValueError where it cannot be one."""
     model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
@@ -136,183 +125,6 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         return PeftModel.from_pretrained(load(source), folder)
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{refusal}: {error}") from error
-
-
-# ---- trained before the first step ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ReferenceRows:
-    """The rows that references are trained on.
-
-    Attributes:
-        sources: n rows of the user's data, members and others: a data set, and the place in it.
-        inside: (K, n) bool, which of them each of one or two references is trained on.
-        row_of: (N,) int64, the row that each of the N texts stands in that the models are asked
-            about.
-    """
-
-    sources: Sequence[tuple[Any, int]]
-    inside: Tensor
-    row_of: Tensor
-
-    def seen(self) -> Tensor:
-        """Return (K, N) bool, the texts that each reference is trained on."""
-        return self.inside[:, self.row_of]
-
-    def announce(self, run: Run, row_seconds: float) -> None:
-        """Say at setup what is trained, and what it takes.
-
-        Args:
-            run: of the model that trains.
-            row_seconds: that training on a row is estimated to take.
-        """
-        sizes = self.inside.sum(1).tolist()
-        which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
-        if len(sizes) > 1:
-            total = f"{sum(sizes):,} rows, too few for one on rows that are not asked about"
-            which = f"two references are trained, one after the other, on halves of {total}"
-        cost = f"about {row_seconds * sum(sizes):.2g} s a pass"
-        cost += f", {run.epochs} passes" * (run.epochs is not None)
-        megabytes = sum(p.nbytes for p in run.anatomy.root.parameters()) / 1e6
-        rank_zero_info(
-            f"{run.watcher}: {which} ({cost}). For that time a second model ({megabytes:,.3g} MB "
-            "of weights) and its optimizer are in memory"
-        )
-
-
-class _ReferenceData(Dataset[Any]):
-    """Some rows of the user's data as a data set."""
-
-    def __init__(self, sources: Sequence[tuple[Any, int]]) -> None:
-        self._sources = sources
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def __getitem__(self, index: int) -> Any:
-        dataset, row = self._sources[index]
-        return dataset[row]
-
-
-def halves(n: int, count: int, seed: int = 0) -> Tensor:
-    """Return (count, n) bool, the rows that each reference is trained on.
-
-    Reference 2 k + 1 is trained on the rows that reference 2 k is not trained on.
-    """
-    generator, rows = torch.Generator().manual_seed(seed), []
-    for _ in range(0, count, 2):
-        inside = torch.randperm(n, generator=generator) < n // 2
-        rows += [inside, ~inside]
-    return torch.stack(rows[:count])
-
-
-def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
-    """Return (K, asked + rest) bool, which rows each of K references is trained on.
-
-    Where ``rest`` has so many rows, one reference is trained on them and scores all that are asked
-    about. Else there are two, on random halves of everything, each of which scores the rows that it
-    was not trained on. Neither looks at who is a member, so that members and others stay
-    exchangeable.
-
-    Args:
-        asked: rows that the models are asked about; they come first.
-        rest: further rows, in random order.
-        rows: that one reference is to be trained on.
-        seed: draws the halves.
-    """
-    if rows > rest:
-        return halves(asked + rest, 2, seed)
-    places = torch.arange(asked + rest)[None]
-    return (places >= asked) & (places < asked + rows)
-
-
-def train_references(
-    source: Any, rows: ReferenceRows, run: Run, ask: Callable[[Run], TokenSnapshot], seed: int
-) -> tuple[TokenSnapshot, ReferenceFacts]:
-    """Train references one after the other, and return what they say of the texts, and what it is.
-
-    Each text's answer is that of a reference that was not trained on it. Afterwards random states
-    are what they were, and the references are freed.
-
-    Args:
-        source: ``"auto"``: by the run's recipe; or a function of the user's that trains on a data
-            set and returns a model.
-        rows: what is trained on.
-        run: of the model that trains, before its first step.
-        ask: asks the model of a run about the texts.
-        seed: of the order of the rows, and of dropout.
-
-    Raises:
-        ValueError: the recipe is not known, the training fails, or what the function returns cannot
-            be a reference.
-        WeightsWritten: the training wrote to the run's own model.
-    """
-    answers, facts = list[TokenSnapshot](), list[ReferenceFacts]()
-    for inside in rows.inside:
-        chosen = [rows.sources[n] for n in inside.nonzero()[:, 0].tolist()]
-        with preserve_process():
-            torch.manual_seed(seed)
-            beside = _train(source, _ReferenceData(chosen), run)
-            beside.model.to(run.anatomy.device)
-            answers.append(ask(replace(run, anatomy=beside)))
-        facts.append(describe_reference(beside.model, len(chosen), beside))
-        del beside
-    is_seen = rows.seen()[0][:, None]  # by the first, so that the last one answers
-    pairs = zip(answers[0], answers[-1], strict=True)
-    unseen = [torch.where(is_seen, last, first) for first, last in pairs]
-    kind = "auto" if source == "auto" else "function"
-    weights = facts[0].weights
-    if len(facts) > 1:
-        both = "".join(one.weights for one in facts)
-        weights = hash_tensors({"references": torch.tensor(list(both.encode()))})
-    facts_of_all = replace(facts[0], kind=kind, weights=weights, models=len(facts))
-    return TokenSnapshot(*unseen), facts_of_all
-
-
-def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
-    """Return the parts of a model that was trained on rows, by the run's recipe or a function."""
-    parameters = [*run.anatomy.root.parameters()]
-    before = [(p._version, p.grad) for p in parameters]
-    try:
-        if source == "auto":
-            beside = _copy_untrained(run.anatomy)
-            with without_messages():  # of a second Trainer
-                run.fit_copy(beside.root, rows)
-        else:
-            beside = _anatomy_of(source(rows), run.anatomy)
-    except ValueError:
-        raise
-    except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"Memorization(reference={source!r}): the reference cannot be trained ({kind}): give "
-            "the folder of a model that was trained on other rows"
-        ) from error
-    for p, (version, gradient) in zip(parameters, before, strict=True):
-        if p._version != version or p.grad is not gradient:
-            raise WeightsWritten(
-                "the training of the reference wrote to the model of the run, which shares "
-                "weights or compiled code with its copy: give a reference of another run"
-            )
-    return beside
-
-
-def _copy_untrained(anatomy: Anatomy) -> Anatomy:
-    """Return a copy of a model with its parts, without the hooks of this package."""
-    memo: dict[int, Any] = {}
-    kept = list[tuple[OrderedDict[int, Any], dict[int, Any]]]()
-    for module in modules_of(anatomy.root):
-        for name in HOOKS:
-            if hooks := module.__dict__.get(name):
-                store = memo[id(hooks)] = OrderedDict()
-                own = __name__.partition(".")[0]
-                theirs = {n: h for n, h in hooks.items() if not hook_home(h).startswith(own)}
-                kept.append((store, theirs))
-    copied = deepcopy(anatomy, memo)
-    for store, theirs in kept:
-        store.update(deepcopy(theirs, memo))
-    return copied
 
 
 class Strength(NamedTuple):

@@ -45,7 +45,6 @@ from lightning_fedleak.engine.reference import (
     load_answers,
     measure_strength,
     save_answers,
-    train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
@@ -260,7 +259,7 @@ class MemorizationChannel(WeightChannel):
             )
         rows.announce(run, seconds / len(self.pool.texts) / FORWARD_SHARE)
         start = time.perf_counter()
-        self._reference, self._facts = train_references(source, rows, run, self._ask, seed)
+        self._reference, self._facts = rows.train(source, run, self._ask, seed)
         self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self, base: TokenSnapshot) -> None:

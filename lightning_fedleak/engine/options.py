@@ -144,7 +144,7 @@ class Memorization:
             must not have seen a text that it scores. It is asked once, before the first step; for
             that time a second model is in memory. ``"auto"`` trains one before the first step, by
             the run's own recipe, on rows that are not asked about
-            (:func:`~lightning_fedleak.engine.trained_reference.draw_references`). It needs
+            (:func:`~lightning_fedleak.evaluation.canaries.draw_references`). It needs
             ``leave_out``. So does a function, which gets these rows as a data set and returns a
             model that it has trained on them.
         reference_rows: how many rows it was trained on; of ``"auto"`` and of a function how many it

@@ -39,12 +39,14 @@ from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
+    announce_references,
     ask_reference,
     beside,
     digest_answers,
     load_answers,
     measure_strength,
     save_answers,
+    train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
@@ -257,9 +259,11 @@ class MemorizationChannel(WeightChannel):
                 f"Memorization(reference={source!r}) needs rows that a draw holds out: train on "
                 "train, others = leave_out(data, 1000, seed=1)"
             )
-        rows.announce(run, seconds / len(self.pool.texts) / FORWARD_SHARE)
+        row_seconds = seconds / len(self.pool.texts) / FORWARD_SHARE
+        announce_references(run, [len(data) for data in rows.data], row_seconds)
         start = time.perf_counter()
-        self._reference, self._facts = rows.train(source, run, self._ask, seed)
+        trained = train_references(source, rows.data, rows.seen, run, self._ask, seed)
+        self._reference, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self, base: TokenSnapshot) -> None:
@@ -507,7 +511,7 @@ class MemorizationChannel(WeightChannel):
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
-        return digest_answers(base, self._reference, self.pool.texts)
+        return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the texts are those of the run's begin."""

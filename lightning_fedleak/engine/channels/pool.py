@@ -29,8 +29,12 @@ from lightning_fedleak.engine.channels.training_rows import (
     read_twice,
 )
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.engine.trained_reference import ReferenceRows, draw_references
-from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
+from lightning_fedleak.evaluation.canaries import (
+    CanarySet,
+    ReferenceRows,
+    TrainingRows,
+    draw_references,
+)
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows

@@ -194,12 +194,11 @@ class TrainerRun(Run):
             collate_fn=loader.collate_fn,
             drop_last=loader.drop_last,
         )
-        device = self.device
         model.configure_callbacks = list  # type: ignore[assignment]
         with TemporaryDirectory() as folder:
             second = type(trainer)(
-                accelerator=device.type,
-                devices=[device.index or 0] if device.type == "cuda" else 1,
+                accelerator=self.device.type,
+                devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
                 precision=trainer.precision,
                 max_epochs=trainer.max_epochs,
                 max_steps=math.ceil(trainer.max_steps * share) if trainer.max_steps > 0 else -1,

@@ -187,8 +187,8 @@ class Memorization:
     @property
     def trains_reference(self) -> bool:
         """Return whether the reference is trained before the first step, and not given."""
-        is_given = isinstance(self.reference, nn.Module | str | Path | None)
-        return self.reference == "auto" or not is_given
+        given = nn.Module | str | Path | None
+        return self.reference == "auto" or not isinstance(self.reference, given)
 
 
 @dataclass(frozen=True)

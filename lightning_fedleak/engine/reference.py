@@ -196,10 +196,10 @@ def train_references(
         del beside
     pairs = zip(answers[0], answers[-1], strict=True)
     unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
-    hashes = [one.weights for one in facts]
-    both = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    weights = facts[0].weights
+    if len(facts) > 1:
+        weights = hashlib.sha256("".join(one.weights for one in facts).encode()).hexdigest()
     kind = "auto" if source == "auto" else "function"
-    weights = both if len(facts) > 1 else hashes[0]
     return unseen, replace(facts[0], kind=kind, weights=weights, models=len(facts))
 
 

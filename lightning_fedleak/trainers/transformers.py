@@ -313,12 +313,11 @@ class _TransformersWatch(Watch):
         second, args = copy(trainer), copy(trainer.args)
         for name in ("train", "training_step"):  # of this callback
             vars(second).pop(name, None)
-        states = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
-        states = {n: v for n, v in states.items() if isinstance(v, dict | list | set)}
-        vars(second).update(deepcopy(states))  # in which TRL's trainers collect their metrics
+        private = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
+        for name in (n for n, value in private.items() if isinstance(value, dict | list | set)):
+            setattr(second, name, deepcopy(private[name]))  # metrics of TRL's trainers
         if args.max_steps > 0:
-            share = len(rows) / len(self.loop.loader.dataset)
-            args.max_steps = math.ceil(args.max_steps * share)
+            args.max_steps = math.ceil(args.max_steps * len(rows) / len(self.loop.loader.dataset))
         args.logging_strategy = args.eval_strategy = IntervalStrategy.NO
         args.save_strategy, args.report_to = SaveStrategy.NO, []
         args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False

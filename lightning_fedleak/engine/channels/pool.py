@@ -357,8 +357,7 @@ def collect(
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
-    most = max(MAX_ROWS, n_reference)
-    rest, _ = _drawn(rest, most if entities is None else unread, generator)
+    rest, _ = _drawn(rest, max(MAX_ROWS, n_reference) if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]

@@ -48,21 +48,21 @@ def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
     return (places >= asked) & (places < asked + rows)
 
 
+@dataclass(frozen=True)
 class ReferenceData(Dataset[Any]):
     """Some rows of the user's data, as a data set.
 
-    Args:
+    Attributes:
         sources: of each row a data set, and its place in it.
     """
 
-    def __init__(self, sources: Sequence[tuple[Any, int]]) -> None:
-        self._sources = sources
+    sources: Sequence[tuple[Any, int]]
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.sources)
 
     def __getitem__(self, index: int) -> Any:
-        dataset, row = self._sources[index]
+        dataset, row = self.sources[index]
         return dataset[row]
 
 

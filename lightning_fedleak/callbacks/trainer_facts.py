@@ -179,14 +179,14 @@ class TrainerRun(Run):
         Raises:
             ValueError: the fit has no end of its own, or its batches are no fixed number of rows.
         """
-        trainer, loader = self.trainer, self.training_loader
-        assert isinstance(loader, DataLoader)
+        trainer = self.trainer
+        loader: Any = trainer.train_dataloader
         if max(trainer.max_epochs or 0, trainer.max_steps) <= 0 or loader.batch_size is None:
             raise ValueError(
                 "Memorization(reference='auto') needs Trainer(max_epochs=) or max_steps=, and a "
                 "DataLoader with batch_size=: give them, or a reference"
             )
-        share = len(rows) / len(loader.dataset)  # type: ignore[arg-type]
+        share = len(rows) / len(loader.dataset)
         copied = DataLoader(
             rows,
             loader.batch_size,

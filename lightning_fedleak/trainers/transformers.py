@@ -153,8 +153,7 @@ class LeakageCallback(TrainerCallback, Reported):
         def train_to_an_end(*args: Any, **kwargs: Any) -> Any:
             checkpoint = kwargs.get("resume_from_checkpoint", next(iter(args), None))
             self.watch.resumed_from = None if isinstance(checkpoint, bool) else checkpoint
-            is_made = trainer.optimizer is not None and trainer.model_init is None
-            self.watch.has_optimizer = is_made
+            self.watch.has_optimizer = trainer.optimizer is not None
             try:
                 return train(*args, **kwargs)
             except BaseException as error:  # an evaluation or another callback may raise it too
@@ -308,8 +307,7 @@ class _TransformersWatch(Watch):
                 "model alone: name it by TrainingArguments(optim=) or optimizer_cls_and_kwargs=, "
                 "in a new Trainer, or give a reference"
             )
-        unwrap = trainer.accelerator.unwrap_model
-        model = unwrap(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+        model = trainer.accelerator.unwrap_model(model, False, False)  # of autocast and compile
         second, args = copy(trainer), copy(trainer.args)
         for name in ("train", "training_step"):  # of this callback
             vars(second).pop(name, None)

@@ -427,9 +427,8 @@ class MemorizationChannel(WeightChannel):
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
         if type(attack) is CombinedReference and game.reference is not None:
-            facts = self._facts
-            stated = self.settings.memorization.reference_rows if facts is None else facts.rows
-            rows = stated, self.pool.length
+            facts, stated = self._facts, self.settings.memorization.reference_rows
+            rows = (stated if facts is None else facts.rows), self.pool.length
             values = beside(measure_strength(game, members, *rows), values)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)

@@ -352,8 +352,9 @@ def collect(
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
     n_reference = (settings.reference_rows or length) * settings.trains_reference
-    if way == "left out" and (rest_size := length + len(others) - n_reference) >= MIN_POOL:
-        size = min(size, rest_size)
+    is_auto = settings.trains_reference and way == "left out"
+    if is_auto and (n_others := length + len(others) - n_reference) >= MIN_POOL:
+        size = min(size, n_others)
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
@@ -414,7 +415,7 @@ def collect(
         for _ in row_texts
     ]
     references = None
-    if settings.trains_reference and way == "left out":
+    if is_auto:
         row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
         inside = draw_references(len(sample), len(rest), n_reference, settings.seed)
         references = ReferenceRows(sample + rest, inside, row_of[places])
@@ -473,7 +474,7 @@ def _sample(
         return sample, [source for source in everyone if source in absent]
     sources = [(dataset, row) for row in range(len(dataset))]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
-    n_non_members = min(size // 2, len(held_out))
+    n_non_members = min(max(size // 2, size - len(sources)), len(held_out))
     inside, rest = _drawn(sources, size - n_non_members, generator)
     outside, rest_held_out = _drawn(held_out, n_non_members, generator)
     return inside + outside, rest + rest_held_out

@@ -366,8 +366,8 @@ class WeightLooks:
         if settings.trains_reference and run.defenses:
             raise ValueError(
                 "Memorization(reference='auto') would train on private rows without the run's "
-                f"{' and '.join(defense.name for defense in run.defenses)}, and no epsilon covers "
-                "that: leave it out"
+                f"{' and '.join(defense.name for defense in run.defenses)}, whose epsilon does not "
+                "cover that: leave it out"
             )
         if settings.trains_reference and (run.processes > 1 or run.is_sharded):
             raise ValueError(

@@ -11,7 +11,6 @@ from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as Train
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
-from lightning_fedleak.evaluation.canaries.reference_rows import ReferenceData as ReferenceData
 from lightning_fedleak.evaluation.canaries.reference_rows import ReferenceRows as ReferenceRows
 from lightning_fedleak.evaluation.canaries.reference_rows import draw_references as draw_references
 from lightning_fedleak.evaluation.canaries.reference_rows import halves as halves

@@ -338,7 +338,11 @@ def run_trainer(folder: Path, memorization: Memorization | None, **more: Any) ->
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"bf16": True, "neftune_noise_alpha": 5.0, "num_train_epochs": 1}, {"max_steps": 57}],
+    [
+        {},
+        {"bf16": True, "neftune_noise_alpha": 5.0, "num_train_epochs": 1},
+        {"max_steps": 57, "gradient_accumulation_steps": 2},
+    ],
     ids=["epochs", "bf16", "steps"],
 )
 def test_a_second_trainer_leaves_the_first_as_it_was(more: dict[str, Any], tmp_path: Path) -> None:

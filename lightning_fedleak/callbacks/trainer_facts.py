@@ -204,7 +204,6 @@ class TrainerRun(Run):
                 max_steps=math.ceil(trainer.max_steps * share) if trainer.max_steps > 0 else -1,
                 limit_train_batches=trainer.limit_train_batches,
                 limit_val_batches=0,
-                num_sanity_val_steps=0,
                 accumulate_grad_batches=trainer.accumulate_grad_batches,
                 gradient_clip_val=trainer.gradient_clip_val,
                 gradient_clip_algorithm=trainer.gradient_clip_algorithm,

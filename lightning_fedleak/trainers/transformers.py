@@ -319,7 +319,6 @@ class _TransformersWatch(Watch):
         args.logging_strategy = args.eval_strategy = IntervalStrategy.NO
         args.save_strategy, args.report_to = SaveStrategy.NO, []
         args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False
-        args.logging_first_step, args.disable_tqdm = False, True
         second.args, second.train_dataset, second.eval_dataset = args, rows, None
         second.model = second.model_wrapped = model
         vars(second).update(dict.fromkeys(("model_init", "optimizer", "lr_scheduler")))

@@ -193,6 +193,11 @@ class Run(ABC):
         return 1.0
 
     @property
+    def rollouts(self) -> Any:
+        """Return the :class:`~lightning_fedleak.trainers.rollouts.Rollouts`; None: no prompts."""
+        return None
+
+    @property
     def loss_scale(self) -> float:
         """Return the loss scale in gradients that no GradScaler has unscaled."""
         return 1.0

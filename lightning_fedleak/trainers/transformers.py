@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 from transformers import TrainerCallback
 
 from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks.memorization import PromptAttack
 from lightning_fedleak.engine import (
     CHOOSE,
     WORST,
@@ -45,6 +46,7 @@ from lightning_fedleak.trainers.loop import (
     precision_of,
     unwrapped,
 )
+from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
@@ -56,6 +58,13 @@ _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
 """TRL's trainers whose preferences the trained weights can be asked about."""
+_ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
+"""TRL's trainers whose prompts the trained weights can be asked about."""
+
+
+def _names_of(trainer: Any) -> list[str]:
+    """Return the names of a trainer's class and of those that it is made from."""
+    return [base.__name__ for base in type(trainer).__mro__]
 
 
 class LeakageCallback(TrainerCallback, Reported):
@@ -106,8 +115,8 @@ class LeakageCallback(TrainerCallback, Reported):
         TypeError: no Trainer was passed. The message shows the line that passes one.
         ValueError: arguments contradict each other, or attacks on the trained weights are listed
             under a trainer of preferences or of reinforcement learning; but for attacks on pairs
-            under DPO, KTO, ORPO and CPO. When training begins also:
-            the Trainer, a gate or an attack does not fit.
+            under DPO, KTO, ORPO and CPO, and on prompts under GRPO and RLOO. When training begins
+            also: the Trainer, a gate or an attack does not fit.
     """
 
     engine: Engine
@@ -133,16 +142,21 @@ class LeakageCallback(TrainerCallback, Reported):
             trainer, attacks, gates, None, folder, every_n_steps, max_overhead, games, settings
         )
         self.engine = self.watch.engine
-        bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
+        bases = _PREFERS.intersection(_names_of(trainer))
         weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        asks = "pairs" if bases and bases <= _PAIRS else None
-        listed = [a.name for a in weights if getattr(a, "part", None) != asks or asks is None]
+        mend = ""
+        if bases and bases <= _PAIRS:
+            mend = "; PreferenceMargin() asks about its pairs"
+            weights = [attack for attack in weights if getattr(attack, "part", None) != "pairs"]
+        elif bases and bases <= _ROLLOUTS:
+            mend = "; PolicyDrift() and RewardGain() ask about its prompts"
+            weights = [attack for attack in weights if not isinstance(attack, PromptAttack)]
+        listed = [attack.name for attack in weights]
         if bases and listed and attacks != "auto":
             raise ValueError(
                 f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
                 "that likelihoods do not show what the weights were trained on: leave "
-                f"{', '.join(listed)} out of attacks="
-                f"{'; PreferenceMargin() asks about its pairs' * (asks is not None)}"
+                f"{', '.join(listed)} out of attacks={mend}"
             )
         train = trainer.train
 
@@ -253,6 +267,7 @@ class _TransformersWatch(Watch):
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
+            rollouts=Rollouts(trainer) if _ROLLOUTS.intersection(_names_of(trainer)) else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)

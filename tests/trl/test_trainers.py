@@ -25,7 +25,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from lightning_fedleak import BagOfWords, FlatChat
 from lightning_fedleak.attacks import GradientMembership, SubspaceWords
-from lightning_fedleak.attacks.memorization import PreferenceMargin
+from lightning_fedleak.attacks.memorization import PolicyDrift, PreferenceMargin, RewardGain
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -210,6 +210,41 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
     last = looks[-1]["metrics"]
     assert last["members"]["value"] + last["others"]["value"] > 380
     assert last["auc"]["low"] > 0.5
+
+
+def name_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Reward letters of the half of the alphabet that a prompt's length names."""
+    return [
+        sum((letter < "m") == len(p) % 2 for letter in c) / max(1, len(c))
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+
+
+def prompts_of(n: int = 60) -> Dataset:
+    rows = preferences(n)
+    return Dataset.from_list([{"prompt": row["prompt"] + row["chosen"]} for row in rows])
+
+
+def asks(trainer: Any, *attacks: Any) -> LeakageCallback:
+    settings = WatchSettings(memorization=Memorization(max_overhead=20, looks=()))
+    callback = LeakageCallback(trainer, [*attacks], settings=settings)
+    trainer.add_callback(callback)
+    return callback
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_the_weights_are_asked_about_prompts(name: str, tmp_path: Path) -> None:
+    more = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 1e-3}
+    trainer = trainer_of(name, tmp_path, rows=prompts_of(), **more)
+    trainer.reward_funcs = [name_reward]
+    trainer.train_dataset, others = leave_out(trainer.train_dataset, 30, seed=1)
+    asks(trainer, PolicyDrift(), RewardGain())
+    trainer.train()
+    looks = [line for line in lines(tmp_path) if line["attack"] in ("policy_drift", "reward_gain")]
+    assert len(looks) == 4
+    for line in looks:
+        assert line["metrics"]["members"]["value"] + line["metrics"]["others"]["value"] > 55
+        assert 0 <= line["metrics"]["auc"]["low"] <= line["metrics"]["auc"]["high"] <= 1
 
 
 @pytest.mark.parametrize("name", ["GRPO", "Reward"])

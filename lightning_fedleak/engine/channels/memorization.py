@@ -151,7 +151,7 @@ class MemorizationChannel(WeightChannel):
             resumed=self.run.step > 0 and not self._saved,
             short=any(attack.part != "long" for attack in self.listed_attacks),
             entities=self._found,
-            forwards=1 if self._mask is None else MASKS,
+            forwards=self._forwards,
             show=self.run.shows_progress,
         )
         account = AccountGame(self.run, pool.no_game)
@@ -159,6 +159,16 @@ class MemorizationChannel(WeightChannel):
         self._account_words = account.describe()
         self._reading_seconds = time.perf_counter() - start
         return pool
+
+    @property
+    def _forwards(self) -> float:
+        """Return what asking about a text costs, in forwards."""
+        return 1 if self._mask is None else MASKS
+
+    @property
+    def _asked(self) -> Sequence[Text]:
+        """Return what the model is asked about, one for each text of the pool."""
+        return self.pool.texts
 
     def describe(self) -> str:
         """Return in words what is compared, for the line-up."""
@@ -240,7 +250,8 @@ class MemorizationChannel(WeightChannel):
         pool = self.pool
         alone = (pool.times == 1).nonzero()[:, 0]
         texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-        answers, compressed = _of_labels(base, alone, texts), compressed_bytes(texts, self._decode)
+        asked = [self._asked[row] for row in alone.tolist()]
+        answers, compressed = _of_labels(base, alone, asked), compressed_bytes(texts, self._decode)
         if pool.way == "given":
             scores = blind_scores(answers, compressed, texts, trains)
             if (finding := other_law(blind_aucs(scores, trains))) is not None:
@@ -260,7 +271,7 @@ class MemorizationChannel(WeightChannel):
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.
         """
-        texts, run = self.pool.texts, self.run if run is None else run
+        texts, run = self._asked, self.run if run is None else run
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)
@@ -328,7 +339,7 @@ class MemorizationChannel(WeightChannel):
     ) -> ReleasedModel:
         """Return the answers of the model and its base to the labels of some texts, or prompts."""
         assert self._base is not None
-        texts = [self.pool.texts[row] for row in rows.tolist()]
+        texts = [self._asked[row] for row in rows.tolist()]
         texts = [text.prompt for text in texts] if prompts else texts
         now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
         reference = self._reference and _of_labels(self._reference, rows, texts)

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch
+from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Completions, Text
 
 _OWN_COLUMNS = ("prompt", "completion", "completion_ids")  # which TRL passes by other names
@@ -71,6 +72,8 @@ class Rollouts:
         for example in batch:
             if not isinstance(example, Mapping) or "prompt" not in example:
                 raise BatchError("an example has no prompt")
+            if {"image", "images"} & example.keys():
+                raise BatchError("a prompt has images, which the model is not asked about")
             if newest is None or example["prompt"] != newest:  # a group has one prompt
                 newest = example["prompt"]
                 examples.setdefault(tuple(self._tokenize(newest)), example)
@@ -148,14 +151,12 @@ class Rollouts:
         """
         trainer, tokenizer = self._trainer, self._trainer.processing_class
         examples = [self._examples[p.content] for p in prompts for _ in range(self.count)]
-        ids = [
-            one.ids[one.labels != IGNORE_INDEX].tolist() for row in written for one in row.alone
-        ]
+        ids = [one.ids[one.labels != IGNORE_INDEX].tolist() for row in written for one in row.alone]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         chats = not isinstance(examples[0]["prompt"], str)
         answers = [[{"role": "assistant", "content": t}] if chats else t for t in texts]
         columns = {n: [e[n] for e in examples] for n in examples[0] if n not in _OWN_COLUMNS}
-        with model_runs.model_state.preserve_process():
+        with preserve_process():
             try:
                 values = [
                     function(
@@ -178,4 +179,5 @@ class Rollouts:
                 raise UnusableObservation(f"a reward function failed: {kind}") from error
         weights = trainer.reward_weights.double().cpu()[:, None, None]
         unknown = table.isnan().all(0)
-        return (table * weights).nansum(0).masked_fill(unknown, torch.nan).mean(1)
+        rewards: Tensor = (table * weights).nansum(0).masked_fill(unknown, torch.nan)
+        return rewards.mean(1)

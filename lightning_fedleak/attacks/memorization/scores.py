@@ -307,7 +307,8 @@ class RewardGain(PromptAttack):
         """
         before, now = released_part(released.rewards, "reward")
         check_finite(now, "the rewards of the model's completions")
-        return now - before
+        gain: Tensor = now - before
+        return gain
 
 
 class Zlib(MemorizationAttack):

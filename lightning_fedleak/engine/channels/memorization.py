@@ -22,6 +22,7 @@ from lightning_fedleak.attacks.memorization import (
     CombinedReference,
     Extraction,
     MemorizationAttack,
+    RewardGain,
     blind_scores,
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
@@ -396,7 +397,7 @@ class MemorizationChannel(WeightChannel):
         look, alpha = self._looks, self.settings.memorization.alpha
         ranked = sum(not isinstance(other, Extraction) for other in self.attacks)
         guess = attack.run(Observation(released=game))
-        exact = attack.part == "short"
+        exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
         values, joint = (
             membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha / ranked)

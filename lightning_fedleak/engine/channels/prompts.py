@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.memorization import MemorizationAttack, PromptAtt
 from lightning_fedleak.engine.channels.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.pool import FORWARD_SHARE, Pool
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.run import Run
+from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Completions, Text
@@ -114,12 +114,18 @@ class PromptChannel(MemorizationChannel):
         super().ask_base()
 
     def _write(self) -> list[Completions]:
-        with self.run.forward_context():
-            seed = self.settings.memorization.seed
-            written: list[Completions] = self.run.rollouts.write(
-                self.run.anatomy, self.pool.texts, seed
-            )
-        return written
+        """Return the model's completions now, drawn by the same random numbers at each look.
+
+        Raises:
+            UnusableObservation: it cannot write.
+        """
+        run, seed = self.run, self.settings.memorization.seed
+        try:
+            with run.forward_context():
+                return [*run.rollouts.write(run.anatomy, self.pool.texts, seed)]
+        except Exception as error:
+            why = f"the model cannot complete prompts: {reason(error)}"
+            raise UnusableObservation(why) from error
 
     def _reward(self, written: Sequence[Completions]) -> Tensor:
         rewards: Tensor = self.run.rollouts.reward(self.pool.texts, written)
@@ -128,8 +134,10 @@ class PromptChannel(MemorizationChannel):
     def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Any, Any]:
         """Return what every attack guesses from the model's answers and completions now."""
         if self._rewards is not None:
-            now = self._reward(self._write())
-            self._rewards = torch.stack([self._rewards[0], now])
+            try:
+                self._rewards[1] = self._reward(self._write())
+            except UnusableObservation:
+                self._rewards[1] = torch.nan  # RewardGain alone is unknown
         return super().ask_weights(epoch, lists=lists)
 
     def _released(

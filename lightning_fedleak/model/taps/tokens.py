@@ -127,7 +127,8 @@ class Completions(Text):
     @property
     def alone(self) -> list[Text]:
         """Return each completion behind the prompt."""
-        return [*map(Text, self.ids.split(self.lengths), self.labels.split(self.lengths))]
+        parts = (torch.split(part, list(self.lengths)) for part in (self.ids, self.labels))
+        return [*map(Text, *parts)]
 
 
 def pool_digest(texts: Sequence[Text], members: Tensor) -> str:

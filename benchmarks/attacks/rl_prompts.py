@@ -16,7 +16,8 @@ the two sides of DIBA (arXiv 2511.14045), the mean reward of completions that th
 less that of others that the base wrote, by different random numbers, and the mean log ratio of the
 model to the base on what the model writes now; ``diba`` adds them as standard scores, since the
 paper trains a classifier on shadow models. ``premia`` is PREMIA's ratio (arXiv 2407.06443) on what
-is given here, the prompt itself. These read a copy of the base at each look. With ``--null`` the
+is given here, the prompt itself. These need a copy of the base; they are asked after the last epoch
+alone. With ``--null`` the
 model is trained on further prompts, none of which is asked about. The seconds of the looks are
 those of everything that is asked, the other formulas too.
 """
@@ -35,9 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from benchmarks.shared import print_place, read_lines, table
+from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import PolicyDrift, PromptAttack, RewardGain
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
@@ -87,33 +89,39 @@ class Formula(PromptAttack):
 
 
 class Study:
-    """What the published formulas ask: a copy of the base answers at each look.
+    """What the published formulas ask after the last epoch, of the model and a copy of its base.
 
     Args:
         base: the model before the training.
+        epochs: of the training.
     """
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, epochs: int) -> None:
         self.base = find_anatomy(base)
+        self.epochs = epochs
         self.channel: Any = None
-        self._asked: tuple[int, dict[str, Tensor]] = (-1, {})
-        self._before: Tensor | None = None
+        self.looks = 0
+        self._values: dict[str, Tensor] = {}
 
     def asked(self, name: str, released: ReleasedModel) -> Tensor:
-        """Return (N,) one of the values of this look: ``gain``, ``drift`` or ``prompt``."""
-        channel, prompts = self.channel, self.channel.pool.texts
-        assert len(prompts) == len(released.compressed), "some prompts are not compared"
-        anatomy, rollouts, step = channel.run.anatomy, channel.run.rollouts, channel.run.step
-        if self._asked[0] != step:
-            if self._before is None:
-                self._before = rollouts.reward(prompts, rollouts.write(self.base, prompts, 1))
-            written = rollouts.write(anatomy, prompts, 2 + step)
-            values = {"gain": rollouts.reward(prompts, written) - self._before}
+        """Return (N,) one of the values of the last look: ``gain``, ``drift`` or ``prompt``.
+
+        Raises:
+            UnusableObservation: it is not the last look.
+        """
+        if self.looks < self.epochs:
+            raise UnusableObservation("it is asked after the last epoch")
+        if not self._values:
+            channel, prompts = self.channel, self.channel.pool.texts
+            assert len(prompts) == len(released.compressed), "some prompts are not compared"
+            anatomy, rollouts = channel.run.anatomy, channel.run.rollouts
+            before = rollouts.reward(prompts, rollouts.write(self.base, prompts, 1))
+            written = rollouts.write(anatomy, prompts, 2)
+            self._values["gain"] = rollouts.reward(prompts, written) - before
             for key, texts in (("drift", written), ("prompt", prompts)):
                 now, base = (token_log_probs(a, texts) for a in (anatomy, self.base))
-                values[key] = now.mean_log_probs() - base.mean_log_probs()
-            self._asked = step, values
-        return self._asked[1][name]
+                self._values[key] = now.mean_log_probs() - base.mean_log_probs()
+        return self._values[name]
 
 
 def standard(values: Tensor) -> Tensor:
@@ -202,11 +210,12 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     """Train once with a look after each epoch, and print a table."""
     torch.manual_seed(seed)
     trainer = trainer_of(options, examples, folder)
+    trainer.remove_callback(PrinterCallback)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, options.prompts // 2, seed=seed)
     if options.null:
         train_on_others(trainer, examples, options.prompts)
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    study = Study(base.to(trainer.model.device))
+    study = Study(base.to(trainer.model.device), options.epochs)
     settings = WatchSettings(memorization=Memorization(max_overhead=100, looks=()))
     callback = LeakageCallback(trainer, attacks_of(study), folder=folder, settings=settings)
     [study.channel] = [c for c in callback.engine.channels if isinstance(c, PromptChannel)]
@@ -215,6 +224,7 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
 
     def timed(*arguments: Any, **settings: Any) -> Any:
         start = time.process_time()
+        study.looks += 1
         answers = ask(*arguments, **settings)
         looks[0] += time.process_time() - start
         pool, values = study.channel.pool, study.channel._rewards
@@ -232,9 +242,10 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     sides = ""
     for line in read_lines(folder / "leakage.jsonl"):
         if line["attack"] in {attack.name for attack in study.channel.attacks}:
-            rate, n = line["metrics"]["auc"], line["metrics"]
-            sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
-            text = f"{rate['value']:.3f} ({rate['low']:.2f}-{rate['high']:.2f})"
+            n, text = line["metrics"], "-"
+            if n.get("auc", {}).get("value") is not None:
+                sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
+                text = "{value:.3f} ({low:.2f}-{high:.2f})".format(**n["auc"])
             cells.setdefault(line["attack"], []).append(text)
     kind = f"LoRA r {options.lora}" if options.lora else "whole"
     print(

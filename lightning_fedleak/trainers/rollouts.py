@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.model import model_runs
@@ -17,7 +19,9 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch
 from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.taps import Completions, Text
 
-_OWN_COLUMNS = ("prompt", "completion", "completion_ids")  # which TRL passes by other names
+_OWN_COLUMNS = {"prompt", "completion", "completion_ids"}  # which TRL passes by other names
+_WRITERS = "use_vllm", "tools", "environment_factories", "rollout_func"
+"""Attributes of a trainer that lets something else than the model's ``generate`` write."""
 
 
 class Rollouts:
@@ -33,76 +37,56 @@ class Rollouts:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._examples: dict[bytes, Mapping[str, Any]] = {}
+        self._examples: dict[bytes, Any] = {}
         self._is_drawn = False
         self.count = int(trainer.args.num_generations)
         self.repeats = int(trainer.args.steps_per_generation * trainer.args.num_iterations)
 
     def why_unasked(self) -> str:
         """Return why the model cannot write here as the trainer lets it write; empty if it can."""
-        trainer = self._trainer
-        others = {
-            "vLLM writes the completions": getattr(trainer, "use_vllm", False),
-            "continuous batching writes the completions": getattr(
-                trainer, "use_transformers_continuous_batching", False
-            ),
-            "tools write parts of the completions": getattr(trainer, "tools", None)
-            or getattr(trainer, "environment_factories", None),
-            "a rollout_func writes the completions": getattr(trainer, "rollout_func", None),
-        }
-        return next((why for why, is_so in others.items() if is_so), "")
+        writer = next((name for name in _WRITERS if getattr(self._trainer, name, None)), "")
+        return f"{writer} is set" if writer else ""
 
     def why_no_rewards(self) -> str:
         """Return why rewards cannot be asked for again; empty if they can."""
         for function in self._trainer.reward_funcs:
-            if isinstance(function, nn.Module):
-                return "a reward function is a model"
             if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-                return "a reward function is no plain function, and may depend on more"
+                kind = type(function).__name__
+                return f"a reward function ({kind}) is a model or may depend on what is elsewhere"
         return ""
 
     def read(self, batch: Any) -> TokenBatch:
         """Return the prompts of a batch of examples, each once, all of whose tokens are labels.
 
         Raises:
-            BatchError: an example has no prompt of text.
+            BatchError: an example has no prompt, or images.
         """
-        examples: dict[tuple[int, ...], Mapping[str, Any]] = {}
-        newest: Any = None
-        for example in batch:
-            if not isinstance(example, Mapping) or "prompt" not in example:
-                raise BatchError("an example has no prompt")
-            if {"image", "images"} & example.keys():
-                raise BatchError("a prompt has images, which the model is not asked about")
-            if newest is None or example["prompt"] != newest:  # a group has one prompt
-                newest = example["prompt"]
-                examples.setdefault(tuple(self._tokenize(newest)), example)
-        rows = [torch.tensor(ids) for ids in examples]
+        examples = dict[object, Any]()
+        for one in batch:
+            if not isinstance(one, Mapping) or "prompt" not in one or "image" in one:
+                raise BatchError("an example has no prompt of text alone")
+            examples.setdefault(repr(one["prompt"]), one)
+        rows = [torch.tensor(self._tokenize(one["prompt"])) for one in examples.values()]
         if not self._is_drawn:
             named = zip(rows, examples.values(), strict=True)
-            self._examples |= {Text(ids, ids).content: example for ids, example in named}
-        pad = torch.nn.utils.rnn.pad_sequence
-        return TokenBatch(
-            pad(rows, batch_first=True),
-            pad(rows, batch_first=True, padding_value=IGNORE_INDEX),
-            pad([torch.ones_like(ids) for ids in rows], batch_first=True),
-            "causal",
-        )
+            self._examples |= {Text(ids, ids).content: one for ids, one in named}
+        ids = pad_sequence(rows, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return TokenBatch(ids, ids.masked_fill(mask == 0, IGNORE_INDEX), mask, "causal")
 
     def _tokenize(self, prompt: Any) -> list[int]:
-        tokenizer = self._trainer.processing_class
+        trainer, tokenizer = self._trainer, self._trainer.processing_class
         if isinstance(prompt, str):
             return [*tokenizer(text=[prompt])["input_ids"][0]]
+        settings = getattr(trainer, "chat_template_kwargs", None) or {}
         encoded = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True,
-            **(getattr(self._trainer, "chat_template_kwargs", None) or {}),
-        )  # fmt: skip
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **settings
+        )
         return [*encoded["input_ids"]]
 
     def keep(self, prompts: Iterable[Text]) -> None:
         """Forget all examples but those of some prompts; further ones are not remembered."""
-        kept = {prompt.content for prompt in prompts}
-        self._examples = {name: one for name, one in self._examples.items() if name in kept}
+        self._examples = {prompt.content: self._examples[prompt.content] for prompt in prompts}
         self._is_drawn = True
 
     def write(self, anatomy: Anatomy, prompts: Sequence[Text], seed: int) -> list[Completions]:
@@ -115,29 +99,21 @@ class Rollouts:
             prompts: N prompts.
             seed: of the draws.
         """
-        config = self._trainer.generation_config
-        ends = torch.tensor(config.eos_token_id if config.eos_token_id is not None else []).view(-1)
+        config, answers = self._trainer.generation_config, dict[int, Completions]()
+        ends = torch.tensor([] if config.eos_token_id is None else config.eos_token_id).view(-1)
         at_once = max(1, self._trainer.args.generation_batch_size // self.count)
+        left = partial(pad_sequence, batch_first=True, padding_side="left")
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].ids))
-        answers: dict[int, Completions] = {}
         writer: Any
         with model_runs.undisturbed(anatomy) as writer, torch.no_grad():
             torch.manual_seed(seed)
             for rows in (order[n : n + at_once] for n in range(0, len(order), at_once)):
-                width = max(len(prompts[row].ids) for row in rows)
-                ids = torch.full((len(rows), width), int(config.pad_token_id))
-                mask = torch.zeros_like(ids)
-                for place, row in enumerate(rows):
-                    ids[place, width - len(prompts[row].ids) :] = prompts[row].ids
-                    mask[place, width - len(prompts[row].ids) :] = 1
-                written = writer.generate(
-                    input_ids=ids.repeat_interleave(self.count, 0).to(anatomy.device),
-                    attention_mask=mask.repeat_interleave(self.count, 0).to(anatomy.device),
-                    generation_config=config,
-                )[:, width:].cpu()
-                is_end = torch.isin(written, ends)
-                lengths = (is_end.long().cumsum(1) - is_end.long() == 0).sum(1).tolist()
-                parts = [one[:n] for one, n in zip(written, lengths, strict=True)]
+                starts = [prompts[row].ids for row in rows for _ in range(self.count)]
+                ids = left(starts, padding_value=config.pad_token_id).to(anatomy.device)
+                mask = left([torch.ones_like(start) for start in starts]).to(anatomy.device)
+                inputs = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
+                whole = writer.generate(**inputs).cpu()
+                parts = [_until_end(one, ends) for one in whole[:, ids.shape[1] :]]
                 for place, row in enumerate(rows):
                     group = parts[place * self.count : (place + 1) * self.count]
                     answers[row] = Completions.of_prompt(prompts[row].ids, group)
@@ -147,37 +123,35 @@ class Rollouts:
         """Return (N,) float64 the mean reward of each prompt's completions, as the trainer weighs.
 
         Raises:
-            UnusableObservation: a reward function fails, or gives some completion no number.
+            UnusableObservation: a reward function fails.
         """
-        trainer, tokenizer = self._trainer, self._trainer.processing_class
+        trainer = self._trainer
         examples = [self._examples[p.content] for p in prompts for _ in range(self.count)]
-        ids = [one.ids[one.labels != IGNORE_INDEX].tolist() for row in written for one in row.alone]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        chats = not isinstance(examples[0]["prompt"], str)
-        answers = [[{"role": "assistant", "content": t}] if chats else t for t in texts]
-        columns = {n: [e[n] for e in examples] for n in examples[0] if n not in _OWN_COLUMNS}
-        with preserve_process():
-            try:
-                values = [
-                    function(
-                        prompts=[example["prompt"] for example in examples],
-                        completions=copy.deepcopy(answers),
-                        completion_ids=copy.deepcopy(ids),
-                        trainer_state=copy.deepcopy(trainer.state),
-                        log_extra=lambda *_: None,
-                        log_metric=lambda *_: None,
-                        **copy.deepcopy(columns),
-                    )
-                    for function in trainer.reward_funcs
-                ]
-                table = torch.tensor(
-                    [[torch.nan if value is None else float(value) for value in v] for v in values],
-                    dtype=torch.float64,
-                ).view(len(values), len(prompts), self.count)
-            except Exception as error:  # of the user's function, whose message may quote a text
-                kind = type(error).__name__
-                raise UnusableObservation(f"a reward function failed: {kind}") from error
-        weights = trainer.reward_weights.double().cpu()[:, None, None]
-        unknown = table.isnan().all(0)
-        rewards: Tensor = (table * weights).nansum(0).masked_fill(unknown, torch.nan)
-        return rewards.mean(1)
+        ids = [one.ids[one.labels != IGNORE_INDEX] for row in written for one in row.alone]
+        answers = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+        if not isinstance(examples[0]["prompt"], str):
+            answers = [[{"role": "assistant", "content": text}] for text in answers]
+        columns = examples[0].keys() - _OWN_COLUMNS
+        arguments = {name: [one[name] for one in examples] for name in columns} | {
+            "prompts": [one["prompt"] for one in examples],
+            "completions": answers,
+            "completion_ids": [row.tolist() for row in ids],
+            "trainer_state": copy.deepcopy(trainer.state),
+            **dict.fromkeys(("log_extra", "log_metric"), lambda *_: None),
+        }
+        try:
+            with preserve_process():
+                rows = [function(**arguments) for function in trainer.reward_funcs]
+            numbers = [[torch.nan if one is None else float(one) for one in row] for row in rows]
+            values = torch.tensor(numbers, dtype=torch.float64).view(len(rows), -1, self.count)
+        except Exception as error:  # of the user's function, whose message may quote a text
+            why = f"a reward function failed: {type(error).__name__}"
+            raise UnusableObservation(why) from error
+        sums: Tensor = (values * trainer.reward_weights.cpu().double()[:, None, None]).nansum(0)
+        return sums.masked_fill(values.isnan().all(0), torch.nan).mean(1)
+
+
+def _until_end(written: Tensor, ends: Tensor) -> Tensor:
+    """Return the tokens of a completion up to the first that ends it, with it."""
+    found = torch.isin(written, ends).nonzero()
+    return written[: int(found[0]) + 1] if len(found) else written

@@ -62,11 +62,6 @@ _ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
 """TRL's trainers whose prompts the trained weights can be asked about."""
 
 
-def _names_of(trainer: Any) -> list[str]:
-    """Return the names of a trainer's class and of those that it is made from."""
-    return [base.__name__ for base in type(trainer).__mro__]
-
-
 class LeakageCallback(TrainerCallback, Reported):
     """Attack what a run of transformers' Trainer would share, log it, and gate the run.
 
@@ -142,16 +137,15 @@ class LeakageCallback(TrainerCallback, Reported):
             trainer, attacks, gates, None, folder, every_n_steps, max_overhead, games, settings
         )
         self.engine = self.watch.engine
-        bases = _PREFERS.intersection(_names_of(trainer))
+        bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
         weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        mend = ""
-        if bases and bases <= _PAIRS:
+        listed, mend = [attack.name for attack in weights], ""
+        if bases <= _PAIRS:
             mend = "; PreferenceMargin() asks about its pairs"
-            weights = [attack for attack in weights if getattr(attack, "part", None) != "pairs"]
-        elif bases and bases <= _ROLLOUTS:
+            listed = [a.name for a in weights if getattr(a, "part", None) != "pairs"]
+        elif bases <= _ROLLOUTS:
             mend = "; PolicyDrift() and RewardGain() ask about its prompts"
-            weights = [attack for attack in weights if not isinstance(attack, PromptAttack)]
-        listed = [attack.name for attack in weights]
+            listed = [a.name for a in weights if not isinstance(a, PromptAttack)]
         if bases and listed and attacks != "auto":
             raise ValueError(
                 f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
@@ -267,7 +261,7 @@ class _TransformersWatch(Watch):
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
-            rollouts=Rollouts(trainer) if _ROLLOUTS.intersection(_names_of(trainer)) else None,
+            rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)

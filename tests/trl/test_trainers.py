@@ -349,8 +349,8 @@ CALLS = count()
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (random_reward, "rewards of the same completions differ"),
-        (partial(half_reward), "finds no rewards: a reward function is no plain function"),
+        (random_reward, "same completions have others the second time"),
+        (partial(half_reward), r"no rewards to compare: a reward function \(partial\)"),
     ],
 )
 def test_rewards_that_cannot_be_asked_for_again_are_refused(
@@ -373,7 +373,9 @@ def test_prompts_are_asked_about_by_drift_alone(
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
     callback = asks(trainer, PolicyDrift())
     trainer.train()
-    assert "Rewards are not compared: a reward function is no plain function" in caplog.text
+    assert (
+        "Their rewards are not compared: a reward function (partial) is a model or" in caplog.text
+    )
     assert 0 < callback.latest["leakage/policy_drift/auc"] < 1
 
 

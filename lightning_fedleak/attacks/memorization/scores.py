@@ -307,8 +307,7 @@ class RewardGain(PromptAttack):
         """
         before, now = released_part(released.rewards, "reward")
         check_finite(now, "the rewards of the model's completions")
-        gain: Tensor = now - before
-        return gain
+        return torch.sub(now, before)
 
 
 class Zlib(MemorizationAttack):

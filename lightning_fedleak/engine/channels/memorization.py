@@ -111,6 +111,7 @@ class MemorizationChannel(WeightChannel):
     width = 3 * len(metrics) + len(extras)
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
     finds_entities: ClassVar[bool] = True
+    cost: ClassVar[float] = 1  # of asking about a text, in forwards
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -125,6 +126,8 @@ class MemorizationChannel(WeightChannel):
         self._due, self._lists = 0, 0
         self._ended = False
         self._void = ""
+        self._written: Sequence[Text] = ()  # of prompts, the base's completions
+        self._rewards: Tensor | None = None  # (2, N) of them, of the base's and of the model's now
 
     def _series_names(self, attack: Attack) -> list[str]:
         first = next((a for a in self.listed_attacks if a.part != "prompts"), None)
@@ -138,7 +141,8 @@ class MemorizationChannel(WeightChannel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._base, self._reference, self._facts, self._void = None, None, None, ""
+        self._base = self._reference = self._facts = self._rewards = None
+        self._void, self._written = "", ()
         self._due = 0
 
     def _draw_pool(self) -> Pool:
@@ -152,7 +156,7 @@ class MemorizationChannel(WeightChannel):
             resumed=self.run.step > 0 and not self._saved,
             short=any(attack.part != "long" for attack in self.listed_attacks),
             entities=self._found,
-            forwards=self._forwards,
+            forwards=self.cost * (1 if self._mask is None else MASKS),
             show=self.run.shows_progress,
         )
         account = AccountGame(self.run, pool.no_game)
@@ -162,14 +166,9 @@ class MemorizationChannel(WeightChannel):
         return pool
 
     @property
-    def _forwards(self) -> float:
-        """Return what asking about a text costs, in forwards."""
-        return 1 if self._mask is None else MASKS
-
-    @property
     def _asked(self) -> Sequence[Text]:
         """Return what the model is asked about, one for each text of the pool."""
-        return self.pool.texts
+        return self._written or self.pool.texts
 
     def describe(self) -> str:
         """Return in words what is compared, for the line-up."""
@@ -345,7 +344,9 @@ class MemorizationChannel(WeightChannel):
         now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
         reference = self._reference and _of_labels(self._reference, rows, texts)
         compressed = compressed_bytes(texts, self._decode)
-        return ReleasedModel(now, base, compressed, answer_groups(texts), reference)
+        rewards = None if self._rewards is None else self._rewards[:, rows]
+        groups = answer_groups(texts)
+        return ReleasedModel(now, base, compressed, groups, reference, rewards=rewards)
 
     def _share(self, epoch: int) -> float:
         """Return which share of the errors of all lists the newest one has.

@@ -267,10 +267,11 @@ class PolicyDrift(PromptAttack):
     """Score a prompt by how far the model has moved from its base on the base's own completions.
 
     The mean of ``lp0 - lp`` estimates the Kullback-Leibler divergence of the model from its base
-    behind the prompt, a token. DIBA (arXiv 2511.14045) and PREMIA (arXiv 2407.06443) compare such
-    ratios too: DIBA on completions of the trained model, which takes the base's weights at each
-    look, PREMIA on answers that are given, with the other sign. Here the base writes once, before
-    the first step, and a look is a forward.
+    behind the prompt, a token, where the trainer samples at temperature 1 from all tokens. DIBA
+    (arXiv 2511.14045) and PREMIA (arXiv 2407.06443) compare such ratios too: DIBA on completions of
+    the trained model, which takes the base's weights at each look, PREMIA on answers that are
+    given, with the other sign. Here the base writes once, before the first step, and a look is a
+    forward of each completion.
 
     Examples:
         >>> from lightning_fedleak.attacks.memorization import PolicyDrift

@@ -131,6 +131,6 @@ def test_compare_shows_no_blind_number(
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ words")]
     assert [cell.strip().split(" ")[0] for cell in row.strip("│").split("│")[1:]] == [
-        ".90",
+        "0.90",
         "unknown",
     ]

@@ -37,7 +37,7 @@ def test_a_rate_that_no_run_gets_to_ends_neither_report_nor_comparison(tmp_path,
     assert page(found)
     for places in ((before, after), (after, before)):
         assert main(["compare", *map(str, places)]) == 0
-    assert ".50" in capsys.readouterr().out
+    assert "0.50" in capsys.readouterr().out
 
 
 def test_results_of_the_first_version_are_one_fit(tmp_path):
@@ -49,7 +49,7 @@ def test_results_of_the_first_version_are_one_fit(tmp_path):
     [attack] = fit.attacks
     assert (attack.family.name, attack.mean, attack.looks) == ("words", 0.25, 3)
     assert "which shared parameters no attack tests: not recorded" in fit.not_tested
-    assert found.overviews[0].readings[0].answer == ".25"
+    assert found.overviews[0].readings[0].answer == "0.25"
 
 
 def test_fits_stand_in_the_order_in_which_they_began(tmp_path):

@@ -44,8 +44,8 @@ class Rollouts:
 
     def why_unasked(self) -> str:
         """Return why the model cannot write here as the trainer lets it write; empty if it can."""
-        writer = next((name for name in _WRITERS if getattr(self._trainer, name, None)), "")
-        return f"{writer} is set" if writer else ""
+        trainer = self._trainer
+        return next((f"{name} is set" for name in _WRITERS if getattr(trainer, name, None)), "")
 
     def why_no_rewards(self) -> str:
         """Return why rewards cannot be asked for again; empty if they can."""
@@ -75,10 +75,10 @@ class Rollouts:
         return TokenBatch(ids, ids.masked_fill(mask == 0, IGNORE_INDEX), mask, "causal")
 
     def _tokenize(self, prompt: Any) -> list[int]:
-        trainer, tokenizer = self._trainer, self._trainer.processing_class
+        tokenizer = self._trainer.processing_class
         if isinstance(prompt, str):
             return [*tokenizer(text=[prompt])["input_ids"][0]]
-        settings = getattr(trainer, "chat_template_kwargs", None) or {}
+        settings = getattr(self._trainer, "chat_template_kwargs", None) or {}
         encoded = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **settings
         )
@@ -131,8 +131,8 @@ class Rollouts:
         answers = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(examples[0]["prompt"], str):
             answers = [[{"role": "assistant", "content": text}] for text in answers]
-        columns = examples[0].keys() - _OWN_COLUMNS
-        arguments = {name: [one[name] for one in examples] for name in columns} | {
+        arguments = {
+            **{n: [one[n] for one in examples] for n in examples[0].keys() - _OWN_COLUMNS},
             "prompts": [one["prompt"] for one in examples],
             "completions": answers,
             "completion_ids": [row.tolist() for row in ids],
@@ -145,8 +145,7 @@ class Rollouts:
             numbers = [[torch.nan if one is None else float(one) for one in row] for row in rows]
             values = torch.tensor(numbers, dtype=torch.float64).view(len(rows), -1, self.count)
         except Exception as error:  # of the user's function, whose message may quote a text
-            why = f"a reward function failed: {type(error).__name__}"
-            raise UnusableObservation(why) from error
+            raise UnusableObservation(f"a reward function fails: {type(error).__name__}") from error
         sums: Tensor = (values * trainer.reward_weights.cpu().double()[:, None, None]).nansum(0)
         return sums.masked_fill(values.isnan().all(0), torch.nan).mean(1)
 

@@ -89,8 +89,7 @@ class PromptChannel(MemorizationChannel):
             with run.forward_context():
                 return [*run.rollouts.write(run.anatomy, self.pool.texts, seed)]
         except Exception as error:
-            why = f"the model cannot complete prompts: {reason(error)}"
-            raise UnusableObservation(why) from error
+            raise UnusableObservation(f"the model cannot write: {reason(error)}") from error
 
     def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Any, Any]:
         """Return what every attack guesses from the model's answers and completions now."""

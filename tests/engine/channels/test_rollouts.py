@@ -196,7 +196,7 @@ def test_rewards_that_are_not_known_are_unusable() -> None:
     rollouts = Rollouts(trainer_of(fails))
     prompts = prompts_in(rollouts)
     written = [Completions.of_prompt(prompt.ids, [prompt.ids] * COUNT) for prompt in prompts]
-    with pytest.raises(UnusableObservation, match=r"^a reward function failed: KeyError$"):
+    with pytest.raises(UnusableObservation, match=r"^a reward function fails: KeyError$"):
         rollouts.reward(prompts, written)
 
 

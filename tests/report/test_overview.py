@@ -204,19 +204,13 @@ def test_a_defence_is_shown_by_what_was_read_before_it(tmp_path):
     assert "What the defence took away" in page(found)
 
 
-def test_the_knee_is_said_in_words(tmp_path):
-    utility, aucs = (3.0, 2.0, 2.5), (0.6, 0.7, 0.9)
-    looks = [look(s, utility={"val_loss": v}) for s, v in enumerate(utility)]
-    lines = [result(s, "combined", "released", auc=(v, v - 0.09, 1.0)) for s, v in enumerate(aucs)]
-    record = [begin(attacks=[about("combined", "memorization")]), *looks, end(3)]
+def test_only_the_trained_model_leaks(tmp_path):
+    lines = [
+        result(s, "combined", "released", auc=(v, v - 0.09, 1.0)) for s, v in enumerate((0.7, 0.9))
+    ]
+    record = [begin(attacks=[about("combined", "memorization")]), look(0), look(1), end(3)]
     found = found_in(tmp_path, lines, record)
     assert found.verdict.sentence == "The trained model tells who was in its training data."
-    knee = (
-        "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of 0.90: what "
-        "came after bought no utility."
-    )
-    assert found.overviews[0].knee == knee
-    assert knee in page(found)
     assert facts_of(found)["What left"].value == "The trained model, in the end"
 
 
@@ -433,7 +427,6 @@ def test_where_no_look_excludes_guessing_it_is_not_conclusive(tmp_path):
     assert "over all looks guessing does so well too" in reading.note
     assert found.verdict.sentence == "High, but in too few looks to be sure: membership."
     assert found.verdict.level == "some"
-    assert any("Narrow the interval of fc" in step for step in found.next_steps)
 
 
 def test_words_that_blind_naming_finds_too_are_not_conclusive(tmp_path):

@@ -32,7 +32,7 @@ def hostile_run():
         begin(attacks=attacks, gates=[gate], unread=[HOSTILE], defenses=[dpsgd(x=HOSTILE)]),
         look(0, utility={HOSTILE: 1.0}, privacy=[spent(1.0, 1)]),
         {
-            "schema": 1,
+            "schema": 4,
             "run": "a",
             "kind": "gate",
             "gate": HOSTILE,
@@ -73,7 +73,7 @@ def hostile_federation():
 @pytest.mark.parametrize("of_a_run", [True, False])
 def test_names_are_text(tmp_path, of_a_run):
     lines, record = hostile_run() if of_a_run else hostile_federation()
-    found = findings(read([written(tmp_path / "run", lines, record)]), {"x": {"y": HOSTILE}})
+    found = findings(read([written(tmp_path / "run", lines, record)]))
     html = page(found, {HOSTILE: HOSTILE})
     assert html.count("<script") == 1
     assert "<img" not in html

@@ -40,11 +40,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from benchmarks.attacks.subspace_words import Source, add_source_options, built
 from benchmarks.shared import print_place, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
-from lightning_fedleak.evaluation.metrics.texts import (
-    in_true_order,
-    reconstruction_rates,
-    sentence_scores,
-)
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
@@ -179,7 +176,7 @@ def main() -> None:
             )
         roles = tuple(sorted(attack.needs(anatomy).gradients))
         attack.prepare(anatomy)
-        guesses, truths = [], []
+        metric = TextReconstruction()
         certified = wrong = unknown = 0
         seconds: list[float] = []
         for number in range(options.batches):
@@ -200,9 +197,8 @@ def main() -> None:
             seconds.append(time.process_time() - start)
             certified += sure
             wrong += sure and (extra or not torch.equal(guessed_ids, truth))
-            guesses.append(guessed_ids)
-            truths.append(truth)
-        rates = reconstruction_rates(sentence_scores(torch.cat(guesses), torch.cat(truths)))
+            metric.update(guessed_ids, truth)
+        rates = metric.rates()
         in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
         print(
             f"{options.config or Path(options.model).name} {options.private} r {options.rank} "

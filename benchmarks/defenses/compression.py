@@ -44,11 +44,8 @@ from lightning_fedleak.attacks import (
 from lightning_fedleak.defenses import GradientCompression
 from lightning_fedleak.engine.channels.base import find_unreadable
 from lightning_fedleak.engine.channels.plans import Plan
-from lightning_fedleak.evaluation.metrics.texts import (
-    in_true_order,
-    reconstruction_rates,
-    sentence_scores,
-)
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
@@ -146,7 +143,7 @@ def main() -> None:
             head.meet(RunFacts(compression=how and how.compression))
             head.prepare(anatomy)
         scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
-        guesses, truths = [], []
+        reconstruction = TextReconstruction()
         start = time.process_time()
         for number, ids in enumerate(batches):
             backward(model, ids[:rows], options)
@@ -171,9 +168,8 @@ def main() -> None:
                         values.append(1.0)
                     else:
                         values.append(auc(result.scores[:rows], result.scores[rows:]))
-            guesses.append(guess)
-            truths.append(truth)
-        rates = reconstruction_rates(sentence_scores(torch.cat(guesses), torch.cat(truths)))
+            reconstruction.update(guess, truth)
+        rates = reconstruction.rates()
         cells = []
         for attack, values in scores.items():
             missed = len(batches) - len(values)

@@ -221,6 +221,24 @@ class Run(ABC):
         """Return whether the value is true on at least one process."""
         return value
 
+    def fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model in place on other rows, by the run's own recipe.
+
+        It passes over the rows as often as the run does over its own, and leaves no file behind.
+
+        Args:
+            model: the copy of ``anatomy.root``.
+            rows: the data set.
+
+        Raises:
+            ValueError: by default, since nobody but the user knows the recipe.
+        """
+        raise ValueError(
+            "Memorization(reference='auto'): only your loop knows its recipe: give "
+            "reference=lambda rows: train(make_model(), rows), a function that trains a new model "
+            "on these rows as the loop does, and returns it"
+        )
+
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return those of the user's own metrics that are known by now, by name; None: all.
 

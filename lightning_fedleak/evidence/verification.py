@@ -29,7 +29,7 @@ from lightning_fedleak.validate import explain_errors
 
 REPORT = "report.json"
 Maker = Callable[[Findings], records.JsonObject]
-_OF_THIS_REPORT = ("made", "made_by", "problems")
+_OF_THIS_REPORT = ("made", "made_by", "problems", "people", "release")
 """Keys of a report that differ between reports of the same logs."""
 
 
@@ -302,7 +302,7 @@ def _standing_of(report: records.JsonObject) -> list[tuple[object, ...]]:
 
 
 def _statements(report: records.JsonObject) -> records.JsonObject:
-    """Return what a report says of its runs, wherever they are."""
+    """Return what a report says of its runs, wherever they are and whoever they are of."""
     parts = {name: part for name, part in report.items() if name not in _OF_THIS_REPORT}
     without = [{n: v for n, v in run.items() if n != "folder"} for run in report["runs"]]
     return {**parts, "runs": without}

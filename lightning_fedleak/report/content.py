@@ -1,6 +1,7 @@
 """Everything that a report says: the source of each of its forms.
 
-Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``.
+Every value comes from the run's logs. What the logs lack is ``NOT_RECORDED``, or comes from
+``report.toml``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_fedleak.report.overview import Overview, Reading, of_what_left, o
 from lightning_fedleak.report.records import (
     ENTITIES,
     HIGH,
+    JsonObject,
     named,
 )
 from lightning_fedleak.report.wording import interval, visible
@@ -58,6 +60,7 @@ class Findings:
         comparison: several runs side by side; None of one.
         runs: one for each fit or federation.
         problems: what could not be read, each in a sentence.
+        people: what only people know, by the names of ``report.toml``.
     """
 
     schema: int = SCHEMA
@@ -68,10 +71,16 @@ class Findings:
     comparison: Comparison | None
     runs: Sequence[FitSummary]
     problems: Sequence[str]
+    people: JsonObject
 
 
-def findings(logs: Logs) -> Findings:
-    """Return everything that a report says of the runs in some logs."""
+def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
+    """Return everything that a report says.
+
+    Args:
+        logs: of the runs.
+        people: what only people know, by the names of ``report.toml``.
+    """
     problems = list(logs.problems)
     fits = fit_summaries(logs.fits, problems)
     overviews = [overview(fit) for fit in fits]
@@ -84,6 +93,7 @@ def findings(logs: Logs) -> Findings:
         comparison=compared,
         runs=fits,
         problems=problems,
+        people=dict(people or {}),
     )
     return visible(content)
 

@@ -44,7 +44,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    functions = (compared_figures, figures, memorized_rows, glossary, tiers)
+    functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
@@ -92,6 +92,22 @@ def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
     return [term for family in families.values() for term in family.terms.items()]
 
 
+RELEASE = {
+    "recipients": "Who gets the weights",
+    "form": "How they are released",
+    "access": "Access, and limits of queries",
+    "license": "Licence",
+    "privacy": "Differential privacy that is claimed at the release",
+}
+"""Fields of the table ``release`` of ``report.toml``, with what they are called on the page."""
+
+
+def release_rows(findings: Findings) -> list[tuple[str, object]]:
+    """Return how the model is released; None is what nobody wrote down."""
+    release = findings.people.get("release", {})
+    return [(words, release.get(name)) for name, words in RELEASE.items()]
+
+
 # ---- a block for a model card -------------------------------------------------------------------
 
 
@@ -107,6 +123,8 @@ def model_card(findings: Findings) -> str:
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
+    release = (f"- {name}: {_plain(value)}" for name, value in release_rows(findings))
+    lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
 
 
@@ -118,8 +136,8 @@ def leakage_file(findings: Findings) -> JsonObject:
         privacy = {account.defense: account.claim for account in fit.privacy}
         more = {"attacks": attacks, "privacy": privacy}
         runs.append({name: row[name] for name in _OF_A_RUN} | more)
-    made = {"made": findings.date, "made_by": findings.package}
-    return {"schema": 1, "kind": "leakage", **made, "runs": runs}
+    facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
+    return {**facts, "runs": runs, "release": findings.people.get("release", {})}
 
 
 _OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")

@@ -63,6 +63,7 @@ class Loop:
             the next optimizer step.
         zero: the only optimizer if DeepSpeed's engine trains the model.
         temperature: the divisor of the logits in the loss.
+        fit_copy: a function that trains a copy of the model on other rows; None if nobody can.
         rollouts: asks for completions of the prompts of a reinforcement learning.
     """
 
@@ -81,6 +82,7 @@ class Loop:
     stage_reached: StageReached | None = None
     zero: ZeROStep | None = None
     temperature: float = 1.0
+    fit_copy: Callable[[nn.Module, Any], None] | None = None
     rollouts: Rollouts | None = None
 
     @property
@@ -247,6 +249,10 @@ class LoopRun(Run):
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
+
+    def fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model on other rows, as the integration does; see :class:`Run`."""
+        (self.loop.fit_copy or super().fit_copy)(model, rows)
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return the user's metrics logged so far; None: all."""

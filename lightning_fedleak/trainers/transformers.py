@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from transformers import TrainerCallback
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import PromptAttack
@@ -157,6 +161,7 @@ class LeakageCallback(TrainerCallback, Reported):
         def train_to_an_end(*args: Any, **kwargs: Any) -> Any:
             checkpoint = kwargs.get("resume_from_checkpoint", next(iter(args), None))
             self.watch.resumed_from = None if isinstance(checkpoint, bool) else checkpoint
+            self.watch.has_optimizer = trainer.optimizer is not None
             try:
                 return train(*args, **kwargs)
             except BaseException as error:  # an evaluation or another callback may raise it too
@@ -238,6 +243,7 @@ class _TransformersWatch(Watch):
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self.resumed_from: str | PathLike[str] | None = None
+        self.has_optimizer = False  # before the Trainer makes one
         self._values: dict[str, float] = {}
         self._ending = False
 
@@ -261,6 +267,7 @@ class _TransformersWatch(Watch):
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
+            fit_copy=self._fit_copy,
             rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
@@ -292,6 +299,47 @@ class _TransformersWatch(Watch):
             raise ValueError(
                 f"{start} is not logged.{names_there_are(best, logged, self.run.watcher)}"
             )
+
+    def _fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model by a second Trainer of the same class; see :class:`Run`.
+
+        It is a copy of the Trainer, which trains other parts: its ``__init__`` would prepare model
+        and data again. It saves, evaluates and reports nothing, and has no callback of the user's.
+
+        Raises:
+            ValueError: the optimizer is not the Trainer's own.
+        """
+        trainer = self.trainer
+        if self.has_optimizer:
+            raise ValueError(
+                "Memorization(reference='auto'): the optimizer was made before train(), for this "
+                "model alone: name it by TrainingArguments(optim=) or optimizer_cls_and_kwargs=, "
+                "in a new Trainer, or give a reference"
+            )
+        model = trainer.accelerator.unwrap_model(model, False, False)  # of autocast and compile
+        second, args = copy(trainer), copy(trainer.args)
+        for name in ("train", "training_step"):  # of this callback
+            vars(second).pop(name, None)
+        private = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
+        for name in (n for n, value in private.items() if isinstance(value, dict | list | set)):
+            setattr(second, name, deepcopy(private[name]))  # metrics of TRL's trainers
+        if args.max_steps > 0:
+            args.max_steps = math.ceil(args.max_steps * len(rows) / len(self.loop.loader.dataset))
+        args.logging_strategy = args.eval_strategy = IntervalStrategy.NO
+        args.save_strategy, args.report_to = SaveStrategy.NO, []
+        args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False
+        second.args, second.train_dataset, second.eval_dataset = args, rows, None
+        second.model = second.model_wrapped = model
+        vars(second).update(dict.fromkeys(("model_init", "optimizer", "lr_scheduler")))
+        second.neftune_noise_alpha = None  # whose hook is copied
+        second._memory_tracker = type(trainer._memory_tracker)(True)  # measures nothing
+        second.state, second.control = TrainerState(), TrainerControl()
+        handled = [DefaultFlowCallback()], model, second.processing_class, None, None
+        second.callback_handler = CallbackHandler(*handled)  # type: ignore[no-untyped-call]
+        with TemporaryDirectory() as folder:
+            args.output_dir = folder
+            second.create_accelerator_and_postprocess()
+            second.train()
 
     def _best_metric(self) -> str | None:
         """Return the name of the leakage by which the Trainer selects its best checkpoint."""

@@ -11,11 +11,13 @@ from scipy.stats import binomtest, kurtosis, norm, rankdata, t
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 
 from lightning_fedleak.evaluation.metrics import (
+    MembershipInference,
     clustered,
     membership_rates,
     proportion,
 )
 from lightning_fedleak.evaluation.metrics.membership import RATES
+from tests.helpers.processes import computed_together
 
 
 def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,6 +212,41 @@ def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
         for end in ("value", "low", "high"):
             expected = pytest.approx(getattr(rate, end), rel=1e-9, nan_ok=True)
             assert getattr(again[name], end) == expected
+
+
+# ---- the Metric -----------------------------------------------------------------------------
+
+
+def filled(data, decisions=True) -> MembershipInference:
+    metric = MembershipInference(resamples=100)
+    scores, members, clusters = data
+    for step in clusters.unique():
+        here = clusters == step
+        own = scores[here] > 0.5 if decisions else None
+        metric.update(scores[here], members[here], int(step), own)
+    return metric
+
+
+@pytest.mark.parametrize("decisions", [True, False])
+def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
+    data = steps(12, 5, 1.0, 0.2, 0)
+    given = data[0] > 0.5 if decisions else None
+    values = filled(data, decisions).compute()
+    for name, rate in membership_rates(*data, given, resamples=100).items():
+        for suffix, value in (("", rate.value), ("_low", rate.low), ("_high", rate.high)):
+            assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
+    expected = filled(steps(6, 5, 1.0, 0.2, 0)).compute()
+
+    def make(rank: int) -> MembershipInference:
+        return filled(steps(6 * rank, 5, 1.0, 0.2, 0))
+
+    for values in computed_together(make, tmp_path):
+        torch.testing.assert_close(values, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("decimals", [15, 0])

@@ -1,4 +1,4 @@
-"""Rates of words and means over batches are those of pooled counts."""
+"""The Metric is the pure functions over pooled counts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.evaluation.metrics import (
     Counts,
+    WordRecovery,
     precision_recall_f1,
     word_counts,
 )
@@ -30,18 +31,32 @@ def truth(types: list[int]) -> torch.Tensor:
 
 
 @given(batches)
-def test_rates_are_of_pooled_counts(data: list[tuple[list[int], list[int], float | None]]) -> None:
-    pooled, errors, types = Counts(), [], [set(), set(), set()]
-    for number, (guessed, used, estimate) in enumerate(data):
-        pooled += word_counts(guess(guessed, estimate), truth(used), VOCAB)
-        for pool, ids_of_pool in zip(types, (guessed, used, {*guessed} & {*used}), strict=True):
-            pool |= {(number, one) for one in ids_of_pool}
+def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float | None]]) -> None:
+    metric = WordRecovery(VOCAB)
+    pooled, errors = Counts(), []
+    for guessed, used, estimate in data:
+        metric.update(guess(guessed, estimate), truth(used))
+        pooled += word_counts(guess(guessed), truth(used), VOCAB)
         if estimate is not None and used:
             errors.append(abs(estimate - len(set(used))) / len(set(used)))
-    n_guessed, n_used, n_right = map(len, types)
-    rates = precision_recall_f1(pooled)
-    for name, n in (("precision", n_guessed), ("recall", n_used), ("f1", (n_guessed + n_used) / 2)):
-        expected = n_right / n if n else math.nan
-        assert rates[name].value == pytest.approx(expected, nan_ok=True)
+    got = metric.compute()
+    for name, rate in precision_recall_f1(pooled).items():
+        assert float(got[name]) == pytest.approx(rate.value, nan_ok=True)
+        assert float(got[f"{name}_low"]) == pytest.approx(rate.low, nan_ok=True)
+        assert float(got[f"{name}_high"]) == pytest.approx(rate.high, nan_ok=True)
     expected = sum(errors) / len(errors) if errors else math.nan
-    assert pooled.means()["type_count_error"] == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert float(got["type_count_error"]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_a_loaded_state_gives_the_same_values() -> None:
+    metric = WordRecovery(VOCAB)
+    metric.persistent(True)
+    metric.update(guess([1, 2], 3.0), truth([2, 3]))
+    other = WordRecovery(VOCAB)
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other._update_count = 1
+    assert all(
+        float(a) == pytest.approx(float(b), nan_ok=True)
+        for a, b in zip(metric.compute().values(), other.compute().values(), strict=True)
+    )

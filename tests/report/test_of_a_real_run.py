@@ -137,8 +137,11 @@ def test_private_text_makes_a_private_page(folder, tmp_path, capsys):
 
 
 def test_mistakes_end_in_a_sentence(folder, tmp_path, capsys):
+    about = tmp_path / "report.toml"
+    about.write_text("[release]\nlicence = 'x'\n")
     cases = {
         ("report", str(tmp_path / "nowhere")): "does not exist",
+        ("report", str(folder), "--out", str(tmp_path)): "has 'licence': it may have one table",
         ("report", str(folder), "--reveal", str(tmp_path / "no.txt")): "cannot be read",
         ("compare", str(folder), str(tmp_path / "nowhere")): "does not exist",
         ("compare", str(folder), str(folder)): "one run to compare",

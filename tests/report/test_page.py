@@ -73,7 +73,7 @@ def hostile_federation():
 @pytest.mark.parametrize("of_a_run", [True, False])
 def test_names_are_text(tmp_path, of_a_run):
     lines, record = hostile_run() if of_a_run else hostile_federation()
-    found = findings(read([written(tmp_path / "run", lines, record)]))
+    found = findings(read([written(tmp_path / "run", lines, record)]), {"x": {"y": HOSTILE}})
     html = page(found, {HOSTILE: HOSTILE})
     assert html.count("<script") == 1
     assert "<img" not in html

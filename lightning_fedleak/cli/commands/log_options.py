@@ -18,7 +18,8 @@ def report(add: Add) -> None:
 
     Options:
         runs: folder of logs.
-        out: folder of the report (default: the first RUN's).
+        out: folder of the report (default: the first RUN's). A report.toml in it says how the
+            model is released, which no log holds.
         model_card: print a block of Markdown for a model card, and write no report. With --out,
             the folder of the weights, what it says is written there as leakage.json.
         reveal: local reveal files to put into the page: private text; the page gets mode 0600.

@@ -27,19 +27,27 @@ from lightning_fedleak.attacks.memorization import (
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
-from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
+from lightning_fedleak.engine.channels.pool import (
+    FORWARD_SHARE,
+    NO_CONTROLS,
+    Pool,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
+    announce_references,
     ask_reference,
     beside,
     digest_answers,
     load_answers,
     measure_strength,
     save_answers,
+    train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
@@ -143,7 +151,7 @@ class MemorizationChannel(WeightChannel):
         super().open(run)
         self._base = self._reference = self._facts = self._rewards = None
         self._void, self._written = "", ()
-        self._due = 0
+        self._due, self.reference_seconds = 0, 0.0
 
     def _draw_pool(self) -> Pool:
         start = time.perf_counter()
@@ -231,15 +239,42 @@ class MemorizationChannel(WeightChannel):
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = self._reference = self._facts = None
         elif self.run.step == 0:  # later weights are no base
+            start = time.perf_counter()
             self._base = self._ask()
             settings = self.settings.memorization
             if settings.reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
             ):
-                source = settings.reference, settings.reference_rows
-                self._reference, self._facts = ask_reference(*source, self.run, self._ask)
+                if settings.trains_reference:
+                    self._train_references(time.perf_counter() - start)
+                else:
+                    source = settings.reference, settings.reference_rows
+                    self._reference, self._facts = ask_reference(*source, self.run, self._ask)
         if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
             self._compare_untrained(self._base)
+
+    def _train_references(self, seconds: float) -> None:
+        """Train references on rows that they do not score, and ask them.
+
+        Args:
+            seconds: that it took to ask the base about all texts.
+
+        Raises:
+            ValueError: no draw says which rows are left out, or nothing can be trained.
+        """
+        source, seed = self.settings.memorization.reference, self.settings.memorization.seed
+        rows, run = self.pool.references, self.run
+        if rows is None:
+            raise ValueError(
+                f"Memorization(reference={source!r}) needs rows that a draw holds out: train on "
+                "train, others = leave_out(data, 1000, seed=1)"
+            )
+        row_seconds = seconds / len(self.pool.texts) / FORWARD_SHARE
+        announce_references(run, [len(data) for data in rows.data], row_seconds)
+        start = time.perf_counter()
+        trained = train_references(source, rows.data, rows.seen, run, self._ask, seed)
+        self._reference, self._facts = trained
+        self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self, base: TokenSnapshot) -> None:
         """Find out whether both sides can be told apart without the training.
@@ -405,7 +440,8 @@ class MemorizationChannel(WeightChannel):
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
         if type(attack) is CombinedReference and game.reference is not None:
-            rows = self.settings.memorization.reference_rows, self.pool.length
+            facts, stated = self._facts, self.settings.memorization.reference_rows
+            rows = (stated if facts is None else facts.rows), self.pool.length
             values = beside(measure_strength(game, members, *rows), values)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)
@@ -487,7 +523,7 @@ class MemorizationChannel(WeightChannel):
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
-        return digest_answers(base, self._reference, self.pool.texts)
+        return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the texts are those of the run's begin."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import bdtr
 from torch import Tensor
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.evaluation.metrics import clustered
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
-from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate
+from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, RateMetric
 from lightning_fedleak.validate import check_integer, check_number
 
 FPRS = (0.01, 0.001)  # of the reported TPRs, the usual ones (Carlini et al. 2022)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
+COLUMNS = ("scores", "members", "clusters", "decisions")
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
+NO_DECISION = -1  # in the metric's states if the adversary made no decision
 FOLDS = 10  # of the cross-fitted thresholds, the usual number; more: slower
 
 
@@ -101,6 +106,98 @@ def membership_rates(
         for fpr in FPRS:
             rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, alpha)
     return unknown | rates
+
+
+class MembershipInference(RateMetric):
+    """Compute :func:`membership_rates` over all games that were added, on all processes.
+
+    Scores are stored (float64), because neither an AUC nor a threshold follows from sums.
+
+    Args:
+        resamples: of the bootstrap.
+        kwargs: passed to :class:`torchmetrics.Metric`.
+
+    ``compute()`` returns each of ``RATES``, each also with ``_low`` and ``_high``: scalars on the
+    CPU, NaN where unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.evaluation.metrics import MembershipInference
+        >>> metric = MembershipInference()
+        >>> scores, members = torch.tensor([0.9, 0.2, 0.7, 0.4]), torch.tensor([1, 0, 1, 0])
+        >>> metric.update(scores, members, clusters=torch.arange(4))
+        >>> metric.compute()["auc"].item()
+        1.0
+    """
+
+    scores: list[Tensor]
+    members: list[Tensor]
+    clusters: list[Tensor]
+    decisions: list[Tensor]
+
+    def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.resamples = resamples
+        # The type in which a process that saw no game takes part in the exchange.
+        self.set_dtype(torch.float64)
+        for column in COLUMNS:
+            self.add_state(column, [], dist_reduce_fx="cat")
+
+    def update(
+        self,
+        scores: Tensor,
+        members: Tensor,
+        clusters: Tensor | int,
+        decisions: Tensor | None = None,
+    ) -> None:
+        """Add games.
+
+        Args:
+            scores: (n,) higher is more likely a member.
+            members: (n,) bool.
+            clusters: (n,) int, or one for all: the step of the games. Games that share a number
+                are one cluster, whichever process added them.
+            decisions: (n,) bool, the adversary's own; pass them always or never.
+
+        Raises:
+            ValueError: lengths differ.
+        """
+        n = scores.numel()
+        if not isinstance(clusters, Tensor):
+            clusters = torch.full((n,), clusters)
+        if decisions is None:
+            decisions = torch.full((n,), NO_DECISION)
+        games = (scores, members, clusters, decisions)
+        for name, column in zip(COLUMNS, games, strict=True):
+            clustered.check_length(name, column.numel(), n)
+        for name, column in zip(COLUMNS, games, strict=True):
+            column = column.detach().reshape(-1).to(self.device, torch.float64)
+            getattr(self, name).append(column)
+
+    def rates(self) -> dict[str, Rate]:
+        """Return each of ``RATES`` over all games, on this process.
+
+        Raises:
+            ValueError: some updates came with decisions and others without.
+        """
+        scores, members, clusters, decisions = (self._column(name) for name in COLUMNS)
+        decided = decisions != NO_DECISION
+        if bool(decided.any()) and not bool(decided.all()):
+            raise ValueError(
+                "some games came with the adversary's decisions and others without: give "
+                "decisions to every update, or to none"
+            )
+        return membership_rates(
+            scores,
+            members == 1,
+            clusters,
+            decisions == 1 if bool(decided.any()) else None,
+            resamples=self.resamples,
+        )
+
+    def _column(self, name: str) -> Tensor:
+        values: list[Tensor] | Tensor = getattr(self, name)
+        return dim_zero_cat(values) if len(values) else torch.zeros(0, dtype=torch.float64)
 
 
 # ---- input ----------------------------------------------------------------------------------

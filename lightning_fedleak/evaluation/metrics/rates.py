@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from scipy.special import betaincinv
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_fedleak.attacks import WordGuess
 
@@ -171,3 +174,77 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(
         0, ids.long(), True
     )
+
+
+class RateMetric(Metric):
+    """A metric of rates with intervals, which no gradient passes through."""
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    @abstractmethod
+    def rates(self) -> dict[str, Rate]:
+        """Return the rates by name, on this process."""
+
+    def values(self) -> dict[str, float]:
+        """Return each rate, and the ends of its interval, on this process."""
+        return flat(self.rates())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return each rate, and the ends of its interval, over all that was added."""
+        values = self.values().items()
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values}
+
+
+class WordRecovery(RateMetric):
+    """Compute precision, recall and F1 of word types over all batches, with intervals.
+
+    Counts are summed over updates and processes, and rates and intervals computed from the sums
+    (pooled, see :func:`~lightning_fedleak.evaluation.metrics.rates.precision_recall_f1`).
+    ``type_count_error`` is the mean over those batches for which the attack estimates the number
+    of types, ``certified`` the share of batches for which the attack says that no type is missing,
+    and ``capacity`` the mean of how many types it could distinguish over how many there were.
+
+    Args:
+        vocab_size: token ids are below it.
+        kwargs: passed to :class:`torchmetrics.Metric`.
+
+    ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
+    ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.attacks.base import WordGuess
+        >>> from lightning_fedleak.evaluation.metrics import WordRecovery
+        >>> metric = WordRecovery(vocab_size=100)
+        >>> guess = WordGuess(types=torch.tensor([3, 5, 7]), n_types=4)
+        >>> metric.update(guess, truth_types=torch.tensor([3, 5, 9, 11]))
+        >>> metric.compute()["recall"].item()
+        0.5
+    """
+
+    counts: Tensor
+
+    def __init__(self, vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.vocab_size = vocab_size
+        self.add_state("counts", torch.tensor(astuple(Counts())).double(), dist_reduce_fx="sum")
+
+    def update(self, guess: WordGuess, truth_types: Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            guess: the attack's guess.
+            truth_types: (m,) token ids that were used, repeats allowed, no ignored labels.
+        """
+        counts = astuple(word_counts(guess, truth_types, self.vocab_size))
+        self.counts += torch.tensor(counts, dtype=torch.float64, device=self.counts.device)
+
+    def rates(self) -> dict[str, Rate]:
+        """Return precision, recall and F1 of the pooled counts, on this process."""
+        return precision_recall_f1(Counts(*self.counts.tolist()))
+
+    def values(self) -> dict[str, float]:
+        """Return the rates with their ends, and the means over batches, on this process."""
+        return super().values() | Counts(*self.counts.tolist()).means()

@@ -29,7 +29,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 
 FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
 FPRS = (FPR, 0.001)  # of the TPRs that a release is judged by
-RESAMPLES = 1000  # of the bootstrap of an AUC, as membership_rates has it; more: slower
+RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
 LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
 TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
 LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing

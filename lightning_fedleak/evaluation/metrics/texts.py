@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
-from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, proportion
+from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, RateMetric, proportion
 from lightning_fedleak.validate import check_integer
 
 Floats = NDArray[np.float64]
@@ -330,3 +331,55 @@ def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float
         low, high = (1 / (1 + math.exp(-(logit + sign * step))) for sign in (-1, 1))
     best = (alpha / 2) ** (1 / n)
     return Rate(value, min(low, best, value), max(high, 1 - best, value))
+
+
+class TextReconstruction(RateMetric):
+    """Compute :func:`reconstruction_rates` over all sentences that were added, on all processes.
+
+    Args:
+        kwargs: passed to :class:`torchmetrics.Metric`.
+
+    ``compute()`` returns each of ``RECONSTRUCTION_RATES``, each also with ``_low`` and ``_high``:
+    scalars on the CPU, NaN where unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.evaluation.metrics import TextReconstruction
+        >>> metric = TextReconstruction()
+        >>> metric.update(torch.tensor([[5, 8, 7, 9]]), torch.tensor([[5, 6, 7, 9]]))
+        >>> metric.compute()["token_accuracy"].item()
+        0.75
+    """
+
+    sentences: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # The type in which a process that saw no sentence takes part in the exchange.
+        self.set_dtype(torch.float64)
+        self.add_state("sentences", [], dist_reduce_fx="cat")
+
+    def update(
+        self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> None:
+        """Add sentences.
+
+        Args:
+            guess: the attack's guess, or its (B, L) token ids.
+            input_ids: (B, L) the tokens that were sent.
+            attention_mask: (B, L), 0 where padded, also at tokens that should not count.
+
+        Raises:
+            ValueError: as :func:`token_hits`.
+        """
+        guessed = guess.tokens if isinstance(guess, TextGuess) else guess
+        scores = sentence_scores(guessed, input_ids, attention_mask)
+        # Flat, like the empty tensor that a process without sentences gathers.
+        rows = torch.stack([column.double() for column in scores], 1)
+        self.sentences.append(rows.flatten().to(self.device))
+
+    def rates(self) -> dict[str, Rate]:
+        """Return each of ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
+        state = dim_zero_cat(self.sentences) if len(self.sentences) else torch.zeros(0)
+        columns = state.reshape(-1, len(SentenceScores._fields)).cpu().double().unbind(1)
+        return reconstruction_rates(SentenceScores(*columns))

@@ -16,7 +16,7 @@ from lightning_fedleak.attacks.membership import fc
 from lightning_fedleak.attacks.row_space import explanation
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
-from lightning_fedleak.evaluation.metrics import word_counts
+from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
@@ -355,14 +355,14 @@ def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
     ids = texts(8, 14)
     backward(model, ids)
     view = observed(attack, anatomy)
-    guess = attack.run(view)
+    guess, metric = attack.run(view), WordRecovery(anatomy.vocab_size)
     assert len(guess.types)
     assert math.isnan(guess.n_types)
-    counts = word_counts(guess, ids[:, :-1].flatten(), anatomy.vocab_size)
-    assert math.isnan(counts.means()["type_count_error"])
+    metric.update(guess, ids[:, :-1].flatten())
+    assert math.isnan(metric.values()["type_count_error"])
     few = WordGuess(types=guess.types[:2], n_types=2.0)  # of another batch, which counts alone
-    counts += word_counts(few, guess.types[:4], anatomy.vocab_size)
-    assert counts.means()["type_count_error"] == 0.5
+    metric.update(few, guess.types[:4])
+    assert metric.values()["type_count_error"] == 0.5
 
 
 def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Observation:
@@ -542,10 +542,10 @@ def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model, SubspaceWords())
     backward(model, texts(2, 6))
-    guess = attack.run(observed(attack, anatomy))
-    counts = word_counts(guess, torch.arange(4), anatomy.vocab_size)
+    guess, metric = attack.run(observed(attack, anatomy)), WordRecovery(anatomy.vocab_size)
+    metric.update(guess, torch.arange(4))
     assert guess.capacity is None
-    assert math.isnan(counts.means()["capacity"])
+    assert math.isnan(metric.values()["capacity"])
 
 
 def test_public_text_makes_frequent_tokens_likelier() -> None:

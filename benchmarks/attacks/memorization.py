@@ -202,7 +202,7 @@ def train_auto(options: argparse.Namespace, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pool, _ = trained_pool(options, tokenizer, seed)
     rows = [{"input_ids": text.ids, "labels": text.ids} for text in pool.texts]
-    print("| rows of the reference | attack | AUC | TPR at .1% / at 1% FPR | of the rest of the run |")
+    print("| rows | attack | AUC | TPR at .1% / at 1% FPR | of the rest of the run |")
     print("|---|---|---|---|---|")
     for share in options.auto:
         data = leave_out(rows, round(len(rows) * (1 - options.share)), seed=seed)[0]

@@ -65,11 +65,13 @@ class Run(ABC):
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
+        rollouts: :class:`~lightning_fedleak.trainers.rollouts.Rollouts` of an RL; None elsewhere.
     """
 
     watcher: ClassVar[str] = "LeakageMonitor"
     unit: ClassVar[Literal["step", "round"]] = "step"
     uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
+    rollouts: ClassVar[Any] = None
 
     anatomy: Anatomy
     client: str

@@ -22,6 +22,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks.memorization import PromptAttack
 from lightning_fedleak.engine import (
     CHOOSE,
     WORST,
@@ -49,6 +50,7 @@ from lightning_fedleak.trainers.loop import (
     precision_of,
     unwrapped,
 )
+from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
@@ -60,6 +62,8 @@ _PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "
 """TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
 """TRL's trainers whose preferences the trained weights can be asked about."""
+_ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
+"""TRL's trainers whose prompts the trained weights can be asked about."""
 
 
 class LeakageCallback(TrainerCallback, Reported):
@@ -110,8 +114,8 @@ class LeakageCallback(TrainerCallback, Reported):
         TypeError: no Trainer was passed. The message shows the line that passes one.
         ValueError: arguments contradict each other, or attacks on the trained weights are listed
             under a trainer of preferences or of reinforcement learning; but for attacks on pairs
-            under DPO, KTO, ORPO and CPO. When training begins also:
-            the Trainer, a gate or an attack does not fit.
+            under DPO, KTO, ORPO and CPO, and on prompts under GRPO and RLOO. When training begins
+            also: the Trainer, a gate or an attack does not fit.
     """
 
     engine: Engine
@@ -139,14 +143,18 @@ class LeakageCallback(TrainerCallback, Reported):
         self.engine = self.watch.engine
         bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
         weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        asks = "pairs" if bases and bases <= _PAIRS else None
-        listed = [a.name for a in weights if getattr(a, "part", None) != asks or asks is None]
+        listed, mend = [attack.name for attack in weights], ""
+        if bases <= _PAIRS:
+            mend = "; PreferenceMargin() asks about its pairs"
+            listed = [a.name for a in weights if getattr(a, "part", None) != "pairs"]
+        elif bases <= _ROLLOUTS:
+            mend = "; PolicyDrift() and RewardGain() ask about its prompts"
+            listed = [a.name for a in weights if not isinstance(a, PromptAttack)]
         if bases and listed and attacks != "auto":
             raise ValueError(
                 f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
                 "that likelihoods do not show what the weights were trained on: leave "
-                f"{', '.join(listed)} out of attacks="
-                f"{'; PreferenceMargin() asks about its pairs' * (asks is not None)}"
+                f"{', '.join(listed)} out of attacks={mend}"
             )
         train = trainer.train
 
@@ -260,6 +268,7 @@ class _TransformersWatch(Watch):
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
             fit_copy=self._fit_copy,
+            rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             updates = math.ceil(len(loader) / args.gradient_accumulation_steps)

@@ -311,7 +311,7 @@ def collect(
     resumed: bool = False,
     short: bool = False,
     entities: FoundEntities | None = None,
-    forwards: int = 1,
+    forwards: float = 1,
     show: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
@@ -488,7 +488,7 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def affordable(length: int, settings: Memorization, min_texts: int, forwards: int) -> int:
+def affordable(length: int, settings: Memorization, min_texts: int, forwards: float) -> int:
     """Return how many texts the budget pays for.
 
     Args:

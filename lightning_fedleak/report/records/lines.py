@@ -333,39 +333,6 @@ class GateLine(GateDecision, RunLine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentLine(RunLine):
-    """An answer of a client is about to leave, with a code of this line's hash.
-
-    Attributes:
-        step: round.
-        client: whose answer.
-        results, results_head: as :class:`EndLine` has them.
-    """
-
-    kind: str = field(default="sent", init=False)
-    step: int
-    client: str | int | None = None
-    results: fields.Count | None = None
-    results_head: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientLine(RunLine):
-    """The server got an answer of a client.
-
-    Attributes:
-        step: round.
-        client: whose answer, as the server names it.
-        code: :func:`code_of` the :class:`SentLine` in the client's log.
-    """
-
-    kind: str = field(default="client", init=False)
-    step: int
-    client: str | int | None = None
-    code: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class EndLine(RunLine):
     """A fit is over. No line of it comes later.
 

@@ -40,8 +40,8 @@ def three_digits(value: float) -> str:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """Return a share without the leading zero; an exact 0 or 1 as such, unlike .0004 or .9996."""
-    return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}".replace("0.", ".", 1)
+    """Return a share; an exact 0 or 1 has no digits, unlike 0.0004 or 0.9996."""
+    return f"{value:.0f}" if value in (0, 1) else f"{value:.{digits}f}"
 
 
 def make_folder(folder: Path, out: Path) -> None:

@@ -216,7 +216,7 @@ class RunRecord:
                 run="",
                 step=run.step,
                 outcome=outcome,
-                privacy=spendings(accounting(run.defenses)),
+                privacy=spendings(accounting(run.defenses), ended=True),
                 results=number,
                 results_head=head,
                 weights=weights,
@@ -291,17 +291,15 @@ class RunRecord:
                 self._described.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
-    def append(self, line: records.RunLine) -> str | None:
-        """Write a line, with the fit's id and the time; return its hash, None if that failed."""
+    def append(self, line: records.RunLine) -> None:
+        """Write a line, with the fit's id and the time; a failure is a warning."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            written = records.append_line(self.path, replace(line, run=self.run, time=now))
+            records.append_line(self.path, replace(line, run=self.run, time=now))
             if isinstance(line, PLANNED) and (line.next_look is not None or line.kind == "plan"):
                 self.planned = line.next_look
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
-            return None
-        return written
 
 
 def facts_of(
@@ -490,13 +488,19 @@ def _root(defense: Defense, defenses: Sequence[Defense]) -> str:
     return "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
 
 
-def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
-    """Return what each defence that accounts has spent, and on which releases."""
+def spendings(defenses: Sequence[Defense], *, ended: bool = False) -> tuple[records.Spending, ...]:
+    """Return what each defence that accounts has spent, and on which releases.
+
+    Args:
+        defenses: that account.
+        ended: whether the fit has ended, and with it the checks that some of them make.
+    """
     return tuple(
         records.Spending(
             defense=defense.name,
             history=_history(defense),
             sampling=getattr(getattr(defense, "accountant", None), "sampling", None),
+            check=getattr(defense, "finding", None) if ended else None,
             **asdict(cost),
         )
         for defense, cost in _costs(defenses)

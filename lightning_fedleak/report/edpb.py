@@ -1,4 +1,4 @@
-"""What EDPB Opinion 28/2024 asks: the release (paragraph 46), and attacks tried (paragraph 55)."""
+"""The attacks that EDPB Opinion 28/2024 names in paragraph 55, and which were tried."""
 
 from __future__ import annotations
 

@@ -6,19 +6,17 @@ import json
 import os
 import tempfile
 import time
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.report.content import findings
-from lightning_fedleak.report.html import RELEASE, leakage_file, model_card, page
+from lightning_fedleak.report.html import leakage_file, model_card, page
 from lightning_fedleak.report.logs import ReportError, read
 from lightning_fedleak.report.records import as_json
 from lightning_fedleak.validate import explain_errors
 
-REPORT_TOML = "report.toml"
 LEAKAGE = "leakage.json"
 """The file beside the weights that says what a model card says."""
 
@@ -34,8 +32,7 @@ def write(
 
     Args:
         runs: log folders, or log files in them.
-        out: folder to write to; made where it is not there. Default: the first run's. A
-            ``report.toml`` in it holds facts that the logs lack.
+        out: folder to write to; made where it is not there. Default: the first run's.
         reveal: local reveal files, whose private text the page then holds.
         run: id of the fit that is reported alone; default all.
 
@@ -43,11 +40,10 @@ def write(
         The files.
 
     Raises:
-        ReportError: nothing is there to report, a file cannot be read or written, or
-            ``report.toml`` has an unknown table or name.
+        ReportError: nothing is there to report, or a file cannot be read or written.
     """
     folder = out or _folder_of(runs[0])
-    content = findings(read(runs, run=run), _facts(folder))
+    content = findings(read(runs, run=run))
     texts = {str(path): _text(path) for path in reveal}
     files = {
         folder / "report.html": page(content, texts),
@@ -71,7 +67,7 @@ def write_live(record: Path, run: str) -> None:
         ReportError: ``record`` cannot be read.
         OSError: the page cannot be written.
     """
-    content = findings(read([record], run=run), _facts(record.parent))
+    content = findings(read([record], run=run))
     _write_whole(record.parent / "report.html", page(content, live=time.time()))
 
 
@@ -98,14 +94,13 @@ def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
     """Print a block for a model card, and write ``leakage.json`` beside the weights.
 
     Args:
-        runs: log folders, or log files in them. A ``report.toml`` in the first one's folder is
-            read as by :func:`write`.
+        runs: log folders, or log files in them.
         weights: folder of the weights, for what the block says as JSON; None writes nothing.
 
     Raises:
         ReportError: as :func:`write`.
     """
-    content = findings(read(runs), _facts(_folder_of(runs[0])))
+    content = findings(read(runs))
     print(model_card(content), end="")
     if weights is None:
         return
@@ -118,24 +113,6 @@ def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
 def _folder_of(run: Path) -> Path:
     """Return the folder of a run's logs, of which one may be named in its place."""
     return run if run.is_dir() else run.parent
-
-
-def _facts(folder: Path) -> Mapping[str, object]:
-    """Return the table of ``report.toml`` in a folder; an empty mapping without such a file."""
-    path = folder / REPORT_TOML
-    if not path.is_file():
-        return {}
-    text = _text(path)
-    with explain_errors(f"'{path}' is no TOML", tomllib.TOMLDecodeError, error=ReportError):
-        tables = tomllib.loads(text)
-    fields = tables.get("release", {})
-    names = {*tables} - {"release"} or (isinstance(fields, dict) and {*fields} - {*RELEASE})
-    if names or not isinstance(fields, dict):
-        raise ReportError(
-            f"'{path}' has '{min(names or {'release'})}': it may have one table, [release], with "
-            f"{', '.join(RELEASE)}"
-        )
-    return tables
 
 
 def _text(path: Path) -> str:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts.figures import MAX_RUNS, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.content import Findings, memorized_rows
+from lightning_fedleak.report.content import TOGETHER, Findings, memorized_rows
 from lightning_fedleak.report.edpb import NOT_TRIED, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
@@ -44,12 +44,13 @@ def _template() -> jinja2.Template:
     environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
     environment.filters |= {"rates": _shown_rates, "most": _most, "brief": brief, "css": _css}
     environment.filters |= {"ends_in_words": brief_interval}
-    functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
+    functions = (compared_figures, figures, memorized_rows, glossary, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
         "names": names_of,
         "max_runs": MAX_RUNS,
+        "together": TOGETHER,
         "ends": _ends,
         "style": Markup(_source("page.css")),
         "script": Markup(script),
@@ -91,22 +92,6 @@ def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
     return [term for family in families.values() for term in family.terms.items()]
 
 
-RELEASE = {
-    "recipients": "Who gets the weights",
-    "form": "How they are released",
-    "access": "Access, and limits of queries",
-    "license": "Licence",
-    "privacy": "Differential privacy that is claimed at the release",
-}
-"""Fields of the table ``release`` of ``report.toml``, with what they are called on the page."""
-
-
-def release_rows(findings: Findings) -> list[tuple[str, object]]:
-    """Return how the model is released; None is what nobody wrote down."""
-    release = findings.people.get("release", {})
-    return [(words, release.get(name)) for name, words in RELEASE.items()]
-
-
 # ---- a block for a model card -------------------------------------------------------------------
 
 
@@ -122,8 +107,6 @@ def model_card(findings: Findings) -> str:
     for fit in findings.runs:
         lines += ["", *([f"### {_plain(fit.name)}", ""] if len(findings.runs) > 1 else [])]
         lines += _fit_lines(fit)
-    release = (f"- {name}: {_plain(value)}" for name, value in release_rows(findings))
-    lines += ["", "Release:", "", *release]
     return "\n".join(lines) + "\n"
 
 
@@ -135,8 +118,8 @@ def leakage_file(findings: Findings) -> JsonObject:
         privacy = {account.defense: account.claim for account in fit.privacy}
         more = {"attacks": attacks, "privacy": privacy}
         runs.append({name: row[name] for name in _OF_A_RUN} | more)
-    facts = {"schema": 1, "kind": "leakage", "made": findings.date, "made_by": findings.package}
-    return {**facts, "runs": runs, "release": findings.people.get("release", {})}
+    made = {"made": findings.date, "made_by": findings.package}
+    return {"schema": 1, "kind": "leakage", **made, "runs": runs}
 
 
 _OF_A_RUN = ("run", "name", "ended", "steps", "unit", "length", "looked_at", "not_tested")

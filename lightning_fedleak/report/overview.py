@@ -14,7 +14,7 @@ from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSumma
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
-from lightning_fedleak.report.series import are_apart, before_and_after, is_read, knee, utility
+from lightning_fedleak.report.series import are_apart, before_and_after, is_read, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
 # The min AUC at which the report says that members are recognized almost every time. Not tuned.
@@ -112,7 +112,6 @@ class Overview:
         warnings: Sentences about what the numbers do not cover.
         readings: One reading of each kind of leak, those that were tested first.
         facts: Six facts.
-        knee: How stopping at the best utility would have changed the leakage; empty if unknown.
     """
 
     run_line: str
@@ -120,15 +119,13 @@ class Overview:
     warnings: Sequence[str]
     readings: Sequence[Reading]
     facts: Sequence[_Fact]
-    knee: str
 
     @property
     def sentences(self) -> list[str]:
         """Return the whole overview in sentences."""
         answers = [f"{r.title}: {r.answer}. {r.note}" for r in self.readings]
         facts = [f"{f.name}: {f.value}; {f.detail}".strip("; ") + "." for f in self.facts]
-        details = [*answers, *facts, self.knee]
-        return [plain(self.sentence), *self.warnings, *filter(None, details)]
+        return [plain(self.sentence), *self.warnings, *answers, *facts]
 
 
 def overview(fit: FitSummary) -> Overview:
@@ -148,7 +145,6 @@ def overview(fit: FitSummary) -> Overview:
         warnings=[*_warnings(fit)],
         readings=sorted(readings, key=lambda reading: reading.verdict == "untested"),
         facts=_facts(fit, readings),
-        knee=curve.sentence if (curve := knee(fit)) else "",
     )
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from lightning_fedleak.report.attacks import (
     NEXT_TO_NONE,
-    RELEASED,
     SUM,
     AttackSummary,
     Point,
@@ -19,7 +18,7 @@ from lightning_fedleak.report.attacks import (
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.logs import grouped
 from lightning_fedleak.report.records import MetricValue
-from lightning_fedleak.report.records.utility import is_lower_better, is_training, is_validation
+from lightning_fedleak.report.records.utility import is_training, is_validation
 from lightning_fedleak.report.wording import brief, brief_interval, measure
 
 MAX_ROUNDS, MAX_CLIENTS = 24, 20
@@ -176,60 +175,6 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
 def _mean_value(points: Iterable[Point]) -> float:
     values = [point.value for point in points if point.value is not None]
     return fmean(values) if values else -1.0
-
-
-@dataclass(frozen=True)
-class _Knee:
-    """The trained model's leakage against utility, look by look.
-
-    Attributes:
-        curve: the leakage.
-        metric: name of the utility.
-        looks: utility and leakage of each.
-        sentence: what stopping at the best utility would have changed.
-    """
-
-    curve: Curve
-    metric: str
-    looks: Sequence[tuple[float, Point]]
-    sentence: str
-
-    @property
-    def best(self) -> tuple[float, Point]:
-        """The look with the best utility."""
-        return min(self.looks, key=lambda one: one[0])
-
-
-def knee(fit: FitSummary) -> _Knee | None:
-    """Return the trained model's leakage against validation; None without two such looks."""
-    attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
-    metrics = ((n, p) for n, p in utility(fit).items() if is_validation(n) and is_lower_better(n))
-    name, line = next(metrics, ("", []))
-    if not attacks or not line:
-        return None
-    attack = min(attacks, key=lambda a: (a.family.name != "memorization", -(a.mean or 0.0)))
-    curve, looks = curve_of(attack, attack.name), []
-    for point in curve.points:
-        values = [value for step, value in line if step <= point.step and value is not None]
-        if values and point.value is not None:
-            looks.append((values[-1], point))
-    if len(looks) < 2:
-        return None
-    best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
-    return _Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
-
-
-def _advice(at: str, metric: str, best: Point, last: Point) -> str:
-    """Return what stopping at the best utility would have changed."""
-    if best.step >= last.step:
-        return f"{metric} still improved at the last look: no knee within this run."
-    auc, end = best.value or 0.0, last.value or 0.0
-    if end - auc >= 0.01:
-        return (
-            f"Stopping at {at}, the best {metric}, would have left an AUC of {brief(auc)} instead "
-            f"of {brief(end)}: what came after bought no utility."
-        )
-    return f"{metric} was best at {at}, where the AUC was {brief(auc)} already."
 
 
 class _Pair(NamedTuple):

@@ -97,13 +97,11 @@ def percent(value: float | None) -> str:
 
 
 def brief(value: float | None) -> str:
-    """Return a rate with two digits: .58, 1.00, and >.99 where it is not quite 1."""
+    """Return a rate with two digits: 0.58, 1.00, and >0.99 where it is not quite 1."""
     if value is None:
         return "unknown"
     text = f"{value:.2f}"
-    if 0 < value < 1 and text.startswith("1"):
-        return ">.99"
-    return text.replace("0.", ".", 1) if abs(value) < 1 else text
+    return ">0.99" if value < 1 and text == "1.00" else text
 
 
 def brief_interval(rate: MetricValue) -> str:
@@ -112,7 +110,7 @@ def brief_interval(rate: MetricValue) -> str:
         return ""
     if rate.high is None:  # capped by the number of held-out canaries
         return f"{brief(rate.low)} or more"
-    low, high = brief(rate.low).replace(">.99", ".99"), brief(rate.high).replace(">.99", "1.00")
+    low, high = brief(rate.low).replace(">", ""), brief(rate.high).replace(">0.99", "1.00")
     return f"{low}–{high}"
 
 

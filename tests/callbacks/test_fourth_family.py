@@ -67,7 +67,7 @@ def test_report_describes_custom_family_in_its_own_terms(
     [reading] = [r for r in report.overviews[0].readings if r.family == "counts"]
     assert reading.title == "Counts of texts"
     assert reading.question == "How many texts are in a batch?"
-    assert (reading.answer, reading.measure, reading.verdict) == (".00", "right", "little")
+    assert (reading.answer, reading.measure, reading.verdict) == ("0.00", "right", "little")
     assert "The share of looks at which the count was right." in page(report)
 
 

@@ -46,12 +46,10 @@ from lightning_fedleak.cli.commands.fit import fit
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight, tokenize_rows
 from lightning_fedleak.federation import RoundObserver, trained_state
-from lightning_fedleak.report import write
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.federation import rounds as rounds_
 from tests.federation.test_observer import texts
 from tests.helpers.folders import TEXTS, save_tiny_causal_lm, tiny_tokenizer
-from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 pytestmark = pytest.mark.slow
 Names = dict[str, Any]
@@ -344,15 +342,6 @@ def test_fragments_of_configs_train(block, reader, monkeypatch):
     arguments = [a for path in [*configs, "own.yaml"] for a in ("--config", str(path))]
     arguments += [f"--model.model={model}", "--data.text=letters.txt", "--data.batch_size=4"]
     fit(["fit", *arguments, "--data.length=32", "--trainer.max_steps=2"])
-
-
-@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.place)
-def test_what_people_know_of_a_run_is_taken(block, reader):
-    (reader / "report.toml").write_text(block.text)
-    lines = [result(0, f1=(0.5, 0.4, 0.6))]
-    private = [begin(defenses=[dpsgd()]), look(0, privacy=[spent(2.5, 1)]), end(1)]
-    files = write([written(reader / "run", lines, private)], reader)
-    assert "anybody, on the Hugging Face hub" in files[0].read_text()
 
 
 def test_a_piece_that_is_wrong_is_found(reader):

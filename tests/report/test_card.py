@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +9,10 @@ import pytest
 from scipy.stats import mannwhitneyu, norm
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.report import findings, model_card, page, read
+from lightning_fedleak.report import findings, model_card, read
 from lightning_fedleak.report.edpb import named_attacks, smallest_rate
 from tests.report.lines import about, begin, result, written
 from tests.report.test_trained_model import RUN
-
-ABOUT = '[release]\nrecipients = "anybody | on the hub"\nlicense = "MIT"\n'
 
 
 @pytest.fixture
@@ -37,25 +34,20 @@ def test_the_block_has_the_rows_of_the_report(run):
     assert "Not tried: attribute inference, model inversion" in block
     assert "nor that anybody complies" in block
     assert "(epsilon, delta): none" in block
-    assert "- Who gets the weights: not recorded" in block
 
 
 def test_names_of_a_run_are_no_markup(tmp_path):
     folder = written(tmp_path / "run", [result(1, "<b>|[x](y)", auc=(0.5, 0.4, 0.6))], [begin()])
-    block = model_card(findings(read([folder]), {"release": {"license": "MIT|<i>"}}))
-    assert "- Licence: MIT\\|\\<i\\>" in block
+    block = model_card(findings(read([folder])))
+    assert "\\<b\\>\\|" in block
     assert "<b>" not in block
 
 
 def test_the_command_prints_the_block_and_writes_nothing(run, capsys):
-    (run / "report.toml").write_text(ABOUT)
     before = sorted(run.iterdir())
     assert main(["report", str(run), "--model-card"]) == 0
     out = capsys.readouterr().out
-    assert out == model_card(
-        findings(read([run]), {"release": {"recipients": "anybody | on the hub", "license": "MIT"}})
-    )
-    assert "anybody \\| on the hub" in out
+    assert out == model_card(findings(read([run])))
     assert sorted(run.iterdir()) == before
 
 
@@ -115,33 +107,3 @@ def test_nothing_is_detected_with_no_control_or_no_count(tmp_path):
         if one.name == "reconstruction"
     ]
     assert row.visible == ["flatchat: none: too few, or its control was not read"]
-
-
-@pytest.mark.parametrize("log", ["", "leakage.jsonl", "run.jsonl"])
-def test_report_toml_is_read_in_the_folder_of_a_log_file_too(run, capsys, log):
-    (run / "report.toml").write_text(ABOUT)
-    assert main(["report", str(run / log), "--model-card"]) == 0
-    assert "anybody \\| on the hub" in capsys.readouterr().out
-
-
-def test_the_page_says_how_the_model_is_released(run):
-    html = page(findings(read([run]), {"release": {"form": "adapters alone"}}))
-    assert "adapters alone" in html
-    assert "paragraph 46" in html
-
-
-@pytest.mark.parametrize(
-    ("about", "said"),
-    [
-        ('[release]\nrecipient = "x"\n', "has 'recipient': it may have one table"),
-        ('[relase]\nform = "x"\n', "has 'relase'"),
-        ("release = 3\n", "has 'release'"),
-    ],
-)
-@pytest.mark.parametrize("card", [True, False])
-def test_an_unknown_name_is_refused_with_the_known_ones(run, capsys, about, said, card):
-    (run / "report.toml").write_text(about)
-    assert main(["report", str(run), *(["--model-card"] if card else [])]) == 1
-    error = capsys.readouterr().err
-    assert re.search(said, error)
-    assert not (run / "report.html").exists()

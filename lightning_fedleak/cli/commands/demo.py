@@ -39,7 +39,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 
 _CAVEAT = (
     "A number holds for this model, text and batch size; other attacks may read more. An interval\n"
-    "that holds guessing (.50 of members, weights) shows no leak, and does not exclude one.\n"
+    "that holds guessing (0.50 of members, weights) shows no leak, and does not exclude one.\n"
     "DP-SGD does not act on what crosses a split: ActivationNoise does."
 )
 _OWN_TRAINING = (

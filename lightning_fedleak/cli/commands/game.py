@@ -255,7 +255,7 @@ def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:
     """Return what the table means, in sentences."""
     lines = [
         "",
-        "Guessing gives accuracy and AUC .5 and advantage 0; 1 is certainty. In brackets: 95% "
+        "Guessing gives accuracy and AUC 0.5 and advantage 0; 1 is certainty. In brackets: 95% "
         "intervals.",
     ]
     for layer in dict.fromkeys(r.layer for r in results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import os
@@ -28,7 +29,7 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
@@ -60,7 +61,7 @@ class DPSGD(Defense):
 
     Args:
         max_grad_norm: C, or ``"auto"``: then g becomes ``g / (|g| + gamma)``, and there is no norm
-            to choose.
+            to choose; or a :class:`QuantileClip`, which follows the norms.
         noise_multiplier: sigma.
         target_epsilon: what the whole run may cost; sigma is found from the number of steps.
         target_delta: delta of the guarantee, below one over the number of examples. Default: a
@@ -113,7 +114,7 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
-        settings.check_referee(check, unit, noise_multiplier)
+        settings.check_referee(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -137,20 +138,30 @@ class DPSGD(Defense):
             seeded=seed is not None,
             max_hardenings=release.max_hardenings,
         )
-        norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
-        self._clip = Clip(norm, gamma, clip.form)
+        quantile = max_grad_norm if isinstance(max_grad_norm, QuantileClip) else None
+        norm: Any = max_grad_norm if quantile is None else quantile.initial
+        norm, gamma = (1.0, clip.gamma) if norm == "auto" else (float(norm), None)
+        self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
+        # The gradients' noise multiplier over the account's, which is of the quantile's count too.
+        self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._referee: Any = None  # of the last fit
+        self._is_alone = True
         self._followers: list[str] = []
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
-        """Return the clip norm, which stays as it was passed."""
+        """Return the clip norm as it was passed."""
         return self._max_grad_norm
+
+    @property
+    def clip_norm(self) -> float:
+        """Return C of the next release. What a :class:`QuantileClip` makes of it is public."""
+        return self._clip.norm
 
     @property
     def accountant(self) -> accounting.Accountant | accounting.RenyiFilter:
@@ -175,6 +186,16 @@ class DPSGD(Defense):
         epsilon covers it: do not publish it.
         """
         return None if self._referee is None else self._referee.verdict()
+
+    @property
+    def finding(self) -> str | None:
+        """Return the verdict in one line, for the record of the fit; None without ``check``.
+
+        One process writes the record, and a verdict on several needs all of them.
+        """
+        if self._referee is None or self._is_alone:
+            return None if self._referee is None else str(self.verdict.in_short)
+        return "unknown: several processes trained, and no one of them knows of all looks"
 
     @property
     def privacy(self) -> Privacy:
@@ -203,7 +224,11 @@ class DPSGD(Defense):
             "group_by": None if users is None else users.group_by,
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
+        if (quantile := self._quantile) is not None:
+            values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
+            values |= {"max_grad_norm": quantile.initial}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
+        values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> Curve:
@@ -233,6 +258,8 @@ class DPSGD(Defense):
         self._remove_hooks()
         self._team = team = Team(context)
         with team.together():
+            if self._quantile is not None:
+                self._quantile.check_clients(context.clients)
             setup_checks.check_trainer(context)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
@@ -361,9 +388,8 @@ class DPSGD(Defense):
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
         noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
-        sigma = noise_multiplier / math.sqrt(
-            context.clients if self.release.trust == "central" else 1
-        )
+        share = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        sigma = noise_multiplier / share * self._noise_share
         std = sigma * norm
         if team.size > 1:  # what follows would send other messages where these differ
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -389,11 +415,22 @@ class DPSGD(Defense):
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
+        if self._quantile is not None:
+            place = self._base(context), release, 0
+            secret = noise.noise_key(*place, client=context.client, name=self.name, stream="count")
+            counted = clipped.unclipped(team), expected, noise_multiplier
+            self._set_norm(team.broadcast(self._quantile.next_norm(norm, *counted, secret)))
         step.released(unchecked=not compared)
         if self._referee is not None and not self._referee.is_probing:
             self._referee.released()
         if self._budget.target_epsilon is not None:
             self._stop_if_spent(context)
+
+    def _set_norm(self, norm: float) -> None:
+        """Set C of the next release."""
+        self._clip = dataclasses.replace(self._clip, norm=norm)
+        if self._step is not None:
+            self._step.clip = self._clip
 
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -427,7 +464,8 @@ class DPSGD(Defense):
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
         share = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        return self._budget.noise_now / share * self._clip.norm / self._fit_step.sampling.expected
+        sigma = self._budget.noise_now / share * self._noise_share
+        return sigma * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -442,6 +480,8 @@ class DPSGD(Defense):
         """Return the releases, and what they were accounted as."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
         state |= {"trust": self.release.trust, "unit": self.unit}
+        if self._quantile is not None:
+            state["clip_norm"] = torch.tensor(self.clip_norm, dtype=torch.float64)
         return state | self._budget.state_dict()
 
     def load_state_dict(self, state: State) -> None:
@@ -461,6 +501,8 @@ class DPSGD(Defense):
         if releases:
             settings.check_continued(state, releases, self.release.trust, self.unit)
         self._budget.load_state_dict(state, releases)
+        if self._quantile is not None and "clip_norm" in state:
+            self._set_norm(float(state["clip_norm"]))
         self.releases = max(self.releases, releases)
 
     def teardown(self) -> None:
@@ -493,6 +535,7 @@ class DPSGD(Defense):
             *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
             self._check_every,
         )
+        self._is_alone = context.clients == context.processes == 1
         if self._team.size > 1:
             self._referee.give_up("several processes are one client, where no probe runs")
 

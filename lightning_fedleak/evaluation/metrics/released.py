@@ -490,7 +490,7 @@ def other_law(aucs: Mapping[str, Rate]) -> str | None:
         finding = "from different distributions"
     return (
         f"{finding}: without the trained model '{name}' distinguishes them with an AUC of "
-        f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f}), where .45 to .55 is needed"
+        f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f}), where 0.45 to 0.55 is needed"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from lightning_fedleak.report.attacks import AttackSummary, Point, Points
+from lightning_fedleak.report.attacks import Point, Points
 from lightning_fedleak.report.charts.plot import HALF, MAX_DOTS, QUARTERS, Plot, ticks, views
 from lightning_fedleak.report.comparing import Comparison, names_of
 from lightning_fedleak.report.fits import FitSummary
@@ -22,10 +22,9 @@ from lightning_fedleak.report.series import (
     curve_of,
     heat_maps,
     is_read,
-    knee,
     utility,
 )
-from lightning_fedleak.report.wording import brief, brief_interval, digits, measure
+from lightning_fedleak.report.wording import brief, brief_interval, digits
 
 MAX_BINS = 120
 """Largest number of points of a line. If there are more looks, adjacent ones share a bin."""
@@ -66,10 +65,8 @@ def figures(fit: FitSummary, overview: Overview, n_runs: int) -> list[_Figure]:
     spendings = [_draw_spending(fit, a.defense, a.series, max_bins) for a in fit.privacy]
     charts = [
         _draw_heat_map(fit),
-        _draw_knee(fit),
         _draw_steps(fit, overview, max_bins),
         _draw_defense(fit),
-        _draw_attacks(fit),
         *spendings,
     ]
     return [chart for chart in charts if chart is not None]
@@ -81,13 +78,9 @@ def _curves(fit: FitSummary, overview: Overview) -> list[Curve]:
     return [curve_of(attack, title) for title, attack in quoted.items() if attack]
 
 
-def _measured_attacks(fit: FitSummary) -> list[AttackSummary]:
-    return [attack for attack in of_what_left(fit) if attack.quoted]
-
-
 def _draw_heat_map(fit: FitSummary) -> _Figure | None:
     """Draw a table of clients by rounds for each attack, in which colours show the leakage."""
-    attacks = [a for a in _measured_attacks(fit) if len(a.clients) > 1]
+    attacks = [a for a in of_what_left(fit) if a.quoted and len(a.clients) > 1]
     if not attacks:
         return None
     bins, tables = heat_maps(fit, attacks)
@@ -173,42 +166,6 @@ def _plot_utility(
     return plot.svg(f"Utility by {fit.unit}: {'; '.join(words)}")
 
 
-def _draw_knee(fit: FitSummary) -> _Figure | None:
-    """Draw the trained model's leakage against utility, with a dot for each look."""
-    tradeoff = knee(fit)
-    if tradeoff is None:
-        return None
-    name, looks, curve = tradeoff.metric, tradeoff.looks, tradeoff.curve
-    best = tradeoff.best
-    losses = [loss for loss, _ in looks]
-    x, y = (max(losses), min(losses)), (min([0.4, *(p.low or 0.4 for _, p in looks)]), 1.0)
-    pad = 0.08 * (x[0] - x[1]) or 0.1
-
-    def draw(width: float) -> str:
-        is_narrow = width < HALF
-        margins = (40, 24 if is_narrow else 150, 22, 40)
-        plot = Plot((width, 320), (x[0] + pad, x[1] - pad), y, margins)
-        plot.axes(ticks(y, 6), ticks(x, 4 if is_narrow else 7), f"{name}, better to the right")
-        plot.levels([curve.chance], limits_of(fit), are_named=not is_narrow)
-        at = plot.x(best[0])
-        plot.rule("best", [at], (plot.top, plot.bottom))
-        label = f"best {name}: {fit.unit} {best[1].step}"
-        plot.text(at - 8, plot.bottom - 8, label, "use", "end")
-        plot.line("faint", [(loss, point.value) for loss, point in looks])
-        for loss, point in looks:
-            plot.whisker(loss, point.rate, curve.tone(point))
-        for loss, point in {looks[0], looks[-1], best}:
-            label = f"{fit.unit} {point.step}: {brief(point.value)}"
-            anchor = "end" if plot.x(loss) > 0.7 * plot.right else "start"
-            plot.text(plot.x(loss), plot.y(point.value) + 18, label, "ink b", anchor)
-        return plot.svg(f"{curve.name}, AUC against {name}. {tradeoff.sentence}")
-
-    rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
-    caption = f"Each dot is a look. Higher: the trained model leaks more. {tradeoff.sentence}"
-    columns = [fit.unit, "AUC", name]
-    return _Figure("When learning turned into memorizing", caption, views(draw), columns, rows)
-
-
 def _draw_defense(fit: FitSummary) -> _Figure | None:
     """Draw the leakage that each attack measured before and after the defence."""
     pairs = before_and_after(fit)
@@ -252,33 +209,6 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
     )
     columns = ["attack", "before", "of what left"]
     return _Figure("What the defence took away", caption, views(draw), columns, rows)
-
-
-def _draw_attacks(fit: FitSummary) -> _Figure | None:
-    """Draw a small chart for each attack on shared updates or on the trained model."""
-    attacks = [a for a in _measured_attacks(fit) if len(a.clients) < 2]
-    if len(attacks) < 2:
-        return None
-    curves = {curve_of(a, a.name): measure(a.headline) for a in attacks}
-    bins = Bins([p.step for curve in curves for p in curve.points], MAX_DOTS)
-    x = bins.span(fit.length)
-    drawing, rows = Markup(""), []
-    for curve, metric in curves.items():
-        visible = bins.highest(curve.points)
-        last = f"{metric} {brief(curve.last.value)}"
-
-        plot = Plot((240, 118), x, (_lower_end({curve: visible}), 1), (28, 8, 8, 20))
-        plot.axes([0, 0.5, 1], ticks(x, 3))
-        plot.levels([curve.chance], limits_of(fit, f"/{curve.name}/"))
-        plot.curve(curve, list(visible.values()), max_dots=2)
-        title = '<div><p class="t">{}<span class="{}">{}</span></p>{}</div>'
-        svg = Markup(plot.svg(f"{curve.name} at {fit.unit} {curve.last.step}: {last}"))
-        drawing += Markup(title).format(curve.name, curve.tone(curve.last), last, svg)
-        ends = [curve.cell(point) for point in (curve.points[0], curve.last)]
-        rows.append(Row(curve.name, [Cell(metric), *ends]))
-    columns = ["attack", "measure", "first", "last"]
-    drawing = Markup('<div class="grid">{}</div>').format(drawing)
-    return _Figure("Each attack", bins.caption.strip(), drawing, columns, rows)
 
 
 def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int) -> _Figure | None:

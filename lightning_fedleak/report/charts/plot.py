@@ -84,9 +84,9 @@ class Plot:
         """Draw a line for each value, the numbers at both axes, and the name of the lower one."""
         for value in values:
             self.level("grid", value)
-            self.text(self.left - 8, self.y(value) + 4, _tick(value), anchor="end")
+            self.text(self.left - 8, self.y(value) + 4, f"{value:.4g}", anchor="end")
         for step in steps:
-            self.text(self.x(step), self.bottom + 16, _tick(step), anchor="middle")
+            self.text(self.x(step), self.bottom + 16, f"{step:.4g}", anchor="middle")
         if label:
             self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
 
@@ -161,11 +161,6 @@ def views(draw: Callable[[float], str], desk: float = DESK) -> Markup:
     """Return a chart as it is drawn for a desk and for a phone, of which the page shows one."""
     return Markup(f'<div class="desk">{draw(desk)}</div><div class="phone">{draw(PHONE)}</div>')
 
-
-def _tick(value: float) -> str:
-    """Return a number at an axis: .5 for 0.5."""
-    text = f"{value:.4g}"
-    return text.replace("0.", ".", 1) if 0 < abs(value) < 1 else text
 
 
 def ticks(span: Span, max_intervals: int) -> list[float]:

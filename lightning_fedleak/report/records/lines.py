@@ -192,6 +192,8 @@ class Spending(fields.Record):
         history: all of them, where they were recorded.
         sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
             ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
+        check: what gradients showed that the defence planted in the whole fit, in one line that
+            begins with the verdict's result; None before its end, and where there were none.
     """
 
     defense: str
@@ -202,6 +204,7 @@ class Spending(fields.Record):
     releases: int | None = None
     history: fields.History | None = None
     sampling: str | None = None
+    check: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,39 +322,6 @@ class GateLine(GateDecision, RunLine):
         return GateDecision(
             **{one.name: getattr(self, one.name) for one in dataclasses.fields(GateDecision)}
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentLine(RunLine):
-    """An answer of a client is about to leave, with a code of this line's hash.
-
-    Attributes:
-        step: round.
-        client: whose answer.
-        results, results_head: as :class:`EndLine` has them.
-    """
-
-    kind: str = field(default="sent", init=False)
-    step: int
-    client: str | int | None = None
-    results: fields.Count | None = None
-    results_head: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientLine(RunLine):
-    """The server got an answer of a client.
-
-    Attributes:
-        step: round.
-        client: whose answer, as the server names it.
-        code: :func:`code_of` the :class:`SentLine` in the client's log.
-    """
-
-    kind: str = field(default="client", init=False)
-    step: int
-    client: str | int | None = None
-    code: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -329,8 +329,6 @@ def test_a_low_number_beside_a_weak_reference_is_unknown_and_a_high_one_stands(
     [summary] = [a for a in content.runs[0].attacks if a.name == "combined_reference"]
     assert summary.is_blind == unknown
     assert "weak reference" in model_card(content)
-    advice = [step for step in content.next_steps if "on as many rows" in step]
-    assert bool(advice) == unknown
 
 
 def test_auto_is_refused_with_lines_that_train_one(tmp_path: Path) -> None:

@@ -283,19 +283,22 @@ class ClippedSum:
         self.clip = clip
         self.half = recorder.half or (earlier is not None and earlier.half)
 
-    def sum_of(self, parameter: Tensor, target: Tensor | None = None) -> Tensor:
+    def sum_of(
+        self, parameter: Tensor, target: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
         """Return the clipped sum of these samples' gradients, float32 or float64, in whole shape.
 
         Args:
             parameter: of the gradients.
             target: a sum to which it is added in place; None for zeros.
+            memory: may be overwritten with the sum, see :func:`per_sample.weighted_sum`.
         """
         if parameter not in self.parts:
             return per_sample.zeros_of(parameter) if target is None else target
         for start, end in self._spans:  # between samples that are not finite: zero times NaN is NaN
             parts, factors = self.parts[parameter], self.factors[start:end]
             parts = per_sample.between(parts, start, end)
-            target = per_sample.weighted_sum(parts, factors, parameter.shape, target)
+            target = per_sample.weighted_sum(parts, factors, parameter.shape, target, memory)
         return per_sample.zeros_of(parameter) if target is None else target
 
     def unclipped(self, team: Team) -> float:
@@ -355,7 +358,9 @@ class ClippedSum:
             gauge: measures the noise.
         """
         earlier = {} if self._earlier is None else self._earlier.sums
-        for index, parameter, total in self.sums(parameters, team, earlier):
+        # One process needs autograd's gradients no more: sums are written over them.
+        sums = self.sums(parameters, team, earlier, over_gradients=team.size == 1)
+        for index, parameter, total in sums:
             if isinstance(parameter, DTensor) and parameter in earlier:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
@@ -372,7 +377,12 @@ class ClippedSum:
                 gauge.after(exact, released)
 
     def sums(
-        self, parameters: Sequence[nn.Parameter], team: Team, earlier: dict[Tensor, Tensor]
+        self,
+        parameters: Sequence[nn.Parameter],
+        team: Team,
+        earlier: dict[Tensor, Tensor],
+        *,
+        over_gradients: bool = False,
     ) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Yield the index of each parameter, the parameter, and this process's part of its sum.
 
@@ -383,6 +393,7 @@ class ClippedSum:
             team: the processes of this client; a collective of them.
             earlier: this process's sums, in whole shape, of parameters that are not sharded; they
                 are removed, and these samples added to them.
+            over_gradients: whether a sum may be written over ``p.grad``, which saves new memory.
         """
         at_once, start = AT_ONCE if team.size > 1 else 0, 0
         while start < len(parameters):
@@ -391,7 +402,9 @@ class ClippedSum:
                 numbers, end = numbers + parameters[end].numel(), end + 1
             group = parameters[start:end]
             totals = [
-                self.sum_of(p, None if isinstance(p, DTensor) else earlier.pop(p, None))
+                self.sum_of(p)
+                if isinstance(p, DTensor)
+                else self.sum_of(p, earlier.pop(p, None), p.grad if over_gradients else None)
                 for p in group
             ]
             if team.size > 1:

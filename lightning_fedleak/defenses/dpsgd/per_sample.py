@@ -262,7 +262,11 @@ def squared_norms_of_users(
 
 
 def weighted_sum(
-    parts: Parts, weights: Tensor, shape: torch.Size, target: Tensor | None = None
+    parts: Parts,
+    weights: Tensor,
+    shape: torch.Size,
+    target: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """Return ``sum_b weights[b] gradient_b``, of the parameter's shape.
 
@@ -272,6 +276,8 @@ def weighted_sum(
         shape: The shape of the parameter.
         target: A tensor of this shape and of the gradients' dtype, to which the sum is added in
             place; None for zeros.
+        memory: A tensor of this shape that may be overwritten with the sum, where there is no
+            target: new memory of a large matrix takes a sixth as long as its product.
     """
     total = target
     for part in parts:
@@ -289,7 +295,8 @@ def weighted_sum(
             if total is not None:
                 total.addmm_(left.T, right)
                 continue
-            term = left.T @ right
+            usable = memory is not None and (memory.dim(), memory.dtype) == (2, left.dtype)
+            term = torch.mm(left.T, right, out=memory if usable else None)
         else:
             source = _wide(part.values)
             source = source * weights.to(source)[:, None, None]

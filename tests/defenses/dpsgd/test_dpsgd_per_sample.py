@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,7 +275,10 @@ def test_every_form_says_the_same(
         squares = full.flatten(1).square().sum(1)
         torch.testing.assert_close(squared_norms([form])[0], squares, rtol=1e-9, atol=1e-9)
         expected = torch.tensordot(weights, full, dims=1)
-        torch.testing.assert_close(weighted_sum(form, weights, shape), expected)
+        total = weighted_sum(form, weights, shape)
+        torch.testing.assert_close(total, expected)
+        memory = torch.full(shape, math.nan, dtype=torch.float64)
+        assert torch.equal(weighted_sum(form, weights, shape, memory=memory), total)
         value, terms = probe(form, left, right)
         torch.testing.assert_close(value, left @ full.sum(0) @ right)
         torch.testing.assert_close(terms, sum(map(squared_terms, form), start=left.new_zeros(())))

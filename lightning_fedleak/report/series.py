@@ -170,10 +170,12 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
             above = 0.0
         text = f"({brief(point.value)})" if point.withheld else brief(point.value)
         cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, above)))}"))
-    return [*cells, Cell(brief(_mean_value(points)), "b")]
+    is_known = any(point.value is not None for point in points)
+    return [*cells, Cell(brief(_mean_value(points)) if is_known else "?", "b")]
 
 
 def _mean_value(points: Iterable[Point]) -> float:
+    """Return the mean of the known values; -1, which sorts last, if none is known."""
     values = [point.value for point in points if point.value is not None]
     return fmean(values) if values else -1.0
 

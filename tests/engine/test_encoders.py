@@ -103,6 +103,14 @@ def test_the_truth_is_what_was_trained_on() -> None:
     tap.close()
 
 
+def test_torch_compile_is_why_a_compiled_encoder_cannot_be_read() -> None:
+    model = encoder()
+    model.compile()
+    why_not = EncoderTap(find_anatomy(model)).why_not
+    assert why_not is not None
+    assert "torch.compile" in why_not
+
+
 class Embedding(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         return contrastive_loss(model, inputs)

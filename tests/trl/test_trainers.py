@@ -212,8 +212,15 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
     assert last["auc"]["low"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["GRPO", "Reward"])
-def test_other_trainers_have_no_pairs_to_ask_about(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("GRPO", "trains on texts that the step itself writes"),
+        ("Reward", "trains a score of texts and not their likelihood"),
+    ],
+)
+def test_other_trainers_have_no_pairs_to_ask_about(name: str, why: str, tmp_path: Path) -> None:
     trainer = trainer_of(name, tmp_path)
-    with pytest.raises(ValueError, match=f"{name}Trainer .* leave preference_margin out"):
+    expected = f"{name}Trainer {why}, so .* remove preference_margin from attacks=$"
+    with pytest.raises(ValueError, match=expected):
         LeakageCallback(trainer, [PreferenceMargin()])

@@ -471,9 +471,7 @@ class _TransformersWatch(Watch):
         if best is not None and best != CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
             is_stale = (
-                self.engine.results.is_looks_dependent(best)
-                and weights
-                and weights.looked_at != step
+                self.engine.results.repeats_texts(best) and weights and weights.looked_at != step
             )
             value = math.nan if is_stale else self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)

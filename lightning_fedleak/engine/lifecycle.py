@@ -21,8 +21,8 @@ from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.results import (
-    MAX_WAITS,
     MAX_STEPS_WAITED,
+    MAX_WAITS,
     UNEXPLAINED,
     WORST,
     Results,

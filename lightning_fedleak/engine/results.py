@@ -72,7 +72,7 @@ class Results:
         self._newest: dict[Series, Outcome] = {}
         self.controls: dict[Series, Control] = {}
         self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
-        self._pending_reasons: dict[Series, str] = {}
+        self._pending_why: dict[Series, str] = {}
         self._with_result: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
@@ -170,7 +170,7 @@ class Results:
         self.deferrals = 0
         self._waits.clear()
         self._waiting_since.clear()
-        self._pending_reasons.clear()
+        self._pending_why.clear()
         self._with_result.clear()
         self._newest.clear()
         self.controls.clear()
@@ -179,7 +179,7 @@ class Results:
     def begin(self) -> None:
         """Start a fit: forget earlier outcomes, and keep what a checkpoint may have restored."""
         self._looks_before = self.looks
-        self._pending_reasons.clear()
+        self._pending_why.clear()
         self._with_result.clear()
         self._newest.clear()
 
@@ -223,10 +223,10 @@ class Results:
         if looks > 0:
             why = "training ended before the first result: "
             silent = (
-                s for s in self._channels if s in self._pending_reasons.keys() - self._with_result
+                s for s in self._channels if s in self._pending_why.keys() - self._with_result
             )
             return {
-                s: unknown(self._channels[s].metrics_of(s), why + self._pending_reasons[s])
+                s: unknown(self._channels[s].metrics_of(s), why + self._pending_why[s])
                 for s in silent
             }
         if due or self.deferrals > 0:
@@ -352,9 +352,7 @@ class Results:
                 self._waits[series] = waited + 1
             if outcome.soon:
                 self._waiting_since[series] = since
-        self._pending_reasons |= {
-            series: outcome.pending or "" for series, outcome in outcomes.items()
-        }
+        self._pending_why |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
         late = {series for series in outcomes if self._is_late(series, step)}
         self._with_result |= {series for series in outcomes if not outcomes[series].pending} | late
         final = dict(outcomes)

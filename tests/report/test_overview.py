@@ -212,8 +212,8 @@ def test_the_knee_is_said_in_words(tmp_path):
     found = found_in(tmp_path, lines, record)
     assert found.verdict.sentence == "The trained model tells who was in its training data."
     knee = (
-        "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of 0.90: what "
-        "came after bought no utility."
+        "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
+        "0.90: later steps did not improve val_loss."
     )
     assert found.overviews[0].knee == knee
     assert knee in page(found)

@@ -135,7 +135,7 @@ def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
     html = page(found_in(tmp_path, lines, record))
     table = html.partition('class="heat"')[2].partition("</table>")[0]
     rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
-    assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "their sum"]
+    assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "sum of all clients"]
     assert re.findall(r">([^<>]+)", rows[0][1]) == ["0.90", "(0.90)", "0.90"]
     assert "h9" in rows[0][1]
     assert re.findall(r">([^<>]+)", rows[3][1]) == ["0.20", "0.20"]

@@ -108,7 +108,7 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
         return None
     bins = Bins(steps, max_bins)
     visible = {curve: bins.highest(curve.points) for curve in curves}
-    lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
+    lines = {name: thin for name, line in metrics.items() if (thin := bins.downsample(line))}
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
@@ -286,7 +286,7 @@ def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int)
     bins = Bins([step for step, value in series if value is not None], max_bins)
     if len(bins.steps) < 2:
         return None
-    remaining, x = bins.thinned(series), bins.span(fit.length)
+    remaining, x = bins.downsample(series), bins.span(fit.length)
     last = list(remaining.values())[-1][1]
 
     def draw(width: float) -> str:

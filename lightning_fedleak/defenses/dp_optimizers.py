@@ -20,9 +20,9 @@ from lightning_fedleak.defenses import Accountant, Defense, DefenseContext, Defe
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
+# Share of further steps for which an epsilon is computed, and reused until then, so that not every
+# look recomputes it; it is about 1% too large.
 SLACK = 0.02
-"""Share of further steps for which an epsilon is computed, and reused until then, so that not every
-look recomputes it; it is about 1% too large."""
 MAX_DELTA = 1e-5
 """Largest delta of a reported epsilon; for more than 10,000 examples 0.1 / N is used instead."""
 
@@ -63,7 +63,7 @@ class OptimizerDP(Defense):
                 f"{self.name} adds noise: Opacus has DifferentiallyPrivateDistributedDataParallel"
             )
         if self._has_pre_step and stage is Stage.LOCAL:
-            return f"{self.name} computes its gradient in its step, and none exists before"
+            return f"{self.name} has no gradient before its step, which sums per-example ones"
         if not self._has_pre_step and stage is not Stage.LOCAL:
             return (
                 f"{self.name} adds noise inside its step, where the released gradient cannot be "
@@ -95,9 +95,7 @@ class OptimizerDP(Defense):
         """
         accountant = self.accountant
         if accountant is None or not accountant.history:
-            raise DefenseError(
-                f"{self.name}: no accountant was found or no step was taken, so the cost is unknown"
-            )
+            raise DefenseError(f"{self.name}: no accountant with a history, so the cost is unknown")
         noise, rate, _ = accountant.history[-1]
         examples = (self.expected_batch_size or 0) * self._world_size() / rate
         delta = min(MAX_DELTA, 0.1 / max(1.0, examples))

@@ -199,11 +199,8 @@ class Results:
                 in a row all series are *unknown*.
         """
         if look.scope is not None:  # a series that is retried once more keeps its earlier outcome
-            return {
-                series: outcome
-                for series, outcome in (outcomes or {}).items()
-                if not outcome.soon or self._is_late(series, look.step)
-            } or None
+            tried = (outcomes or {}).items()
+            return {s: o for s, o in tried if not o.soon or self._is_late(s, look.step)} or None
         if outcomes is None:
             self.deferrals += 1
             if self.deferrals <= MAX_WAITS:
@@ -222,12 +219,11 @@ class Results:
         looks = self.looks - self._looks_before
         if looks > 0:
             why = "training ended before the first result: "
-            silent = (
-                s for s in self._channels if s in self._pending_why.keys() - self._with_result
-            )
+            silent = self._pending_why.keys() - self._with_result
             return {
-                s: unknown(self._channels[s].metrics_of(s), why + self._pending_why[s])
-                for s in silent
+                s: unknown(channel.metrics_of(s), why + self._pending_why[s])
+                for s, channel in self._channels.items()
+                if s in silent
             }
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"

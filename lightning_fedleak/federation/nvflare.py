@@ -277,13 +277,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
         def train() -> tuple[State, Sequence[Any]]:
             if result is None:
-                raise federation.UpdateError(
-                    f"the training script returned no model ({shareable.get_return_code()})"
-                )
+                code = shareable.get_return_code()
+                raise federation.UpdateError(f"the training script returned no model ({code})")
             if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise federation.UpdateError(
-                    f"'{name}' is an array beside the model, which no attack covers: remove it "
-                    "from the result's meta"
+                    f"'{name}' is an array that no attack covers: remove it from the meta data"
                 )
             before = sent if result.data_kind == DataKind.WEIGHT_DIFF else None
             return read_state(result.data, before), hand_over.take()
@@ -390,9 +388,8 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         passed = [name for name in unsupported if kwargs.get(name)]
         if passed or kwargs.get("ignore_result_error") is False:
             raise DefenseError(
-                f"PrivateFedAvg({(passed or ['ignore_result_error'])[0]}=...) is not supported: "
-                "the guarantee needs equal weights, noise on all trained parameters, and failed "
-                "clients that count as zero"
+                f"PrivateFedAvg({(passed or ['ignore_result_error'])[0]}=...) has no guarantee: "
+                "it needs equal weights, noise on all that is trained, and zero for failed clients"
             )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp

@@ -54,11 +54,9 @@ FILE = "fedleak.safetensors"
 _USAGE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
 """TRL's trainers whose preference pairs can be queried on the trained weights."""
-_NOT_LIKELIER = {
-    **dict.fromkeys(_PAIRS, "makes rejected texts less likely"),
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trains on texts that the step itself writes"),
-    "RewardTrainer": "trains a score of texts and not their likelihood",
-}
+_NOT_LIKELIER = dict.fromkeys(_PAIRS, "makes rejected texts less likely")
+_NOT_LIKELIER |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trains on texts that it writes")
+_NOT_LIKELIER["RewardTrainer"] = "trains a score of texts and not their likelihood"
 """TRL's trainers that do not make the texts of the data more likely, and what they do instead."""
 
 
@@ -130,10 +128,7 @@ class LeakageCallback(TrainerCallback, Reported):
         settings: WatchSettings | None = None,
     ) -> None:
         if not isinstance(trainer, transformers.Trainer):
-            raise TypeError(
-                "LeakageCallback needs the Trainer, which does not exist yet when callbacks= is "
-                f"passed: {_USAGE}"
-            )
+            raise TypeError(f"LeakageCallback needs the Trainer, so make that first: {_USAGE}")
         self.trainer = trainer
         (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
         folder = folder or str(trainer.args.output_dir)
@@ -144,9 +139,7 @@ class LeakageCallback(TrainerCallback, Reported):
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
         on_weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
         has_pairs = bases <= _PAIRS
-        listed = [
-            a.name for a in on_weights if not has_pairs or getattr(a, "part", None) != "pairs"
-        ]
+        listed = [a.name for a in on_weights if not has_pairs or getattr(a, "part", "") != "pairs"]
         if bases and listed and attacks != "auto":
             base = bases.pop()
             hint = "; PreferenceMargin() attacks its preference pairs" if has_pairs else ""
@@ -169,9 +162,7 @@ class LeakageCallback(TrainerCallback, Reported):
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Raise an error if it is passed in ``callbacks=`` of another Trainer than its own."""
-        raise ValueError(
-            f"LeakageCallback must be added to the Trainer that it was created with: {_USAGE}"
-        )
+        raise ValueError(f"LeakageCallback is for the Trainer it was created with: {_USAGE}")
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Find the model's parts, calibrate the attacks, and wrap ``training_step``."""

@@ -202,7 +202,7 @@ def test_before_its_step_nothing_is_known_and_without_an_account_no_epsilon(tmp_
         stages=("local", "shared"),
         anatomy={"blocks": "_module.blocks"},
     )
-    with watch, pytest.warns(UserWarning, match="single examples"):
+    with watch, pytest.warns(UserWarning, match="per-example ones"):
         train(model, optimizer, watch)
     assert math.isnan(watch.latest["leakage_local/bag_of_words/f1"])
     assert not any("epsilon" in name for name in watch.latest)

@@ -215,7 +215,7 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("GRPO", "trains on texts that the step itself writes"),
+        ("GRPO", "trains on texts that it writes"),
         ("Reward", "trains a score of texts and not their likelihood"),
     ],
 )

@@ -274,10 +274,7 @@ class FCMembership(MembershipAttack):
             ladder = self.ladder
             ascending = all(a < b for a, b in pairwise(ladder))
             if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
-                raise ValueError(
-                    "ladder must be positive, ascending multiples of tau that include 1.0, got "
-                    f"{ladder}"
-                )
+                raise ValueError(f"ladder must ascend, be positive and include 1.0, got {ladder}")
         self._precisions: dict[str, Precision] = {}
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -300,8 +297,7 @@ class FCMembership(MembershipAttack):
         current = next((p for prefix, p in prefixes.items() if name.startswith(prefix)), None)
         if current is None:
             raise ValueError(
-                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)}, or a value of "
-                "the Trainer's precision argument"
+                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)} or a Trainer's"
             )
         self._precisions["trainer"] = current
 

@@ -208,18 +208,15 @@ def _position_directions(
     sums, position_inputs = states(probe), states(words[:1].expand(1, length))
     if mean is None:
         all_ids = torch.arange(size, device=device)[:, None]
-        parts = all_ids.split(TOKENS_AT_ONCE)
+        parts = torch.split(all_ids, TOKENS_AT_ONCE)
         mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / size
-    linear, bias = _Linear(), None
-    tolerance = _ADDITIVE
+    linear, bias, tolerance = _Linear(), None, _ADDITIVE
     if norm is not None:
         outputs = linear_maps.input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = getattr(norm, "bias", None)
-    bias_rows = mean.new_zeros(0, known_input.width)
-    if bias is not None:
-        bias_rows = bias.detach().double()[None]
+    offset = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
     # In a sum of word and position the positions cancel in the difference of the two texts, and the
     # words in its sum with its own reverse.
     difference = sums[0] - sums[1]
@@ -234,7 +231,7 @@ def _position_directions(
     ]
     # One word at every position: its differences to the first position are the positions'.
     positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
-    return positions, torch.cat([bias_rows, *(linear((t - t[:1])[1:]) for t in types)]), mean
+    return positions, torch.cat([offset, *(linear((t - t[:1])[1:]) for t in types)]), mean
 
 
 @dataclass(frozen=True)
@@ -262,8 +259,7 @@ class _Linear:
             errors.append(float((x * scale - y).abs().max() / y.abs().max()))
         if min(errors) <= tolerance:
             return cls(gain, errors[0] <= errors[1])
-        name = type(norm).__name__
-        raise NotAdditive(f"the norm before the input ({name}) is neither LayerNorm nor RMSNorm")
+        raise NotAdditive(f"the input's norm ({type(norm).__name__}) is no LayerNorm or RMSNorm")
 
 
 def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:

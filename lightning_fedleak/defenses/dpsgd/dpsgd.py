@@ -218,9 +218,7 @@ class DPSGD(Defense):
             DefenseError: The unit of privacy is a user.
         """
         if self.users is not None:
-            raise DefenseError(
-                "the unit of privacy is a user, but single rows were held out: hold out whole users"
-            )
+            raise DefenseError("its unit is a user, but rows were held out: hold out whole users")
         return self._budget.curve()
 
     def harden(self) -> str | None:

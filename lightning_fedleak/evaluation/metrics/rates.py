@@ -49,14 +49,12 @@ class Counts:
 
     def means(self) -> dict[str, float]:
         """Return the means over the batches that have a value; NaN if no batch has one."""
-        sums_and_counts = {
+        sums = {
             "type_count_error": (self.error_sum, self.n_estimates),
             "certified": (self.n_certified, self.n_certificates),
             "capacity": (self.capacity_sum, self.n_capacities),
         }
-        return {
-            n: total / count if count else math.nan for n, (total, count) in sums_and_counts.items()
-        }
+        return {name: total / n if n else math.nan for name, (total, n) in sums.items()}
 
 
 @dataclass(frozen=True)

@@ -281,11 +281,10 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         models = outermost(inner or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
-        trained, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
+        path, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
         raise AnatomyError(
             f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "
-            f"one: settings=WatchSettings(anatomy={{'model': '{trained}'}}), or, of find_anatomy, "
-            f"model='{trained}'."
+            f"one: settings=WatchSettings(anatomy={{'model': '{path}'}}), or pass model='{path}'."
         )
     return models[0][1] if models else None
 

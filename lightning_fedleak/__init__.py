@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.defenses import Freeze as Freeze
     from lightning_fedleak.defenses import GradientCompression as GradientCompression
     from lightning_fedleak.defenses import GradientNoise as GradientNoise
+    from lightning_fedleak.defenses import QuantileClip as QuantileClip
     from lightning_fedleak.defenses import TokenLDP as TokenLDP
     from lightning_fedleak.defenses import Users as Users
     from lightning_fedleak.defenses import mean_of_sample_means as mean_of_sample_means

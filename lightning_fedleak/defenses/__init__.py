@@ -14,6 +14,7 @@ from lightning_fedleak.defenses.base import DefenseError as DefenseError
 from lightning_fedleak.defenses.base import Privacy as Privacy
 from lightning_fedleak.defenses.base import refuse as refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC as DPAdamBC
+from lightning_fedleak.defenses.dpsgd.clipped_sum import QuantileClip as QuantileClip
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD as DPSGD
 from lightning_fedleak.defenses.dpsgd.loss_graph import mean_of_sample_means as mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.settings import ClipSettings as ClipSettings

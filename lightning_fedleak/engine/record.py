@@ -216,7 +216,7 @@ class RunRecord:
                 run="",
                 step=run.step,
                 outcome=outcome,
-                privacy=spendings(accounting(run.defenses)),
+                privacy=spendings(accounting(run.defenses), ended=True),
                 results=number,
                 results_head=head,
                 weights=weights,
@@ -490,13 +490,19 @@ def _root(defense: Defense, defenses: Sequence[Defense]) -> str:
     return "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
 
 
-def spendings(defenses: Sequence[Defense]) -> tuple[records.Spending, ...]:
-    """Return what each defence that accounts has spent, and on which releases."""
+def spendings(defenses: Sequence[Defense], *, ended: bool = False) -> tuple[records.Spending, ...]:
+    """Return what each defence that accounts has spent, and on which releases.
+
+    Args:
+        defenses: that account.
+        ended: whether the fit has ended, and with it the checks that some of them make.
+    """
     return tuple(
         records.Spending(
             defense=defense.name,
             history=_history(defense),
             sampling=getattr(getattr(defense, "accountant", None), "sampling", None),
+            check=getattr(defense, "finding", None) if ended else None,
             **asdict(cost),
         )
         for defense, cost in _costs(defenses)

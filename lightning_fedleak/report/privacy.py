@@ -52,6 +52,7 @@ class Account:
         largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
             (epsilon, delta) that its releases have; None where none holds.
         limit: what that is, in a sentence.
+        check: what planted gradients showed of the training; None where none were planted.
         statement: all of it, in sentences.
     """
 
@@ -83,6 +84,7 @@ class Account:
     largest_tpr: float | None = records.named("largest_tpr_at_fpr_0.01", default=None)
     largest_auc: float | None = None
     limit: str | None = None
+    check: str | None = None
     statement: str = ""
 
     @property
@@ -112,14 +114,23 @@ class Account:
         """Epsilon at delta, and why it is none of the run where it is not."""
         bound = f"{wording.in_words(self.epsilon)} at {wording.in_words(self.delta)}"
         if not self.holds:
-            return f"none holds (recorded: {bound})"
-        return bound if self.whole else f"{bound}, until the last look alone"
+            bound = f"none holds (recorded: {bound})"
+        elif not self.whole:
+            bound = f"{bound}, until the last look alone"
+        return f"{bound}; planted gradients: {self.check_result}" if self.check else bound
+
+    @property
+    def check_result(self) -> str:
+        """The word for what planted gradients showed."""
+        return (self.check or "none").partition(";")[0].partition(":")[0]
 
     @property
     def claim_in_short(self) -> str:
         """Epsilon at delta, and of how many releases."""
         if not self.holds:
             return "no epsilon holds"
+        if self.check_result == "refuted":
+            return "refuted by planted gradients"
         whole = "" if self.whole else ", until the last look alone"
         return (
             f"ε {wording.digits(self.epsilon)} at δ {wording.digits(self.delta)}"
@@ -225,6 +236,7 @@ def _account(
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
+        check=_verdict_of(log, most.defense, settings),
     )
     account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
@@ -235,6 +247,16 @@ def _account(
         account = replace(account, largest_tpr=tpr, largest_auc=auc)
     account = replace(account, limit=_limit(account))
     return replace(account, statement=_statement(account))
+
+
+def _verdict_of(log: FitLog, defense: str, settings: records.JsonObject) -> str | None:
+    """Return what planted gradients showed, the worst of several clients; None without any."""
+    end = log.end.privacy or () if log.end else ()
+    found = {one.check for one in end if one.defense == defense and one.check}
+    if found:
+        order = ("refuted", "unknown", "not refuted")
+        return min(found, key=lambda one: next(i for i, w in enumerate(order) if one.startswith(w)))
+    return "unknown: no verdict was recorded" if settings.get("check") else None
 
 
 def without_ledger(settings: records.JsonObject | None) -> records.JsonObject:
@@ -355,7 +377,7 @@ def _statement(account: Account) -> str:
     """Return what was promised, in sentences."""
     guarantee = f"The guarantee: {account.guarantee.strip().rstrip('.')}. "
     if not account.holds:
-        return f"No epsilon holds for these releases. {guarantee}"
+        return f"No epsilon holds for these releases. {guarantee}{_checked(account)}"
     release = "round" if account.is_of_clients else "release"
     releases = release + "s" * (account.releases != 1)
     accountant = f"the accountant {account.accountant}"
@@ -393,10 +415,17 @@ def _statement(account: Account) -> str:
             f"{wording.digits(account.epsilon_over_clients)}. "
         )
     limit = f"{account.limit} " if account.limit else ""
+    text += _checked(account)
     return (
         f"{text}{account.trusted} {limit}It does not cover the leakage logs, validation metrics, "
         "the choice of settings, or decisions that people or gates took in sight of private data."
     )
+
+
+def _checked(account: Account) -> str:
+    """Return in a sentence what planted gradients showed of the account."""
+    sentence = f"Gradients planted in the training, to refute this: {account.check_result}. "
+    return sentence if account.check else ""
 
 
 # ---- ledgers: files that know every release, also of a fit that was killed ----------------------

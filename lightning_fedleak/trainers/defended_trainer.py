@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,10 @@ else:
 _PLAIN_STEPS = ("transformers.", "trl.")
 """Packages of trainers whose ``training_step`` adds nothing to a loss."""
 _METRIC_SCHEDULERS = {"ReduceLROnPlateau", "GreedyLR"}  # not every transformers has GreedyLR
-_PAIRWISE = {"DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
-"""TRL's trainers whose examples hold several texts."""
+_PAIRWISE = {"KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+"""TRL's trainers, beside DPOTrainer, whose examples hold several texts."""
+_JOINT_LOSSES = {"aot", "aot_unpaired", "sft"}
+"""Losses of DPOTrainer that sort pairs, or divide by the tokens of all."""
 
 
 class _TrainerHost(Host):
@@ -130,8 +133,9 @@ class _TrainerHost(Host):
         self._trainer.control.should_training_stop = True
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch as the Trainer moves it."""
-        return self._trainer._prepare_inputs(batch)
+        """Return a batch as the Trainer moves it, of pairs as the defences get it."""
+        batch = self._trainer._prepare_inputs(batch)
+        return _changed(_by_pair, batch) if self._trainer._of_pairs else batch
 
     @contextmanager
     def without_logs(self) -> Iterator[None]:
@@ -181,6 +185,8 @@ class DefendedMixin(Trainer):
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given: Any = bound.get("train_dataset", kwargs.get("train_dataset"))
         super().__init__(*args, **kwargs)
+        names = {cls.__name__ for cls in type(self).__mro__}
+        self._of_pairs = self._per_sample and "DPOTrainer" in names
         self.outside_epsilon = outside_epsilon
         client: Client = "rank" if self.args.world_size == 1 else "world"
         self._fedleak = UpdateRelease(defenses, client, type(self).__name__)
@@ -308,6 +314,41 @@ class DefendedMixin(Trainer):
             "afterwards, which sends the weights": args.push_to_hub and self._per_sample,
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
+        if self._of_pairs:
+            self._check_pairs(root)
+
+    def _check_pairs(self, root: nn.Module) -> None:
+        """Raise an error for a setting of DPOTrainer under which a pair has no gradient of its own.
+
+        The loss that is left is known to be a mean over pairs, and TRL's function for the log
+        probabilities has no second derivative by which DPSGD could check that.
+        """
+        losses = getattr(self, "loss_types", None) or [self.args.loss_type]  # type: ignore[attr-defined]
+        joint = [name for name in losses if name in _JOINT_LOSSES]
+        methods = "compute_loss", "_compute_loss", "compute_ref_log_probs"
+        changed = _overriding([c for c in type(self).__mro__ if c is not DefendedMixin], *methods)
+        head: Any = getattr(root, "get_output_embeddings", lambda: None)()
+        heads = () if head is None else head.parameters()
+        refusals = {
+            f"loss_type={joint} sorts the pairs of a batch, or divides by the tokens of all, so "
+            "that no pair has a loss of its own: use 'sigmoid', or another loss of one pair": joint,
+            "router_aux_loss_coef adds a loss of all tokens of the batch: set it to 0": (
+                getattr(self, "aux_loss_enabled", False)
+            ),
+            "a picture's patches are no rows of a pair: train on texts alone": (
+                getattr(self, "_is_vision_dataset", False)
+            ),
+            "TRL reads the output head's weights outside of their layer, where no pair has a "
+            "gradient of its own: pass peft_config=LoraConfig(...), or freeze the head": any(
+                p.requires_grad for p in heads
+            ),
+            f"{', '.join(changed)} changes the loss, which is known to be a mean over pairs as TRL "
+            "computes it: use DPOTrainer itself": changed,
+        }
+        refuse(f"{self._fedleak.owner}: ", refusals)
+        for defense in self.defenses:
+            if isinstance(defense, DPSGD):
+                defense.clip = dataclasses.replace(defense.clip, loss="trusted")
 
     def get_train_dataloader(self) -> data.DataLoader[Any]:
         """Return the loader that the defences make, if training is being set up."""
@@ -321,6 +362,9 @@ class DefendedMixin(Trainer):
             del accelerator.prepare
         self._open()
         self._setting_up = False
+        if self._of_pairs:
+            plain.collate_fn = functools.partial(plain.collate_fn)
+            plain.collate_fn.rows_per_example = 2  # type: ignore[attr-defined]
         is_splittable = type(plain.sampler) in (data.RandomSampler, data.SequentialSampler)
         if self._per_sample and self.args.world_size > 1 and is_splittable:
             plain = _split(plain, self.args.world_size, self.args.process_index)
@@ -376,10 +420,15 @@ class DefendedMixin(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def run(rows: Any) -> Any:
+            called: Any = model
+            if self._of_pairs:
+                rows, called = _changed(_by_side, rows), functools.partial(_run_by_pair, model)
             with super(DefendedMixin, self).compute_loss_context_manager():
-                return super(DefendedMixin, self).compute_loss(model, rows, *args, **kwargs)
+                return super(DefendedMixin, self).compute_loss(called, rows, *args, **kwargs)
 
-        return self._fedleak.training_step(run, inputs)
+        return self._fedleak.training_step(
+            run, _changed(_by_pair, inputs) if self._of_pairs else inputs
+        )
 
     def _begin(self) -> None:
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
@@ -393,6 +442,41 @@ class DefendedMixin(Trainer):
 
 def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:
     return mean_of_sample_means(outputs.logits, labels, causal=True)
+
+
+def _by_pair(rows: Tensor) -> Tensor:
+    """Return (2 B, ...) rows, the chosen ones first, as (B, 2, ...)."""
+    return rows.reshape(2, len(rows) // 2, *rows.shape[1:]).transpose(0, 1)
+
+
+def _by_side(pairs: Tensor) -> Tensor:
+    """Return (B, 2, ...) rows as (2 B, ...), the chosen ones first."""
+    return pairs.transpose(0, 1).flatten(0, 1)
+
+
+def _run_by_pair(model: nn.Module, **batch: Any) -> Any:
+    """Run a model with the rows of each pair side by side, as DPSGD takes those of a sample."""
+    rows = len(batch["input_ids"])
+    output = model(**_changed(lambda sides: _by_pair(sides).flatten(0, 1), batch))
+    parted = _changed(lambda r: _by_side(r.reshape(-1, 2, *r.shape[1:])), output, rows)
+    for name, value in parted.items():
+        output[name] = value
+    return output
+
+
+def _changed(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = None) -> Any:
+    """Return a mapping with its tensors of rows changed; numbers of a pair stay.
+
+    Args:
+        change: of the rows.
+        batch: the mapping.
+        rows: how many there are; None: as many as there are ids.
+    """
+    rows = len(batch["input_ids"]) if rows is None else rows
+    return {
+        name: change(v) if isinstance(v, Tensor) and v.dim() > 1 and len(v) == rows else v
+        for name, v in batch.items()
+    }
 
 
 def _overriding(classes: Sequence[type], *methods: str) -> list[str]:

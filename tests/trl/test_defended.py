@@ -12,13 +12,14 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from trl import DPOTrainer, SFTConfig, SFTTrainer
+from peft import LoraConfig
+from trl import DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
 from lightning_fedleak.trainers import defended
 from tests.docs.blocks import ROOT, blocks_of
 from tests.trainers.hosts import traced
-from tests.trl.test_trl import COMMON, ROWS, dpo, model_of, tokenizer
+from tests.trl.test_trl import COMMON, ROWS, dpo, model_of, pairs, tokenizer
 
 CLIP = 0.05
 
@@ -100,10 +101,23 @@ def test_no_text_decides_how_many_there_are(content: str, mode: str, tmp_path: P
         assert len(trainer.eval_dataset) == len(plain.train_dataset)
 
 
-def test_pairs_are_refused(tmp_path: Path) -> None:
+def test_pairs_of_a_whole_model_are_refused(tmp_path: Path) -> None:
     kind = partial(defended(DPOTrainer), defenses=[DPSGD(CLIP, 1.0)])
-    with pytest.raises(DefenseError, match="DPOTrainer"):
+    with pytest.raises(DefenseError, match="DPOTrainer: TRL reads the output head's weights"):
         dpo(tmp_path, kind=kind).train()
+
+
+def test_rated_answers_are_refused(tmp_path: Path) -> None:
+    trainer = defended(KTOTrainer)(
+        model_of(),
+        args=KTOConfig(str(tmp_path), **COMMON),
+        train_dataset=Dataset.from_list([r | {"label": n % 2 == 0} for n, r in enumerate(pairs())]),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
+        defenses=[DPSGD(CLIP, 1.0)],
+    )
+    with pytest.raises(DefenseError, match="KTOTrainer compares several texts in one example"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["packed", "padding-free"])

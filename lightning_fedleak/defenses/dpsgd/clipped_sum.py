@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses import base, processes
+from lightning_fedleak.defenses.checks import check_number
 from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
-from lightning_fedleak.defenses.noise import NoiseGauge
+from lightning_fedleak.defenses.noise import NoiseGauge, standard_normal
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.model.anatomy import where_whole
 
-MaxGradNorm = float | Literal["auto"]
+MOST_CHANGE = 1e6  # of a clip norm by noise alone, up or down: float32 squares such a norm
 
 # Numbers of small parameters that are summed over processes at once. Not tuned; larger: more memory
 AT_ONCE = 1 << 20
@@ -37,6 +38,82 @@ RELATIVE = 1e-2  # share of the largest gradient; smaller ones may be rounding (
 # Distance of autograd's gradient from the sum of the samples' parts, over its size.
 FINE = 1e-3  # in float32
 COARSE = 0.05  # with products of 8 or 11 bits: 12 times .0039, by which these move a gradient
+
+
+@dataclass(frozen=True)
+class QuantileClip:
+    """A clip norm that follows a quantile of gradients' norms (Andrew et al. 2021, Algorithm 1).
+
+    Each release also counts, with noise, how many gradients were not clipped, and the norm becomes
+    ``C exp(-learning_rate (b - quantile))``: b is that count over the expected batch size. The
+    account's noise multiplier z is of both queries together (their Theorem 1): the count's noise is
+    ``count_noise z``, so that the gradients' is ``z / sqrt(1 - 1 / (2 count_noise)^2)`` times C.
+
+    Examples:
+        >>> from lightning_fedleak import DPSGD, QuantileClip
+        >>> DPSGD(QuantileClip(initial=0.1), target_epsilon=8, target_delta=1e-5).clip_norm
+        0.1
+
+    Attributes:
+        initial: C of the first release.
+        quantile: share of the gradients that are not to be clipped.
+        learning_rate: of the norm's logarithm.
+        count_noise: standard deviation of the count's noise over z; above 1/2. At 5 the gradients'
+            noise is half a percent larger.
+
+    Raises:
+        DefenseError: a value out of range.
+    """
+
+    initial: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_number("QuantileClip: initial", self.initial, above=0)
+        check_number("QuantileClip: quantile", self.quantile, above=0, below=1)
+        check_number("QuantileClip: learning_rate", self.learning_rate, above=0)
+        hint = "the count of gradients that are not clipped moves by 1/2"
+        check_number("QuantileClip: count_noise", self.count_noise, above=0.5, hint=hint)
+
+    @property
+    def gradient_noise(self) -> float:
+        """Return the noise multiplier of the gradients over that of both queries together."""
+        return 1 / math.sqrt(1 - (2 * self.count_noise) ** -2)
+
+    def next_norm(
+        self, norm: float, unclipped: float, expected: float, noise_multiplier: float, key: bytes
+    ) -> float:
+        """Return the norm of the next release.
+
+        Args:
+            norm: of this one.
+            unclipped: sum over its gradients of 1/2 for each that is not clipped, else -1/2: one
+                example moves it by 1/2.
+            expected: batch size.
+            noise_multiplier: z.
+            key: of the count's noise.
+        """
+        drawn = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
+        share = (unclipped + self.count_noise * noise_multiplier * float(drawn)) / expected + 0.5
+        norm *= math.exp(-self.learning_rate * (share - self.quantile))
+        return min(max(norm, self.initial / MOST_CHANGE), self.initial * MOST_CHANGE)
+
+    def check_clients(self, clients: int) -> None:
+        """Raise an error for several clients, as each would clip at a norm of its own.
+
+        Raises:
+            DefenseError: says what to use.
+        """
+        if clients > 1:
+            raise base.DefenseError(
+                f"QuantileClip: each of {clients} clients would clip at a norm of its own, and the "
+                "noise of all is for one. Use client='world', or a clip norm that stays."
+            )
+
+
+MaxGradNorm = float | Literal["auto"] | QuantileClip
 
 
 @dataclass(frozen=True)
@@ -220,6 +297,13 @@ class ClippedSum:
             parts = per_sample.between(parts, start, end)
             target = per_sample.weighted_sum(parts, factors, parameter.shape, target)
         return per_sample.zeros_of(parameter) if target is None else target
+
+    def unclipped(self, team: Team) -> float:
+        """Return the sum over all samples of 1/2 for each that is not clipped, else -1/2."""
+        norms = self.norms
+        if self._earlier is not None:
+            norms = torch.cat([self._earlier.rows[0], norms])
+        return float(team.summed(((norms <= self.clip.norm).double() - 0.5).sum()))
 
     def with_canary(self, samples: Tensor, divisor: float) -> base.CanaryGradient:
         """Return what is released of crafted layers, clipped together with the real ones.

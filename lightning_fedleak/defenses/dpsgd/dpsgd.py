@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import os
@@ -28,7 +29,7 @@ from lightning_fedleak.defenses.base import (
 )
 from lightning_fedleak.defenses.dpsgd import settings, setup_checks
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
-from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
 from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
@@ -60,10 +61,10 @@ class DPSGD(Defense):
 
     Args:
         max_grad_norm: The clip norm C, or ``"auto"`` for automatic clipping,
-            ``g / (|g| + gamma)``, which needs no clip norm.
+            ``g / (|g| + gamma)``, which needs no clip norm, or a :class:`QuantileClip`, which
+            follows the norms.
         noise_multiplier: The noise multiplier sigma.
-        target_epsilon: The epsilon that the whole run may spend; sigma is computed from the number
-            of steps.
+        target_epsilon: The epsilon that the whole run may spend; sigma follows from the steps.
         target_delta: The delta of the guarantee, less than 1 / N for N examples. Default: 0.1 / N.
             Required with ``target_epsilon``.
         accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that is valid
@@ -71,8 +72,7 @@ class DPSGD(Defense):
         max_physical_batch_size: The maximum number of rows per forward pass. A larger batch is run
             in pieces and released once. None: no limit.
         ledger: The path of a file that records every release, so that a crash loses none.
-        unit: What is added or removed: an ``"example"``, or a user with all of their rows
-            (:class:`Users`).
+        unit: What is added or removed: an ``"example"``, or a user with all rows (:class:`Users`).
         clip: How per-sample gradients are stored and clipped, and whether the loss is trusted:
             :class:`ClipSettings`.
         release: The trust in the server, hardening, and the end of the budget:
@@ -118,7 +118,7 @@ class DPSGD(Defense):
         clip, release = clip or ClipSettings(), release or ReleaseSettings()
         settings.check_budget(noise_multiplier, target_epsilon, target_delta, seed, accountant)
         settings.check_combination(max_grad_norm, unit, max_physical_batch_size)
-        settings.check_referee(check, unit, noise_multiplier)
+        settings.check_referee(check, unit, noise_multiplier, max_grad_norm)
         self._max_grad_norm = max_grad_norm
         self.target_epsilon = target_epsilon
         self.target_delta = target_delta
@@ -142,20 +142,30 @@ class DPSGD(Defense):
             seeded=seed is not None,
             max_hardenings=release.max_hardenings,
         )
-        norm, gamma = (1.0, clip.gamma) if max_grad_norm == "auto" else (float(max_grad_norm), None)
-        self._clip = Clip(norm, gamma, clip.form)
+        quantile = max_grad_norm if isinstance(max_grad_norm, QuantileClip) else None
+        norm: Any = max_grad_norm if quantile is None else quantile.initial
+        norm, gamma = (1.0, clip.gamma) if norm == "auto" else (float(norm), None)
+        self._clip, self._quantile = Clip(norm, gamma, clip.form), quantile
+        # The gradients' noise multiplier over the account's, which is of the quantile's count too.
+        self._noise_share = 1.0 if quantile is None else quantile.gradient_noise
         self._opened_ledger = False
         self._sampling: Sampling | None = None
         self._team = Team()
         self._step: WatchedStep | None = None
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._referee: Any = None  # of the last fit
+        self._is_alone = True
         self._later_defenses: list[str] = []
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
-        """Return the clip norm that was passed; it is read-only."""
+        """Return the clip norm as it was passed; it is read-only."""
         return self._max_grad_norm
+
+    @property
+    def clip_norm(self) -> float:
+        """Return C of the next release. What a :class:`QuantileClip` makes of it is public."""
+        return self._clip.norm
 
     @property
     def accountant(self) -> accounting.Accountant | accounting.RenyiFilter:
@@ -180,6 +190,16 @@ class DPSGD(Defense):
         detected. No epsilon covers it: do not publish it.
         """
         return None if self._referee is None else self._referee.verdict()
+
+    @property
+    def finding(self) -> str | None:
+        """Return the verdict in one line, for the record of the fit; None without ``check``.
+
+        One process writes the record, and a verdict on several needs all of them.
+        """
+        if self._referee is None or self._is_alone:
+            return None if self._referee is None else str(self.verdict.in_short)
+        return "unknown: several processes trained, and no one of them knows of all looks"
 
     @property
     def privacy(self) -> Privacy:
@@ -208,15 +228,15 @@ class DPSGD(Defense):
             "group_by": None if users is None else users.group_by,
         }
         values |= {n: v for n, v in optional.items() if isinstance(v, int | float | str)}
+        if (quantile := self._quantile) is not None:
+            values |= {f"clip_{name}": value for name, value in vars(quantile).items()}
+            values |= {"max_grad_norm": quantile.initial}
         values |= {"clipping": clip.form, "gamma": clip.gamma, "loss": clip.loss}
+        values |= {"check": self._check_every} if self._check_every else {}
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> Curve:
-        """Return pairs (epsilon, delta) that hold for one example.
-
-        Raises:
-            DefenseError: The unit of privacy is a user.
-        """
+        """Return pairs (epsilon, delta) of one example; raise an error if the unit is a user."""
         if self.users is not None:
             raise DefenseError("its unit is a user, but rows were held out: hold out whole users")
         return self._budget.curve()
@@ -242,6 +262,8 @@ class DPSGD(Defense):
         self._remove_hooks()
         self._team = team = Team(context)
         with team.together():
+            if self._quantile is not None:
+                self._quantile.check_clients(context.clients)
             setup_checks.check_trainer(context)
             setup_checks.check_model(context.root, self.clip.form)
             setup_checks.check_shards(context.root, context.processes)
@@ -371,9 +393,8 @@ class DPSGD(Defense):
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
         noise_multiplier, count_release = self._budget.next_release or self._budget.settle_next()
         # Under central trust each client adds its share of the noise.
-        sigma = noise_multiplier / math.sqrt(
-            context.clients if self.release.trust == "central" else 1
-        )
+        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        sigma = noise_multiplier / divisor * self._noise_share
         std = sigma * norm
         if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
@@ -390,20 +411,31 @@ class DPSGD(Defense):
             count_release()
         self.releases += 1
         gauge = noise.NoiseGauge(std, expected) if checking else None
-        source = self._noise_base(context), release, context.client, self.name
+        ids = self._noise_base(context), release, context.client, self.name
         clipped.release(
-            parameters, team, std, expected, functools.partial(noise.add_noise, *source), gauge
+            parameters, team, std, expected, functools.partial(noise.add_noise, *ids), gauge
         )
         if gauge is not None:
             with team.together():
                 measured = gauge.measured()
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
+        if self._quantile is not None:
+            ids = self._noise_base(context), release, 0
+            secret = noise.noise_key(*ids, client=context.client, name=self.name, stream="count")
+            counted = clipped.unclipped(team), expected, noise_multiplier
+            self._set_norm(team.broadcast(self._quantile.next_norm(norm, *counted, secret)))
         step.released(unchecked=not is_complete)
         if self._referee is not None and not self._referee.is_probing:
             self._referee.released()
         if self._budget.target_epsilon is not None:
             self._stop_if_spent(context)
+
+    def _set_norm(self, norm: float) -> None:
+        """Set C of the next release."""
+        self._clip = dataclasses.replace(self._clip, norm=norm)
+        if self._step is not None:
+            self._step.clip = self._clip
 
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -426,8 +458,8 @@ class DPSGD(Defense):
         std = self.noise_std(context)
         if std:
             index, step.canaries = step.canaries, step.canaries + 1
-            source = self._noise_base(context), self.releases, index
-            key = noise.noise_key(*source, client=context.client, name=self.name, stream="canary")
+            ids = self._noise_base(context), self.releases, index
+            key = noise.noise_key(*ids, client=context.client, name=self.name, stream="canary")
             samples = released.samples
             standard = noise.standard_normal(key, samples.shape[1:], samples.device, samples.dtype)
             released = released.noised(standard * std, std)
@@ -436,7 +468,8 @@ class DPSGD(Defense):
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
         divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        return self._budget.noise_now / divisor * self._clip.norm / self._fit_step.sampling.expected
+        sigma = self._budget.noise_now / divisor * self._noise_share
+        return sigma * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
         self, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -451,6 +484,8 @@ class DPSGD(Defense):
         """Return the number of releases and the state of the accountant."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
         state |= {"trust": self.release.trust, "unit": self.unit}
+        if self._quantile is not None:
+            state["clip_norm"] = torch.tensor(self.clip_norm, dtype=torch.float64)
         return state | self._budget.state_dict()
 
     def load_state_dict(self, state: State) -> None:
@@ -472,6 +507,8 @@ class DPSGD(Defense):
         if releases:
             settings.check_continued(state, releases, self.release.trust, self.unit)
         self._budget.load_state_dict(state, releases)
+        if self._quantile is not None and "clip_norm" in state:
+            self._set_norm(float(state["clip_norm"]))
         self.releases = max(self.releases, releases)
 
     def teardown(self) -> None:
@@ -504,6 +541,7 @@ class DPSGD(Defense):
             *(context.root, context.host, sampling.loader.batch_sampler, claim, self._save),
             self._check_every,
         )
+        self._is_alone = context.clients == context.processes == 1
         if self._team.size > 1:
             self._referee.give_up("probes are not supported if several processes form one client")
 

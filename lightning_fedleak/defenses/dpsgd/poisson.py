@@ -190,7 +190,8 @@ class EmptyCollate:
     the batch and stays.
 
     Args:
-        collate: of the loader.
+        collate: of the loader. It may have an attribute ``rows_per_example``, of a trainer whose
+            examples are pairs; 1 without.
         dataset: of the example.
         index: of the example; no number of it is in an empty batch.
 
@@ -200,6 +201,7 @@ class EmptyCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
         self.collate = collate
+        self.rows = int(getattr(collate, "rows_per_example", 1))
         self.dataset = dataset
         self.index = index
 
@@ -218,10 +220,10 @@ class EmptyCollate:
         # Beside packed ids are documents' lengths.
         alone = isinstance(ids, Tensor) and ids.dim() > 1
         sizes = {t.shape[0] for t in tensors_of(ids if alone else batch) if t.dim()}
-        if len(sizes) == 1 and sizes != {len(examples)}:
+        if len(sizes) == 1 and sizes != {self.rows * len(examples)}:
             raise DefenseError(
                 f"the collate function made {sizes.pop()} rows of {len(examples)} examples: let it "
-                "give one row for each, and split or pack texts in the dataset."
+                f"give {self.rows} for each, and split or pack texts in the dataset."
             )
         return batch
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import State, refuse
 from lightning_fedleak.defenses.checks import check_choice, check_integer, check_number
-from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm
+from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 
 GroupBy = str | Callable[[Any], Any] | Sequence[Any]
@@ -140,8 +140,9 @@ def check_combination(
     Raises:
         DefenseError: says which.
     """
-    if max_grad_norm != "auto":
-        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint="or 'auto'")
+    if max_grad_norm != "auto" and not isinstance(max_grad_norm, QuantileClip):
+        hint = "or 'auto', or a QuantileClip"
+        check_number("DPSGD: max_grad_norm", max_grad_norm, above=0, hint=hint)
     most, rows, by_user = max_physical_batch_size, None, isinstance(unit, Users)
     hint = "rows that are run at once"
     check_integer("DPSGD: max_physical_batch_size", most, optional=True, hint=hint)
@@ -158,7 +159,9 @@ def check_combination(
     refuse("DPSGD: ", refusals)
 
 
-def check_referee(check: bool | int, unit: Unit, noise_multiplier: float | None) -> None:
+def check_referee(
+    check: bool | int, unit: Unit, noise_multiplier: float | None, max_grad_norm: MaxGradNorm
+) -> None:
     """Raise an error for a training in which no planted gradient could be tested.
 
     Raises:
@@ -169,6 +172,8 @@ def check_referee(check: bool | int, unit: Unit, noise_multiplier: float | None)
     refusals = {
         "check plants a gradient in each row, and Users clips several rows together: leave one of "
         "them out": check and isinstance(unit, Users),
+        "check compares releases with one clip norm, and QuantileClip changes it: leave one of "
+        "them out": check and isinstance(max_grad_norm, QuantileClip),
         "check compares noise with noise_multiplier, which is 0: leave check out": (
             check and noise_multiplier == 0
         ),

@@ -133,6 +133,20 @@ class PrivacyVerdict:
         order: tuple[Result, ...] = ("refuted", "unknown", "not refuted")
         return next(result for result in order if result in results)
 
+    @property
+    def in_short(self) -> str:
+        """Return the result in one line: what refutes, why it is unknown, or what was visible."""
+        result, of_result = self.result, [c for c in self.checks if c.result == self.result]
+        if result == "not refuted":
+            visible = [f"{c.name}: {c.visible}" for c in of_result if c.visible]
+            return f"{result}; smallest fault that could have been seen: {'; '.join(visible)}"
+        # An obstacle stands in each check that it concerns.
+        names = {
+            c.evidence: ", ".join(o.name for o in of_result if o.evidence == c.evidence)
+            for c in of_result
+        }
+        return f"{result}: {'; '.join(f'{name}: {why}' for why, name in names.items())}"
+
     def __str__(self) -> str:
         lines = [f"{self.result}, by {self.looks} looks in {self.steps} steps"]
         for check in self.checks:

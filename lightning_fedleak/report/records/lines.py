@@ -192,6 +192,8 @@ class Spending(fields.Record):
         history: all of them, where they were recorded.
         sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
             ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
+        check: what gradients showed that the defence planted in the whole fit, in one line that
+            begins with the verdict's result; None before its end, and where there were none.
     """
 
     defense: str
@@ -202,6 +204,7 @@ class Spending(fields.Record):
     releases: int | None = None
     history: fields.History | None = None
     sampling: str | None = None
+    check: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

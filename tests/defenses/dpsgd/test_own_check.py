@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, Users
+from lightning_fedleak import DPSGD, DefendedLoop, DefenseError, FlatChat, Users
 from lightning_fedleak.defenses import accounting, noise
 from lightning_fedleak.defenses.dpsgd import clipped_sum, per_sample
-from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck
+from lightning_fedleak.evaluation.auditing import PrivateTrainingCheck, private_training
+from lightning_fedleak.report import findings, model_card, read
+from lightning_fedleak.trainers import Watch
 from tests.trainers import hosts
 
 STEPS, LOOK = 6, 2
 
 
 def train(
-    check: int = LOOK, norm: float = hosts.CLIP, **settings: Any
+    check: int = LOOK, norm: float = hosts.CLIP, folder: Path | None = None, **settings: Any
 ) -> tuple[list[torch.Tensor], DPSGD]:
     """Return the weights that a loop of one's own ends with, and its defence."""
     torch.manual_seed(0)
@@ -26,12 +31,19 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(hosts.rows(64), batch_size=16)
     dp = DPSGD(norm, noise_multiplier=1.0, target_delta=1e-3, check=check, **settings)
-    with DefendedLoop(model, optimizer, loader, [dp], steps=STEPS) as private:
+    watch: Any = None
+    if folder is not None:
+        watch = Watch(model, optimizer, [FlatChat(n_types=5)], folder=folder, every_n_steps=STEPS)
+    with (
+        DefendedLoop(model, optimizer, loader, [dp], steps=STEPS) as private,
+        watch or nullcontext(),
+    ):
         while dp.releases < STEPS:
             for batch in private:
-                private.loss(lambda rows: model(**rows).loss, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                with nullcontext() if watch is None else watch.step(batch):
+                    private.loss(lambda rows: model(**rows).loss, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
                 if dp.releases == STEPS:
                     break
     return [p.detach().clone() for p in model.parameters()], dp
@@ -147,3 +159,51 @@ def test_what_cannot_be_checked_is_refused() -> None:
     for settings in ({"noise_multiplier": 0.0}, {"unit": Users("author")}, {"check": 2.5}):
         with pytest.raises(DefenseError, match="check"):
             DPSGD(1.0, **(known | settings))
+
+
+@pytest.mark.parametrize("fault", [None, "no clipping", "too few rows", "several processes", "off"])
+def test_the_record_and_the_report_say_what_was_found(
+    fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "no clipping":
+        monkeypatch.setattr(clipped_sum.Clip, "factors", unclipped)
+    if fault == "too few rows":
+        monkeypatch.setattr(private_training, "MIN_COPIES", 100)
+    if fault == "several processes":
+        check = DPSGD._begin_check
+
+        def begin(self: Any, context: Any, sampling: Any) -> None:
+            check(self, replace(context, clients=2), sampling)
+
+        monkeypatch.setattr(DPSGD, "_begin_check", begin)
+    _, dp = train(0 if fault == "off" else LOOK, norm=0.25, seed=1, folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    [spent] = lines[-1]["privacy"]
+    [account] = findings(read([tmp_path])).runs[0].privacy
+    begins = {
+        None: "not refuted; smallest fault that could have been seen: noise: below ",
+        "no clipping": "refuted: clipping: an example moves a release by up to ",
+        "too few rows": "unknown: noise: no look: ",
+        "several processes": "unknown: several processes trained",
+        "off": "None",
+    }[fault]
+    assert str(account.check).startswith(begins)
+    assert account.check == spent.get("check") == dp.finding
+    assert not any(one["check"] for line in lines[:-1] for one in line.get("privacy") or ())
+    word = begins.partition(";")[0].partition(":")[0]
+    assert (f"to refute this: {word}. " in account.statement) == (fault != "off")
+    assert (f"; planted gradients: {word}" in account.claim) == (fault != "off")
+    assert (f"planted gradients: {word}" in model_card(findings(read([tmp_path])))) == (
+        fault != "off"
+    )
+    if fault in (None, "no clipping"):
+        wanted = [c for c in dp.verdict.checks if c.result == dp.verdict.result]
+        assert all(str(c.visible if fault is None else c.evidence) in dp.finding for c in wanted)
+
+
+def test_a_fit_that_was_killed_has_no_verdict(tmp_path: Path) -> None:
+    train(seed=1, folder=tmp_path)
+    record = tmp_path / "run.jsonl"
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:-1]))
+    [account] = findings(read([tmp_path])).runs[0].privacy
+    assert account.check == "unknown: no verdict was recorded"

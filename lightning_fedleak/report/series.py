@@ -28,7 +28,7 @@ MAX_DRAWN = 1e300  # differences of larger values may overflow
 Span = tuple[float, float]
 
 
-def is_read(rate: MetricValue, chance: float) -> bool:
+def is_leak(rate: MetricValue, chance: float) -> bool:
     """Return whether a leak shows: its interval lies above chance, and its value well above."""
     if rate.value is None or rate.low is None:
         return False
@@ -84,7 +84,7 @@ class Curve:
 
     def tone(self, point: Point) -> str:
         """Return ``"read"`` (red) if the point shows a visible leak, otherwise ``"calm"``."""
-        read = self.conclusive is not False and is_read(point.rate, self.chance)
+        read = self.conclusive is not False and is_leak(point.rate, self.chance)
         return "read" if read else "calm"
 
     def cell(self, point: Point | None) -> Cell:
@@ -184,7 +184,7 @@ def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> l
             cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
             continue
         excess = (point.value - attack.chance) / (1 - attack.chance)
-        if attack.conclusive is False or not is_read(point.rate, attack.chance):
+        if attack.conclusive is False or not is_leak(point.rate, attack.chance):
             excess = 0.0
         text = f"({brief(point.value)})" if point.withheld else brief(point.value)
         cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, excess)))}"))

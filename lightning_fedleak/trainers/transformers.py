@@ -75,9 +75,9 @@ class LeakageCallback(TrainerCallback, Reported):
     :func:`~lightning_fedleak.trainers.defended`, attacks read the defended updates.
 
     A gate saves a checkpoint and then stops the run. A gate on the trained weights adds
-    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it allows the weights,
+    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it accepts the weights,
     and infinity otherwise. ``metric_for_best_model="leakage/choose"`` with
-    ``greater_is_better=False`` keeps the best allowed model.
+    ``greater_is_better=False`` keeps the best accepted model.
 
     Examples:
         >>> import torch

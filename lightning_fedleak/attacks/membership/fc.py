@@ -274,7 +274,7 @@ class FCMembership(MembershipAttack):
             ladder = self.ladder
             ascending = all(a < b for a, b in pairwise(ladder))
             if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
-                raise ValueError(f"ladder must ascend, be positive and include 1.0, got {ladder}")
+                raise ValueError(f"ladder must be positive, ascending and include 1.0: {ladder}")
         self._precisions: dict[str, Precision] = {}
 
     def prepare(self, anatomy: Anatomy) -> None:

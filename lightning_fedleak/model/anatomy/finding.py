@@ -240,12 +240,12 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     The vocabularies differ if the sizes do, or if the configuration says that they are not shared.
     """
     decoder = find_side(model, "decoder")
-    other = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
-    if other is None or wrappers.leaf(other) is wrappers.leaf(embedding):
+    other_side = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
+    if other_side is None or wrappers.leaf(other_side) is wrappers.leaf(embedding):
         return None
     config = getattr(model, "config", None)
     separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
-    rows = count_rows(other)
+    rows = count_rows(other_side)
     return rows if separate or rows != count_rows(embedding) else None
 
 

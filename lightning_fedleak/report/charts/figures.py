@@ -21,7 +21,7 @@ from lightning_fedleak.report.series import (
     before_and_after,
     curve_of,
     heat_maps,
-    is_read,
+    is_leak,
     knee,
     utility,
 )
@@ -226,7 +226,7 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
             y = plot.top + row * (number + (0.62 if is_narrow else 0.5))
             if pair.chance:
                 plot.rule("chance", [plot.x(pair.chance)], (y - 16, y + 16))
-            is_red = pair.is_conclusive and is_read(pair.after, pair.chance)
+            is_red = pair.is_conclusive and is_leak(pair.after, pair.chance)
             tone = "read" if is_red else "calm"
             middle = [plot.x(rate.value or 0.0) for rate in (pair.before, pair.after)]
             plot.rule("faint", middle, (y - 7, y + 7))

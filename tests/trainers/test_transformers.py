@@ -300,7 +300,7 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
             [],
             "is not logged",
         ),
-        ({"optim": "adalomo"}, [], "while backward runs"),
+        ({"optim": "adalomo"}, [], "during backward"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(

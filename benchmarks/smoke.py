@@ -43,8 +43,12 @@ AT_ONCE = 2
 LIMIT_S = 600.0
 PRINTED = "printed"
 IMPORTED = ["lightning", "peft", "opacus", "torch.distributed.fsdp", "lightning_fedleak.callbacks"]
-NEEDS = {"accounting.py": "dp_accounting", "__main__.py": "multi_freq_ldpy"}
-"""Packages without which a script has nothing to compare with."""
+NEEDS = {
+    "accounting.py": "dp_accounting",
+    "__main__.py": "multi_freq_ldpy",
+    "rl_prompts.py": "trl",
+}
+"""Packages without which a script has nothing to train or to compare with."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.memorization import Canaries as Canaries
     from lightning_fedleak.attacks.memorization import CombinedReference as CombinedReference
     from lightning_fedleak.attacks.memorization import Entities as Entities
+    from lightning_fedleak.attacks.memorization import PolicyDrift as PolicyDrift
     from lightning_fedleak.attacks.memorization import PreferenceMargin as PreferenceMargin
     from lightning_fedleak.attacks.memorization import PromptRatio as PromptRatio
+    from lightning_fedleak.attacks.memorization import RewardGain as RewardGain
     from lightning_fedleak.attacks.memorization import ShortAnswers as ShortAnswers
     from lightning_fedleak.callbacks import CanaryScorer as CanaryScorer
     from lightning_fedleak.callbacks import Games as Games

@@ -6,8 +6,11 @@ from the environment at each message, so that no global state is changed.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning_utilities.core import rank_zero
 
@@ -21,6 +24,18 @@ def is_first_process() -> bool:
     if rank is None:
         rank = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
     return bool(rank == 0)
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Show no warning, and log nothing below an error, in the block."""
+    earlier = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(earlier)
 
 
 def rank_zero_info(text: str) -> None:

@@ -11,7 +11,12 @@ Texts without a common run of 13 tokens are split by a coin into members, which 
 others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at .1% and
 1% FPR, for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for
 comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
-which ``combined_reference`` scores; ``loss_beyond`` is the difference of the two losses.
+which ``combined_reference`` scores; ``loss_beyond`` is the difference of the two losses. With
+``--auto 1,0.25`` a Trainer of transformers trains references of so many of the members instead, by
+``Memorization(reference="auto")``, and the table says what that cost:
+
+    python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3 --whole \\
+        --texts 1230 --share 0.1626 --epochs 2 --auto 1,0.25
 """
 
 from __future__ import annotations
@@ -21,13 +26,22 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 
 from benchmarks.shared import print_place, trained, with_lora
-from lightning_fedleak.attacks.memorization import CombinedReference, MemorizationAttack
+from lightning_fedleak import LeakageCallback, Memorization, WatchSettings, leave_out
+from lightning_fedleak.attacks.memorization import Combined, CombinedReference, MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -37,6 +51,7 @@ from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
     "--model {model} --text {text} --texts 40 --length 16 --epochs 1 --looks 1 --reference 12",
+    "--model {model} --text {text} --texts 600 --length 16 --epochs 1 --auto 0.25",
 )
 
 FPRS = 0.001, 0.01  # of the TPRs that are printed
@@ -181,6 +196,61 @@ def fine_tune(
             yield looks[step], anatomy
 
 
+def train_auto(options: argparse.Namespace, seed: int) -> None:
+    """Fine-tune once for each share of the members, by a Trainer that trains its own reference."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    pool, _ = trained_pool(options, tokenizer, seed)
+    rows = [{"input_ids": text.ids, "labels": text.ids} for text in pool.texts]
+    print("| rows of the reference | attack | AUC | TPR at .1% / at 1% FPR | cost of the run |")
+    print("|---|---|---|---|---|")
+    for share in options.auto:
+        data = leave_out(rows, round(len(rows) * (1 - options.share)), seed=seed)[0]
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        torch.manual_seed(seed)
+        if options.lora:
+            model = with_lora(model, options.lora, lora_dropout=0.05)
+        with TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder,
+                per_device_train_batch_size=options.batch,
+                lr_scheduler_type="constant",
+                report_to=[],
+                use_cpu=True,
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                num_train_epochs=options.epochs,
+                learning_rate=options.lr,
+            )
+            collate = DataCollatorForSeq2Seq(tokenizer)
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            trainer = Trainer(model, arguments, collate, train_dataset=data)
+            count = max(1, round(share * len(data)))
+            memorization = Memorization(
+                max_overhead=1e3, reference="auto", reference_rows=count, looks=()
+            )
+            attacks = [Combined(), CombinedReference()]
+            watched = WatchSettings(memorization=memorization, tokenizer=tokenizer)
+            callback = LeakageCallback(trainer, attacks, settings=watched, max_overhead=0.5)
+            trainer.add_callback(callback)
+            start = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - start
+            channel = callback.engine.channels[0]
+            spent = channel.reference_seconds
+            members = int(channel.pool.trains.sum())
+            print(f"{members} members, {int((~channel.pool.trains).sum())} others are asked")
+            for attack in attacks:
+                found = {
+                    name: callback.latest.get(f"leakage/{attack.name}/{name}", math.nan)
+                    for name in ("auc", "tpr_at_fpr_0.001", "tpr_at_fpr_0.01")
+                }
+                auc, *rates = found.values()
+                cost = f"{spent / (seconds - spent):.2f} ({spent:.0f} s)"
+                tprs = " / ".join(f"{rate:.3f}" for rate in rates)
+                print(f"| {count} | {attack.name} | {auc:.3f} | {tprs} | {cost} |", flush=True)
+
+
 def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:
     losses = -answers.mean_log_probs()
     return float(losses[members].mean()), float(losses[~members].mean())
@@ -235,13 +305,19 @@ def main() -> None:
         help="epochs, separated by commas",
     )
     parser.add_argument("--reference", type=int, default=0, help="texts of a reference model")
+    parser.add_argument(
+        "--auto",
+        type=lambda text: [float(share) for share in text.split(",")],
+        default=[],
+        help="rows of references that the run trains, as shares of the members",
+    )
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--autocast", action="store_true", help="bf16")
     options = parser.parse_args()
     options.looks = [share for share in options.looks if share <= options.epochs]
     print_place()
     for seed in map(int, options.seeds.split(",")):
-        train(options, seed)
+        (train_auto if options.auto else train)(options, seed)
 
 
 if __name__ == "__main__":

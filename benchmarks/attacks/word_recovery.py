@@ -36,7 +36,7 @@ from benchmarks.shared import mean_and_half, print_place, read_texts, table, tok
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
-from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
+from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
 from lightning_fedleak.model.anatomy import find_anatomy, head_surface
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
@@ -95,7 +95,7 @@ def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
         for gradient, types in composed_batches(anatomy, text, shape, *batches):
             weights.append(float(flatchat(gradient, 1).mixture.weights[1]))
             counts.append(len(types))
-    return TypeCountRegressor.fit(weights, counts)
+    return fit_type_counts(weights, counts)
 
 
 def runners(names, anatomy, public: PublicText, args):

@@ -65,8 +65,7 @@ ROWS = ((0.5, 1.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 0.5, 4), (1.0, 0.2, 2
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "new_token": {"row_norm": 1.0},
-    "small_row": {"row_norm": 0.1},
+    "new_token": {},
     "held_out": {},
     "sampled": {"unlikely_end": 0},
     "unlikely_end": {"unlikely_end": 3},
@@ -96,7 +95,7 @@ def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace
         return sampled_canaries(
             model, args.canaries, prompts=prompts, length=LENGTH, seed=args.seed, **settings
         )
-    return new_token_canaries(model, args.canaries, seed=args.seed, **settings)
+    return new_token_canaries(model, args.canaries, seed=args.seed)
 
 
 def fitted(
@@ -105,17 +104,13 @@ def fitted(
     number: int,
     rows: list[Tensor],
     args: argparse.Namespace,
-) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """Scores and inclusion bits of one fit, by scorer, and its epsilon."""
+) -> tuple[tuple[Tensor, Tensor], float]:
+    """Scores and inclusion bits of one fit, and its epsilon."""
     sigma, rate, steps = row
     language_model = load_model(args.model)
     texts = texts_of(kind, language_model, rows, args)
     train = with_canaries(rows[:N_TEXTS], texts, seed=1000 * args.seed + number)
-    score_kinds = ["loss"] if args.lora or "row_norm" not in KINDS[kind] else ["loss", "row"]
-    scorers = {
-        score_kind: CanaryScorer(train.canaries, score_kind, every_n_steps=1)
-        for score_kind in score_kinds
-    }
+    scorer = CanaryScorer(train.canaries)
     module = Fit(language_model, RATE, peft="lora" if args.lora else None, loss="sample_mean")
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -126,10 +121,9 @@ def fitted(
         DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)),
         max_steps=steps,
         strategy=DefendedStrategy("auto", [defense]),
-        callbacks=[*scorers.values()],
+        callbacks=[scorer],
     )
-    games = {score_kind: (s.scores(), train.canaries.included) for score_kind, s in scorers.items()}
-    return games, defense.accountant.epsilon(DELTA)
+    return (scorer.scores(), train.canaries.included), defense.accountant.epsilon(DELTA)
 
 
 def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
@@ -137,34 +131,31 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
     data.setup()
     rows = [row for row in data.train_dataloader().dataset if len(row) == LENGTH]
     for kind in KINDS:
-        bounds: dict[str, dict[str, list[float]]] = {}
-        refused: dict[str, int] = collections.Counter()
+        bounds: dict[str, list[float]] = collections.defaultdict(list)
+        refused = 0
         for number in range(args.audits):
-            games, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
-            for score_kind, game in games.items():
-                of_kind = bounds.setdefault(score_kind, collections.defaultdict(list))
-                scores, members = game
-                member_scores, non_member_scores = scores[members], scores[~members]
-                spread = ((member_scores.var() + non_member_scores.var()) / 2).sqrt()
-                of_kind["apart"].append(
-                    float((member_scores.mean() - non_member_scores.mean()) / spread) * sigma
-                )
-                refused[score_kind] += not add_bounds(of_kind, game)
-        for score_kind, of_kind in bounds.items():
-            apart = of_kind.pop("apart")
-            error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-            print(
-                f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind} by {score_kind}: "
-                f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
-                *(
-                    f"{name} {statistics.median(values) / epsilon:.2f} "
-                    f"({sum(bound > epsilon for bound in values)} exceed)"
-                    for name, values in of_kind.items()
-                ),
-                f"refused {refused[score_kind]} of {args.audits}",
-                sep=", ",
-                flush=True,
+            game, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
+            scores, members = game
+            member_scores, non_member_scores = scores[members], scores[~members]
+            spread = ((member_scores.var() + non_member_scores.var()) / 2).sqrt()
+            bounds["apart"].append(
+                float((member_scores.mean() - non_member_scores.mean()) / spread) * sigma
             )
+            refused += not add_bounds(bounds, game)
+        apart = bounds.pop("apart")
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
+        print(
+            f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind}: "
+            f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
+            *(
+                f"{name} {statistics.median(values) / epsilon:.2f} "
+                f"({sum(bound > epsilon for bound in values)} exceed)"
+                for name, values in bounds.items()
+            ),
+            f"refused {refused} of {args.audits}",
+            sep=", ",
+            flush=True,
+        )
 
 
 def add_bounds(bounds: dict[str, list[float]], game: tuple[Tensor, Tensor]) -> bool:

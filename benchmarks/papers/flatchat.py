@@ -48,7 +48,7 @@ from benchmarks.papers.tables import (
 from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation
-from lightning_fedleak.attacks.words.flatchat import TypeCountRegressor, flatchat
+from lightning_fedleak.attacks.words.flatchat import fit_type_counts, flatchat
 from lightning_fedleak.attacks.words.public_gradients import each_gradient, gradient_of
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
@@ -214,7 +214,7 @@ def measure_words(
         )
     ]
     weights, other_weights, counts = zip(*fitted, strict=True)
-    regressor = TypeCountRegressor.fit(weights, counts)
+    regressor = fit_type_counts(weights, counts)
     regression = reference.fit_count(other_weights, counts)
     private = tokens_of(read_texts(text), lm.tokenizer, None, seed + 1, 2000)
     rows: dict[tuple[str, str], list[dict[str, float]]] = {variant: [] for variant in SCORERS}

@@ -25,14 +25,13 @@ sys.path.insert(0, str(HERE))
 
 from watch import SITES, Module  # noqa: E402
 
-from lightning_fedleak.federation.nvflare import FedLeakFilter, SiteHeads  # noqa: E402
+from lightning_fedleak.federation.nvflare import FedLeakFilter  # noqa: E402
 
 
 def make_job(at_most: float, rounds: int) -> BaseFedJob:
     """Return the job: a workflow, two training scripts, and who looks at their results."""
     job = BaseFedJob(initial_model=Module(), name="fedleak", min_clients=len(SITES))
     job.to_server(FedAvg(num_clients=len(SITES), num_rounds=rounds))
-    job.to_server(SiteHeads())
     first, second = SITES
     process = {"launch_external_process": True, "command": f"{sys.executable} -u"}
     job.to(ScriptRunner(script=str(HERE / "lightning_client.py")), first)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses import Defense
@@ -168,6 +170,50 @@ class TrainerRun(Run):
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""
         return self.trainer.strategy.reduce_boolean_decision(value, all=False)
+
+    def fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the module by a second Trainer; see :class:`Run`.
+
+        It has the same epochs, precision, accumulation and clipping, and no callback or logger.
+
+        Raises:
+            ValueError: the fit has no end of its own, or its batches are no fixed number of rows.
+        """
+        trainer = self.trainer
+        loader: Any = trainer.train_dataloader
+        if max(trainer.max_epochs or 0, trainer.max_steps) <= 0 or loader.batch_size is None:
+            raise ValueError(
+                "Memorization(reference='auto') needs Trainer(max_epochs=) or max_steps=, and a "
+                "DataLoader with batch_size=: give them, or a reference"
+            )
+        share = len(rows) / len(loader.dataset)
+        copied = DataLoader(
+            rows,
+            loader.batch_size,
+            shuffle=not isinstance(loader.sampler, SequentialSampler),
+            collate_fn=loader.collate_fn,
+            drop_last=loader.drop_last,
+        )
+        model.configure_callbacks = list  # type: ignore[assignment]
+        with TemporaryDirectory() as folder:
+            second = type(trainer)(
+                accelerator=self.device.type,
+                devices=[self.device.index or 0] if self.device.type == "cuda" else 1,
+                precision=trainer.precision,
+                max_epochs=trainer.max_epochs,
+                max_steps=math.ceil(trainer.max_steps * share) if trainer.max_steps > 0 else -1,
+                limit_train_batches=trainer.limit_train_batches,
+                limit_val_batches=0,
+                accumulate_grad_batches=trainer.accumulate_grad_batches,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=folder,
+            )
+            second.fit(model, copied)  # type: ignore[arg-type]
 
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense

@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
     # Threads that spin while they wait starve each other where other programs use the cores too;
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if options.command in ("report", "compare", "verify", "sign"):
+    if options.command in ("report", "compare", "verify"):
         module, function = "logs", f"run_{options.command}"
     else:
         import transformers

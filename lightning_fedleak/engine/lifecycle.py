@@ -478,10 +478,11 @@ class Engine(StepEngine):
         self._last = self._summary()
         self.record.write_end(self._fit.run, how)
         if self.report is not None:
-            run_seconds = time.perf_counter() - self._began
+            apart = 0.0 if self.weights is None else self.weights.reference_seconds
+            run_seconds = time.perf_counter() - self._began - apart
             newest = {f: self.results.latest.get(f"{WORST}/{f}") for f in self.results.families}
             worst = {family: value for family, value in newest.items() if value is not None}
-            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, worst)
+            self.report.ends(self.first_step, self._set_up_seconds, run_seconds, apart, worst)
         return self.record
 
     def close(self) -> None:

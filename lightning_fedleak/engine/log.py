@@ -318,6 +318,7 @@ class Report:
         first_step: int,
         set_up_seconds: float,
         run_seconds: float,
+        reference_seconds: float,
         worst: Mapping[str, float],
     ) -> None:
         """Say at how many of the steps looks were made, what they read, and what they took.
@@ -325,7 +326,8 @@ class Report:
         Args:
             first_step: steps that were over when the run began.
             set_up_seconds: duration of the set-up.
-            run_seconds: duration of the run, without the set-up.
+            run_seconds: duration of the run, without the set-up and references.
+            reference_seconds: that references were trained.
             worst: the newest number of the worst attack of each family.
         """
         steps = self._run.step - first_step
@@ -339,6 +341,8 @@ class Report:
             f"{self._run.watcher}: {looks}{f' ({shares})' * bool(shares)}, of it "
             f"{self._control_seconds:.1f} s for controls; with {set_up_seconds:.1f} s of set-up "
             f"{share:.0%} of the run"
+            + f"; training references took {reference_seconds:.1f} s besides"
+            * bool(reference_seconds)
         )
         if worst:
             read = [

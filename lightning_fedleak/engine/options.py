@@ -59,14 +59,6 @@ zero adds nothing to the output, and its gradient can be made as large as the se
 """
 
 
-AUTO = (
-    "Memorization(reference='auto') trains no reference. Train one by your own script, on rows "
-    "that play no part later: rows, for_reference = leave_out(data, len(data) // 2), then the same "
-    "recipe on for_reference, model.save_pretrained('reference'); this run trains on "
-    "leave_out(rows, ...)[0] with Memorization(reference='reference', "
-    "reference_rows=len(for_reference))"
-)
-"""What to do in place of ``reference="auto"``."""
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -150,8 +142,13 @@ class Memorization:
             folder of one, or of PEFT's adapters, which
             :class:`~lightning_fedleak.attacks.memorization.CombinedReference` compares with. It
             must not have seen a text that it scores. It is asked once, before the first step; for
-            that time a second model is in memory.
-        reference_rows: how many rows it was trained on. Fewer than this model's make it *weak*
+            that time a second model is in memory. ``"auto"`` trains one before the first step, by
+            the run's own recipe, on rows that are not asked about
+            (:func:`~lightning_fedleak.evaluation.canaries.draw_references`). It needs
+            ``leave_out``. So does a function, which gets these rows as a data set and returns a
+            model that it has trained on them.
+        reference_rows: how many rows it was trained on; of ``"auto"`` and of a function how many it
+            is trained on, by default as many as this model. Fewer than this model's make it *weak*
             (:func:`~lightning_fedleak.engine.reference.measure_strength`): a low number is unknown.
         seed: draws the rows.
 
@@ -179,15 +176,19 @@ class Memorization:
         check_integer("reference_rows", self.reference_rows, optional=True)
         if self.reference is None and self.reference_rows is not None:
             raise ValueError("reference_rows counts the rows of a reference: give reference too")
-        if self.reference == "auto":
-            raise ValueError(AUTO)
-        if not isinstance(self.reference, nn.Module | str | Path | None):
+        if not isinstance(self.reference, str | Path | None) and not callable(self.reference):
             kind = type(self.reference).__name__
             raise TypeError(f"reference must be a model or the folder of one, got a {kind}")
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
         if list(self.looks) != sorted(set(self.looks)):
             raise ValueError(f"looks must be shares in rising order, got {self.looks}")
+
+    @property
+    def trains_reference(self) -> bool:
+        """Return whether the reference is trained before the first step, and not given."""
+        given = nn.Module | str | Path | None
+        return self.reference == "auto" or not isinstance(self.reference, given)
 
 
 @dataclass(frozen=True)

@@ -291,17 +291,15 @@ class RunRecord:
                 self._described.append(defense)
                 self.append(records.DefenseLine(run="", **vars(defense_facts(defense))))
 
-    def append(self, line: records.RunLine) -> str | None:
-        """Write a line, with the fit's id and the time; return its hash, None if that failed."""
+    def append(self, line: records.RunLine) -> None:
+        """Write a line, with the fit's id and the time; a failure is a warning."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            written = records.append_line(self.path, replace(line, run=self.run, time=now))
+            records.append_line(self.path, replace(line, run=self.run, time=now))
             if isinstance(line, PLANNED) and (line.next_look is not None or line.kind == "plan"):
                 self.planned = line.next_look
         except OSError as error:
             self._warn(f"{self.path} cannot be written: {error.strerror}")
-            return None
-        return written
 
 
 def facts_of(

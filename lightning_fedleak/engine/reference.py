@@ -7,6 +7,7 @@ that what is left is what training on a row itself brought: difficulty calibrati
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_fedleak.engine.run import Run
+from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
-from lightning_fedleak.model.model_state import preserve_process
+from lightning_fedleak.model.model_state import (
+    WeightsWritten,
+    copy_without_hooks,
+    preserve_process,
+)
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
-from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
@@ -127,6 +134,102 @@ def _load(folder: str, anatomy: Anatomy) -> nn.Module:
         raise ValueError(f"{refusal}: {error}") from error
 
 
+# ---- trained before the first look ---------------------------------------------------------
+
+
+def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> None:
+    """Say at setup which references are trained, and what that takes.
+
+    Args:
+        run: of the model that trains.
+        sizes: rows of each of them.
+        row_seconds: that training on a row is estimated to take.
+    """
+    which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
+    if len(sizes) > 1:
+        total = f"{sum(sizes):,} rows, too few for one on rows that are not asked about"
+        which = f"two references are trained, one after the other, on halves of {total}"
+    cost = f"about {row_seconds * sum(sizes):.2g} s a pass"
+    cost += f", {run.epochs} passes" * (run.epochs is not None)
+    megabytes = sum(p.nbytes for p in run.anatomy.root.parameters()) / 1e6
+    rank_zero_info(
+        f"{run.watcher}: {which} ({cost}). For that time a second model ({megabytes:,.3g} MB of "
+        "weights) and its optimizer are in memory"
+    )
+
+
+def train_references(
+    source: Any,
+    data: Sequence[Dataset[Any]],
+    seen: Tensor,
+    run: Run,
+    ask: Callable[[Run], TokenSnapshot],
+    seed: int,
+) -> tuple[TokenSnapshot, ReferenceFacts]:
+    """Train one or two references, one after the other; return what they say, and which they are.
+
+    Each text's answer is that of a reference that was not trained on it. Afterwards random states
+    are what they were, and the references are freed.
+
+    Args:
+        source: ``"auto"``: by the run's recipe; or a function of the user's that trains on a data
+            set and returns a model.
+        data: what each is trained on.
+        seen: (N,) bool, the texts that the first is trained on, so that the last answers.
+        run: of the model that trains, before its first step.
+        ask: asks the model of a run about the N texts.
+        seed: of the order of the rows, and of dropout.
+
+    Raises:
+        ValueError: the recipe is not known, the training fails, or what the function returns cannot
+            be a reference.
+        WeightsWritten: the training wrote to the run's own model.
+    """
+    answers, facts = list[TokenSnapshot](), list[ReferenceFacts]()
+    for rows in data:
+        with preserve_process():
+            torch.manual_seed(seed)
+            beside = _train(source, rows, run)
+            beside.model.to(run.anatomy.device)
+            answers.append(ask(replace(run, anatomy=beside)))
+        facts.append(describe_reference(beside.model, len(rows), beside))  # type: ignore[arg-type]
+        del beside
+    pairs = zip(answers[0], answers[-1], strict=True)
+    unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
+    weights = facts[0].weights
+    if len(facts) > 1:
+        weights = hashlib.sha256("".join(one.weights for one in facts).encode()).hexdigest()
+    kind = "auto" if source == "auto" else "function"
+    return unseen, replace(facts[0], kind=kind, weights=weights, models=len(facts))
+
+
+def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
+    """Return the parts of a model that was trained on rows, by the run's recipe or a function."""
+    root = run.anatomy.root
+    before = [(p, p._version, p.grad) for p in root.parameters()]
+    try:
+        if source == "auto":
+            beside = copy_without_hooks(run.anatomy, root, __name__.partition(".")[0])
+            with without_messages():  # of a second Trainer
+                run.fit_copy(beside.root, rows)
+        else:
+            beside = _anatomy_of(source(rows), run.anatomy)
+    except ValueError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"Memorization(reference={source!r}): the reference cannot be trained ({kind}): give "
+            "the folder of a model that was trained on other rows"
+        ) from error
+    if any(p._version != version or p.grad is not gradient for p, version, gradient in before):
+        raise WeightsWritten(
+            "the training of the reference wrote to the model of the run, which shares weights or "
+            "compiled code with its copy: give a reference of another run"
+        )
+    return beside
+
+
 class Strength(NamedTuple):
     """How far a reference was trained, beside the model that it is compared with.
 
@@ -181,10 +284,10 @@ def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def digest_answers(
-    base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Text]
+    base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
 ) -> str:
-    """Return the SHA-256 of the texts and what the base, and the reference, say of them."""
-    ids = {f"text{number}": text.ids for number, text in enumerate(texts)}
+    """Return the SHA-256 of the texts' ids and what the base, and the reference, say of them."""
+    ids = {f"text{number}": text for number, text in enumerate(texts)}
     return hash_tensors({**_named(base, reference), **ids})
 
 

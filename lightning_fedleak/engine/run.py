@@ -65,11 +65,13 @@ class Run(ABC):
         watcher: the class that watches the run, for messages.
         unit: what :attr:`step` counts.
         uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
+        rollouts: :class:`~lightning_fedleak.trainers.rollouts.Rollouts` of an RL; None elsewhere.
     """
 
     watcher: ClassVar[str] = "LeakageMonitor"
     unit: ClassVar[Literal["step", "round"]] = "step"
     uncounted_step: ClassVar[str] = "an optimizer stepped, and the run's step is what it was"
+    rollouts: ClassVar[Any] = None
 
     anatomy: Anatomy
     client: str
@@ -218,6 +220,24 @@ class Run(ABC):
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""
         return value
+
+    def fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model in place on other rows, by the run's own recipe.
+
+        It passes over the rows as often as the run does over its own, and leaves no file behind.
+
+        Args:
+            model: the copy of ``anatomy.root``.
+            rows: the data set.
+
+        Raises:
+            ValueError: by default, since nobody but the user knows the recipe.
+        """
+        raise ValueError(
+            "Memorization(reference='auto'): only your loop knows its recipe: give "
+            "reference=lambda rows: train(make_model(), rows), a function that trains a new model "
+            "on these rows as the loop does, and returns it"
+        )
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return those of the user's own metrics that are known by now, by name; None: all.

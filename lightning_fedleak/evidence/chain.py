@@ -10,9 +10,6 @@ from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import explain_errors
 
-CHAINED = 4
-"""Schema of the first lines that are chained."""
-
 
 @dataclass
 class ChainedFile:
@@ -48,7 +45,6 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     hint = f"Name the folder that holds {records.RESULTS} and {records.RECORD}"
     with explain_errors(f"'{path}' cannot be read", OSError, error=ReportError, hint=hint):
         data = path.read_bytes() if path.exists() or path.name != records.RESULTS else b""
-    unchained = 0
     for number, line in enumerate(records.split_lines(data), 1):
         content = _object_of(line)
         before, log_head = (content or {}).get(records.BEFORE), log.head
@@ -56,9 +52,6 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         log.contents.append(content)
         if content is None:
             continue  # the next line's hash says whether it was so when that was written
-        if before is None and _schema(content) < CHAINED:
-            unchained += 1
-            continue
         if not records.holds_own_hash(line):
             verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
         if before != log_head:
@@ -73,10 +66,6 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         verdict.contradict(f"{path.name}, line {torn[-1]}: it is no line of a log")
     elif torn:
         verdict.note(f"{path.name}, lines {torn}: cut when a run was killed")
-    if unchained:
-        verdict.leave_open(
-            f"{path.name}: {unchained} lines are unchained, of a version before hashes"
-        )
     return log
 
 
@@ -86,11 +75,6 @@ def _object_of(line: bytes) -> records.JsonObject | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _schema(content: records.JsonObject) -> int:
-    schema = content.get("schema", 1)
-    return schema if isinstance(schema, int) else CHAINED
 
 
 def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) -> None:
@@ -120,7 +104,6 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
             verdict.contradict(f"{place}: run {run} had ended before")
         if kind == "end":
             ends[run] = count_of(line, "results")
-        if kind in ("end", "sent"):
             _check_closing(line, results, place, verdict)
         now = str(line.get("time", time))
         if now < time:
@@ -164,8 +147,6 @@ def _check_closing(
 ) -> None:
     """Compare what a line says of the end of ``leakage.jsonl`` with that file."""
     count, head = count_of(line, "results"), line.get("results_head")
-    if _schema(line) < CHAINED:
-        return
     if count is None:
         verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
     elif count > len(results.hashes):

@@ -34,15 +34,6 @@ class Verdict:
         """Add what a reader should know."""
         self.notes.append(text)
 
-    def add(self, other: Verdict, prefix: str) -> None:
-        """Add all of another one, each text behind a prefix."""
-        for texts, more in (
-            (self.contradictions, other.contradictions),
-            (self.open, other.open),
-            (self.notes, other.notes),
-        ):
-            texts += [f"{prefix}: {text}" for text in more]
-
     @property
     def status(self) -> int:
         """The exit code: 3 after a contradiction, else 2 where something is open, else 0."""

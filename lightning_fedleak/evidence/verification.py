@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,9 +20,8 @@ from lightning_fedleak.evidence.chain import (
     runs_below,
 )
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
-from lightning_fedleak.evidence.signing import check_signature
 from lightning_fedleak.evidence.verdict import Verdict
-from lightning_fedleak.private_files import digest_weights, hash_weights, read_secret
+from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
 from lightning_fedleak.report.files import LEAKAGE
 from lightning_fedleak.report.html import leakage_file
@@ -57,10 +55,8 @@ class Verification:
 def verify_run(
     run: Path,
     weights: Path | None = None,
-    key: Path | None = None,
     heads: Sequence[str] = (),
     repetition: Path | None = None,
-    clients: Sequence[Path] = (),
 ) -> Verification:
     """Return whether the files of a run fit together.
 
@@ -75,11 +71,8 @@ def verify_run(
         run: folder that holds ``leakage.jsonl`` and ``run.jsonl``.
         weights: folder or file of saved weights, which should be those that the last run of the
             folder ended with, or of a checkpoint that was noted.
-        key: public key in PEM, of who signed the run.
         heads: hashes of last lines that were noted elsewhere; each must be of a line.
         repetition: folder of the same training, run again; see :func:`check_repetition`.
-        clients: folders of the clients' logs of a federation whose server's this is; by default
-            those in ``run`` and beside it.
 
     Raises:
         ReportError: a file is missing or cannot be read.
@@ -95,8 +88,6 @@ def verify_run(
         checked.append("looks at the planned steps")
     else:
         not_checked.append("looks: no run says at which steps they are planned")
-    compared, missing = check_clients(run, logs[records.RECORD], clients, verdict)
-    checked, not_checked = checked + compared, not_checked + missing
     for head in {*heads}.difference(*(log.hashes for log in logs.values())):
         verdict.contradict(f"no line has the hash {head}: lines were changed or cut")
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
@@ -107,11 +98,10 @@ def verify_run(
         checked.append(REPORT)
     else:
         not_checked.append(f"a report: there is no {REPORT}")
-    if key is None:
-        not_checked.append("who wrote the logs: --key PUBLIC.pem, after fedleak sign")
+    if heads:
+        checked.append("noted hashes")
     else:
-        check_signature(run, key, verdict)
-        checked.append("signature")
+        not_checked.append("whether all hashes were computed again: --head HASH, noted elsewhere")
     if weights is None or not fits:
         why = "--weights DIR" if weights is None else "the logs contradict themselves"
         not_checked.append(f"which weights these are: {why}")
@@ -139,7 +129,7 @@ def verify_run(
     )
 
 
-# ---- looks and clients --------------------------------------------------------------------------
+# ---- looks --------------------------------------------------------------------------------------
 
 
 def check_plans(record: ChainedFile, verdict: Verdict) -> bool:
@@ -199,105 +189,6 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
     name, _, number = looks.partition("=")
     return int(number) if name == "every_n_steps" and number.isdecimal() else None
-
-
-def check_clients(
-    run: Path, record: ChainedFile, folders: Sequence[Path], verdict: Verdict
-) -> tuple[list[str], list[str]]:
-    """Check that each code that a server noted is of its round's line in the logs of its client.
-
-    Without ``folders`` of clients' logs those in the server's folder and beside it are read.
-
-    Returns:
-        The clients whose logs were compared; and in words those of which no folder is there, and
-        the rounds in which a client that took part sent no code.
-
-    Raises:
-        ReportError: a given folder has no key, or no logs.
-    """
-    noted: dict[str, list[tuple[str, str, object]]] = {}
-    for line in record.contents:
-        if line is not None and line.get("kind") == "client":
-            code = str(line.get("code"))
-            sent = code, f"client {line.get('client')}", line.get("step")
-            noted.setdefault(code[:16], []).append(sent)
-    names = {c: " and ".join(sorted({name for _, name, _ in rows})) for c, rows in noted.items()}
-    beside = [run, *run.glob("*/"), *run.resolve().parent.glob("*/")] if noted else []
-    compared: dict[str, str] = {}
-    for folder in folders or [one for one in beside if (one / records.CHAIN_KEY).is_file()]:
-        try:
-            chain, codes, client = _codes_in(folder)
-        except ReportError:
-            if folders:
-                raise
-            continue
-        if chain in noted:
-            verdict.add(client, f"'{folder}'")
-            compared[chain] = f"logs of {names[chain]}: '{folder}'"
-        elif folders:
-            verdict.contradict(
-                f"'{folder}': the server noted no code of these logs: they are of another "
-                "federation, or were written again from the start"
-            )
-        last: dict[str, int] = {}
-        for code, name, round_ in noted.get(chain, ()):
-            number = codes.index((code, round_)) if (code, round_) in codes else -1
-            if number <= last.get(name, -1):
-                verdict.contradict(
-                    f"'{folder}', {name}: the code of round {round_} is of no line of these logs, "
-                    "or of another round: lines up to there were changed or removed later"
-                )
-                break
-            last[name] = number
-    missing = [f"logs of {names[chain]}: --client DIR" for chain in noted if chain not in compared]
-    return sorted(compared.values()), sorted(missing) + _rounds_without(record, noted)
-
-
-def _rounds_without(
-    record: ChainedFile, noted: Mapping[str, Sequence[tuple[str, str, object]]]
-) -> list[str]:
-    """Return in words the rounds of a server in which clients that took part sent no code."""
-    sent: dict[str, set[int]] = {}
-    for _, name, round_ in (one for rows in noted.values() for one in rows):
-        sent.setdefault(name, set()).update([round_] if isinstance(round_, int) else [])
-    kinds = "client", "look"  # the last line counts rounds, and is of none
-    steps = [one.get("step") for one in record.contents if one and one.get("kind") in kinds]
-    rounds = {one for one in steps if isinstance(one, int)}
-    texts = []
-    for name, own in sorted(sent.items()):
-        edges = [min(rounds, default=0) - 1, *sorted(own), max(rounds, default=0) + 1]
-        gaps = [f"{a + 1} to {b - 1}" for a, b in pairwise(edges) if b - a > 1]
-        texts += [f"{name}, rounds {', '.join(gaps)}: they carry no code"] if gaps else []
-    return texts
-
-
-def _codes_in(folder: Path) -> tuple[str, list[tuple[str, object]], Verdict]:
-    """Return the name of a client's chain, the codes of its lines, and what its logs contradict.
-
-    A code stands beside its round. A run without a last line is a note: clients of Flower have
-    none, and the server's codes show how far each goes.
-    """
-    verdict, closings = Verdict(), Verdict()
-    with explain_errors(
-        f"'{folder}' cannot be compared with the server's log",
-        *(OSError, ValueError, LookupError, TypeError),
-        error=ReportError,
-        hint=f"Name a folder of a client's logs, with its {records.CHAIN_KEY}",
-    ):
-        key = str(read_secret(folder / records.CHAIN_KEY, "the key")["key"])
-        record, results = (
-            read_chain(folder / name, verdict) for name in (records.RECORD, records.RESULTS)
-        )
-    check_closings(record, results, closings)
-    verdict.contradictions += closings.contradictions
-    verdict.notes += closings.open + closings.notes
-    lines = zip(record.hashes, record.contents, strict=True)
-    codes = [
-        (records.code_of(key, one), content.get("step"))
-        for one, content in lines
-        if content and content.get("kind") == "sent"
-    ]
-    return records.code_of(key, "")[:16], codes, verdict
 
 
 # ---- gates --------------------------------------------------------------------------------------

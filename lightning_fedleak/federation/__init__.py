@@ -10,10 +10,6 @@ from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn
 from lightning_fedleak.federation.hand_over import recording as recording
 from lightning_fedleak.federation.hand_over import report_batches as report_batches
 from lightning_fedleak.federation.hand_over import trained_on as trained_on
-from lightning_fedleak.federation.heads import HEAD as HEAD
-from lightning_fedleak.federation.heads import HeadRecord as HeadRecord
-from lightning_fedleak.federation.heads import head_of as head_of
-from lightning_fedleak.federation.heads import note_head as note_head
 from lightning_fedleak.federation.observer import SUM as SUM
 from lightning_fedleak.federation.observer import RoundObserver as RoundObserver
 from lightning_fedleak.federation.observer import RoundSettings as RoundSettings

@@ -26,8 +26,7 @@ with require_package("nvflare", "lightning_fedleak.federation.nvflare needs NVFl
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
     from nvflare.apis.event_type import EventType
     from nvflare.apis.filter import Filter
-    from nvflare.apis.fl_component import FLComponent
-    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReservedKey, ReturnCode
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
     from nvflare.apis.fl_context import FLContext
     from nvflare.apis.shareable import Shareable, make_reply
     from nvflare.apis.utils.task_utils import get_filters
@@ -76,9 +75,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     Trainer, ``report_batches(trainer)`` for a Trainer of transformers or TRL, or
     :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
     thread or in a process. If it reports no batches, every result is unknown and passes no gate.
-
-    Each result carries an HMAC of this client's logs so far, which :class:`SiteHeads` stores on the
-    server. If the client adds noise, no HMAC is sent.
 
     By default a **withheld update** is replaced by zero, that is, by the model that was sent or by
     a zero difference, because a workflow may abort on a client error or on a round without results.
@@ -291,8 +287,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return self._refuse(fl_ctx, f"round {round_}: {leaving.answer}")
         if leaving.withheld or outgoing.dp or outgoing.compression:
             shareable = self._reply(shareable, leaving, sent, meta, fl_ctx)
-        if outgoing.dp is None and (code := federation.head_of(outgoing.observer, outgoing.client)):
-            shareable.set_header(federation.HEAD, code)
         return shareable
 
     def _reply(
@@ -323,44 +317,6 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         result = DXO(self._data_kind, convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
         return result.update_shareable(reply)
-
-
-class SiteHeads(FLComponent):  # type: ignore[misc, unused-ignore]
-    """A component of the server that stores an HMAC of each client's logs in each round.
-
-    ::
-
-        job.to_server(SiteHeads())
-
-    A :class:`FedLeakFilter` sends the HMAC, whose key the server does not have. ``fedleak verify``
-    compares it with that client's logs, and thereby detects later changes to them. The server's log
-    is in the folder ``fedleak`` of the run.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._record: federation.HeadRecord | None = None
-
-    def add_to_fed_job(self, job: Any, ctx: Any) -> None:
-        """Add the component to a job. NVFlare calls this method."""
-        _exclude_package(job)
-        job.add_component("fedleak_site_heads", self, ctx)
-
-    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Open the log at the start of the run, write HMACs that arrive, and close the log."""
-        if event_type == EventType.START_RUN:
-            workspace = Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
-            self._record = federation.HeadRecord(workspace / "fedleak")
-        elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._record is not None:
-            result: Shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
-            name = str(result.get_peer_prop(ReservedKey.IDENTITY_NAME, ""))
-            round_ = result.get_header(AppConstants.CURRENT_ROUND)
-            if not isinstance(round_, int) or not 0 <= round_ < 2**31:  # the client's, not trusted
-                round_ = 0
-            self._record.note(round_, name, result.get_header(federation.HEAD))
-        elif event_type == EventType.END_RUN and self._record is not None:
-            self._record.end()
-            self._record = None
 
 
 class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]

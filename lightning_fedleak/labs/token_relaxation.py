@@ -49,7 +49,6 @@ class TokenRelaxation(EmbeddingDescent):
         """Return mixtures (B, L, e) of word embeddings."""
         return variables.softmax(-1) @ self.table.embeddings
 
-    def decode(self, variables: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of largest share in the mixture, and their lead over the next."""
-        shares, ids = variables.softmax(-1).topk(2, dim=-1)
-        return ids[..., 0], shares[..., 0] - shares[..., 1]
+    def decode(self, variables: Tensor) -> Tensor:
+        """Return the tokens of largest share in the mixture."""
+        return variables.argmax(-1)

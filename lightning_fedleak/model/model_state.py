@@ -10,10 +10,11 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
 
 LARGE = 1 << 22
 """Bytes of a tensor or array above which it is not copied before the run; not tuned."""
@@ -117,6 +120,30 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
             yield
     finally:
         state.restore()
+
+
+def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
+    """Return a deep copy of an object that holds a model, without the hooks of a package.
+
+    A hook of another package that is bound to a module of the model is bound to its copy.
+
+    Args:
+        thing: the object.
+        root: the model.
+        package: the name of the package, whose hooks would act on the run of the original.
+    """
+    memo: dict[int, Any] = {}
+    others = list[tuple[OrderedDict[int, Any], dict[int, Any]]]()
+    for module in modules_of(root):
+        for name in HOOKS:
+            if hooks := module.__dict__.get(name):
+                memo[id(hooks)] = store = OrderedDict[int, Any]()
+                homes = {n: hook_home(hook).partition(".")[0] for n, hook in hooks.items()}
+                others.append((store, {n: hooks[n] for n in hooks if homes[n] != package}))
+    copied = deepcopy(thing, memo)
+    for store, hooks in others:  # where all modules have their copies
+        store.update(deepcopy(hooks, memo))
+    return copied
 
 
 class _Tensor:

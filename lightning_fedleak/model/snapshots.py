@@ -157,6 +157,8 @@ class ReleasedModel:
         reference: what a model says that was trained like this one on other texts; None: there is
             none.
         rejected: (N, L) bool, of pairs the tokens of the rejected text; None: the texts are single.
+        rewards: (2, N) of prompts, float64, the mean reward of the base's completions and of the
+            model's; None: not known.
     """
 
     now: TokenSnapshot
@@ -165,6 +167,7 @@ class ReleasedModel:
     answers: Tensor | None = None
     reference: TokenSnapshot | None = None
     rejected: Tensor | None = None
+    rewards: Tensor | None = None
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
@@ -172,7 +175,8 @@ class ReleasedModel:
         now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
         reference = None if self.reference is None else self.reference.rows(index)
         rejected = None if self.rejected is None else self.rejected[index]
-        return ReleasedModel(now, base, compressed, answers, reference, rejected)
+        rewards = None if self.rewards is None else self.rewards[:, index]
+        return ReleasedModel(now, base, compressed, answers, reference, rejected, rewards)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.report.html import model_card as model_card
     from lightning_fedleak.report.html import page as page
     from lightning_fedleak.report.logs import FitLog as FitLog
-    from lightning_fedleak.report.logs import NothingToReport as NothingToReport
     from lightning_fedleak.report.logs import ReportError as ReportError
     from lightning_fedleak.report.logs import read as read
-    from lightning_fedleak.report.overview import explain as explain
 
 __getattr__ = lazy(__name__)

@@ -162,24 +162,17 @@ class FitSummary:
         )
 
 
-def fit_summaries(
-    logs: Sequence[FitLog], problems: list[str]
-) -> tuple[list[FitSummary], list[tuple[FitLog, Sequence[Account]]]]:
-    """Return a summary of each fit, and what each monitor recorded as spent.
+def fit_summaries(logs: Sequence[FitLog], problems: list[str]) -> list[FitSummary]:
+    """Return a summary of each fit.
 
     Several monitors of a fit, or processes of a federation, are one fit.
     """
     fits: list[FitSummary] = []
-    accounts_by_log: list[tuple[FitLog, Sequence[Account]]] = []
     for monitors in grouped(logs, lambda log: log.fit_name).values():
-        log = merge_monitors(monitors)
-        fit, odd_ledgers = _fit_summary(log)
+        fit, odd_ledgers = _fit_summary(merge_monitors(monitors))
         fits.append(fit)
         problems += odd_ledgers
-        for monitor in monitors:
-            own_accounts = fit.privacy if monitor is log else accounts(monitor)[0]
-            accounts_by_log.append((monitor, own_accounts))
-    return fits, accounts_by_log
+    return fits
 
 
 def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:

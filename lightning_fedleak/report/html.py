@@ -16,7 +16,7 @@ from markupsafe import Markup
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.charts.figures import MAX_RUNS, compared_figures, figures
 from lightning_fedleak.report.comparing import names_of
-from lightning_fedleak.report.content import Findings, memorized_rows
+from lightning_fedleak.report.content import TOGETHER, Findings, memorized_rows
 from lightning_fedleak.report.edpb import NOT_TRIED, smallest_rate, tiers
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import JsonObject, MetricValue, as_json
@@ -50,6 +50,7 @@ def _template() -> jinja2.Template:
     environment.globals |= {
         "names": names_of,
         "max_runs": MAX_RUNS,
+        "together": TOGETHER,
         "ends": _ends,
         "style": Markup(_source("page.css")),
         "script": Markup(script),

@@ -22,10 +22,6 @@ class ReportError(ValueError):
     """A report cannot be made; the message says what to change."""
 
 
-class NothingToReport(ReportError):
-    """No file of a run is where a report was asked for."""
-
-
 @dataclass(frozen=True)
 class FitLog:
     """The lines of one fit.
@@ -100,7 +96,7 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
         run: id of the fit that is read alone; default all.
 
     Raises:
-        NothingToReport: a place does not exist, or nothing is in any of them.
+        ReportError: a place does not exist, or nothing is in any of them.
     """
     problems: list[str] = []
     fits: list[FitLog] = []
@@ -108,20 +104,20 @@ def read(places: Sequence[Path], *, run: str | None = None) -> Logs:
     for place in places:
         if not place.is_dir() and (not place.exists() or place.name not in files):
             what = "is no log of a run" if place.exists() else "does not exist"
-            raise NothingToReport(f"'{place}' {what}: name the folder of a run's logs")
+            raise ReportError(f"'{place}' {what}: name the folder of a run's logs")
         paths = [place] if place.is_file() else [p for name in files for p in place.rglob(name)]
         for folder in sorted({path.parent for path in paths}):
             fits += _fits(folder, problems)
     if not fits:
         names = ", ".join(f"'{place}'" for place in places)
-        raise NothingToReport(
+        raise ReportError(
             f"no {records.RESULTS} in {names}. A LeakageMonitor writes it to the logger's folder "
             "(lightning_logs/version_0, say)"
         )
     different = {(fit.folder.resolve(), fit.run): fit for fit in fits}
     fits = [fit for fit in different.values() if run is None or fit.run == run]
     if not fits:
-        raise NothingToReport(f"no run {run} in {', '.join(map(str, places))}")
+        raise ReportError(f"no run {run} in {', '.join(map(str, places))}")
     fits = _without_copies(fits, problems)
     fits.sort(key=lambda fit: (fit.begin.time if fit.begin else None) or "")
     return Logs(tuple(fits), tuple(problems))

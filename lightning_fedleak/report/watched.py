@@ -6,7 +6,6 @@ import importlib
 import math
 import time
 from html import escape
-from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_fedleak import report
@@ -81,11 +80,6 @@ class Reported:
         if page is not None and self.engine.options.upload_report and log is not None:
             log.upload(page)
 
-    def _newest_run(self) -> tuple[list[Path], str] | None:
-        """Return the record and the id of the newest run; None before the first."""
-        jsonl = self.engine.jsonl
-        return None if jsonl is None else ([jsonl.path.parent / "run.jsonl"], jsonl.run)
-
     def show(self, height: int = 900) -> None:
         """Display the report of the newest run in a notebook, while it goes on too.
 
@@ -97,25 +91,11 @@ class Reported:
             RuntimeError: no run has begun.
             ReportError: its logs cannot be read.
         """
-        if (newest := self._newest_run()) is None:
+        if (jsonl := self.engine.jsonl) is None:
             raise RuntimeError("show() is about a run: train first")
-        records, run = newest
-        document = escape(report.page(report.findings(report.read(records, run=run))))
+        logs = report.read([jsonl.path.parent / "run.jsonl"], run=jsonl.run)
+        document = escape(report.page(report.findings(logs)))
         style = f"width:100%;height:{height}px;border:0"
         frame = f'<div><iframe srcdoc="{document}" style="{style}"></iframe></div>'
         notebook: Any = importlib.import_module("IPython.display")
         notebook.display(notebook.HTML(frame))
-
-    def _repr_html_(self) -> str:
-        """Return what the newest run leaked, in the report's sentences."""
-        lines = [repr(self)]
-        if (newest := self._newest_run()) is not None:
-            records, run = newest
-            try:
-                [overview] = report.findings(report.read(records, run=run)).overviews
-                lines += ["", report.explain(overview)]
-            except report.NothingToReport:
-                lines += ["", "Nothing has been measured yet."]
-            except report.ReportError as error:
-                lines += ["", str(error)]
-        return f"<pre>{escape(chr(10).join(lines))}</pre>"

@@ -31,6 +31,7 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled, is_observed
 from lightning_fedleak.model.taps import real_optimizer
 from lightning_fedleak.model.whole_models import explain_shards
+from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
 STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
@@ -62,6 +63,8 @@ class Loop:
             the next optimizer step.
         zero: the only optimizer if DeepSpeed's engine trains the model.
         temperature: the divisor of the logits in the loss.
+        fit_copy: a function that trains a copy of the model on other rows; None if nobody can.
+        rollouts: asks for completions of the prompts of a reinforcement learning.
     """
 
     model: nn.Module
@@ -79,6 +82,8 @@ class Loop:
     stage_reached: StageReached | None = None
     zero: ZeROStep | None = None
     temperature: float = 1.0
+    fit_copy: Callable[[nn.Module, Any], None] | None = None
+    rollouts: Rollouts | None = None
 
     @property
     def inner_optimizers(self) -> list[Optimizer]:
@@ -167,6 +172,7 @@ class LoopRun(Run):
         return [release.add_tap(stage_reached), release.add_canaries(before_defense)]
 
     temperature = property(attrgetter("loop.temperature"), doc="Divisor of logits in the loss.")
+    rollouts = property(attrgetter("loop.rollouts"), doc="Completions of an RL's prompts, or None.")
     optimizers = property(attrgetter("loop.inner_optimizers"), doc="Optimizers, unwrapped.")
     step = property(attrgetter("loop.steps"), doc="Optimizer steps so far, skipped ones included.")
     training_loader = property(attrgetter("loop.loader"), doc="Loader of the training data.")
@@ -243,6 +249,10 @@ class LoopRun(Run):
     def on_any_process(self, value: bool) -> bool:
         """Return whether the value is true on at least one process."""
         return bool(self.summed(torch.tensor(int(value), device=self.device)))
+
+    def fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model on other rows, as the integration does; see :class:`Run`."""
+        (self.loop.fit_copy or super().fit_copy)(model, rows)
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return the user's metrics logged so far; None: all."""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from transformers import TrainerCallback
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lightning_fedleak.attacks import Attack
+from lightning_fedleak.attacks.memorization import PromptAttack
 from lightning_fedleak.engine import (
     CHOOSE,
     WORST,
@@ -45,6 +50,7 @@ from lightning_fedleak.trainers.loop import (
     precision_of,
     unwrapped,
 )
+from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
 from lightning_fedleak.trainers.zero import ZeROStep
 from lightning_fedleak.validate import explain_arguments
@@ -54,8 +60,10 @@ FILE = "fedleak.safetensors"
 _USAGE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
 """TRL's trainers whose preference pairs can be queried on the trained weights."""
+_ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
+"""TRL's trainers whose prompts can be queried on the trained weights."""
 _NOT_LIKELIER = dict.fromkeys(_PAIRS, "makes rejected texts less likely")
-_NOT_LIKELIER |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trains on texts that it writes")
+_NOT_LIKELIER |= dict.fromkeys(_ROLLOUTS, "trains on texts that it writes")
 _NOT_LIKELIER["RewardTrainer"] = "trains a score of texts and not their likelihood"
 """TRL's trainers that do not make the texts of the data more likely, and what they do instead."""
 
@@ -109,8 +117,9 @@ class LeakageCallback(TrainerCallback, Reported):
         TypeError: No Trainer was passed. The message shows the correct call.
         ValueError: Arguments contradict each other, or attacks on the trained weights are listed
             under TRL's trainers of preferences, rewards or reinforcement learning. Attacks on
-            preference pairs are allowed under DPO, KTO, ORPO and CPO. When training begins also:
-            the Trainer, a gate or an attack is not supported in this run.
+            preference pairs are allowed under DPO, KTO, ORPO and CPO, and on prompts under GRPO and
+            RLOO. When training begins also: the Trainer, a gate or an attack is not supported in
+            this run.
     """
 
     engine: Engine
@@ -138,11 +147,15 @@ class LeakageCallback(TrainerCallback, Reported):
         self.engine = self.watch.engine
         bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
         on_weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        has_pairs = bases <= _PAIRS
-        listed = [a.name for a in on_weights if not has_pairs or getattr(a, "part", "") != "pairs"]
+        listed, hint = [attack.name for attack in on_weights], ""
+        if bases <= _PAIRS:
+            hint = "; PreferenceMargin() attacks its preference pairs"
+            listed = [a.name for a in on_weights if getattr(a, "part", None) != "pairs"]
+        elif bases <= _ROLLOUTS:
+            hint = "; PolicyDrift() and RewardGain() attack its prompts"
+            listed = [a.name for a in on_weights if not isinstance(a, PromptAttack)]
         if bases and listed and attacks != "auto":
             base = bases.pop()
-            hint = "; PreferenceMargin() attacks its preference pairs" if has_pairs else ""
             raise ValueError(
                 f"{base} {_NOT_LIKELIER[base]}, so likelihoods do not show what the weights were "
                 f"trained on: remove {', '.join(listed)} from attacks={hint}"
@@ -152,6 +165,7 @@ class LeakageCallback(TrainerCallback, Reported):
         def train_and_close(*args: Any, **kwargs: Any) -> Any:
             checkpoint = kwargs.get("resume_from_checkpoint", next(iter(args), None))
             self.watch.resumed_from = None if isinstance(checkpoint, bool) else checkpoint
+            self.watch.has_optimizer = trainer.optimizer is not None
             try:
                 return train(*args, **kwargs)
             except BaseException as error:  # an evaluation or another callback may raise it too
@@ -233,6 +247,7 @@ class _TransformersWatch(Watch):
         super().__init__(trainer.model, [], *arguments)  # type: ignore[arg-type]
         self.trainer = trainer
         self.resumed_from: str | PathLike[str] | None = None
+        self.has_optimizer = False  # before the Trainer makes one
         self._values: dict[str, float] = {}
         self._ending = False
 
@@ -256,6 +271,8 @@ class _TransformersWatch(Watch):
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
             temperature=float(getattr(args, "temperature", None) or 1.0),  # GRPO, RLOO
+            fit_copy=self._fit_copy,
+            rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
             # The batches that a resumed run has seen already.
@@ -289,6 +306,47 @@ class _TransformersWatch(Watch):
             raise ValueError(
                 f"{start} is not logged.{names_there_are(best, available, self.run.watcher)}"
             )
+
+    def _fit_copy(self, model: nn.Module, rows: Any) -> None:
+        """Train a copy of the model by a second Trainer of the same class; see :class:`Run`.
+
+        It is a copy of the Trainer, which trains other parts: its ``__init__`` would prepare model
+        and data again. It saves, evaluates and reports nothing, and has no callback of the user's.
+
+        Raises:
+            ValueError: the optimizer is not the Trainer's own.
+        """
+        trainer = self.trainer
+        if self.has_optimizer:
+            raise ValueError(
+                "Memorization(reference='auto'): the optimizer was made before train(), for this "
+                "model alone: name it by TrainingArguments(optim=) or optimizer_cls_and_kwargs=, "
+                "in a new Trainer, or give a reference"
+            )
+        model = trainer.accelerator.unwrap_model(model, False, False)  # of autocast and compile
+        second, args = copy(trainer), copy(trainer.args)
+        for name in ("train", "training_step"):  # of this callback
+            vars(second).pop(name, None)
+        private = {n: v for n, v in vars(trainer).items() if n.startswith("_")}
+        for name in (n for n, value in private.items() if isinstance(value, dict | list | set)):
+            setattr(second, name, deepcopy(private[name]))  # metrics of TRL's trainers
+        if args.max_steps > 0:
+            args.max_steps = math.ceil(args.max_steps * len(rows) / len(self.loop.loader.dataset))
+        args.logging_strategy = args.eval_strategy = IntervalStrategy.NO
+        args.save_strategy, args.report_to = SaveStrategy.NO, []
+        args.load_best_model_at_end = args.push_to_hub = args.eval_on_start = False
+        second.args, second.train_dataset, second.eval_dataset = args, rows, None
+        second.model = second.model_wrapped = model
+        vars(second).update(dict.fromkeys(("model_init", "optimizer", "lr_scheduler")))
+        second.neftune_noise_alpha = None  # whose hook is copied
+        second._memory_tracker = type(trainer._memory_tracker)(True)  # measures nothing
+        second.state, second.control = TrainerState(), TrainerControl()
+        handled = [DefaultFlowCallback()], model, second.processing_class, None, None
+        second.callback_handler = CallbackHandler(*handled)  # type: ignore[no-untyped-call]
+        with TemporaryDirectory() as folder:
+            args.output_dir = folder
+            second.create_accelerator_and_postprocess()
+            second.train()
 
     def _best_metric(self) -> str | None:
         """Return the name of the leakage by which the Trainer selects its best checkpoint."""

@@ -52,7 +52,7 @@ def test_each_round_is_shown_and_watching_changes_no_bit(
     tmp_path: Path, small: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    printed, watched = federate(tmp_path / "watched", small, partition_by="who")
+    printed, watched = federate(tmp_path / "watched", small)
     assert "RoundObserver" not in capsys.readouterr().err
     first = printed[printed.index("\n round ") :].splitlines()[2].split()
     assert first == ["0", first[1], "-", "-", "-"]  # the loss before anything was trained
@@ -136,19 +136,13 @@ def test_epsilon_is_shown_and_kept(tmp_path: Path, small: dict, trust: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ("--partition-by whom", "no column 'whom' (--partition-by)"),
-        ("--partition-by who --clients 9", "4 of 9 clients have no text"),
-        ("--partition dirichlet --alpha 0.001 --clients 20", "a larger --alpha"),
-        ("--partition speaker", "--partition-by, the column"),
         ("--clients 500", "of 500 clients have no text"),
         ("--watch leakage/worst/words", "give --gate, such as 0.5 too"),
         ("--gate 0.3", "--watch leakage/worst/words watches words alone"),
         ("--gate 0.9 --members 4", "fewer than 16"),
         ("--gate 0.9 --local-steps 1", "a round has 4 texts of a client"),
         ("--gate 0.5 --watch leakage/words", "words: RoundGate"),
-        ("--gate 0.5 --action harden", "--trust local too"),
         ("--trust local", "give --epsilon too"),
-        ("--epsilon 8 --sampling poisson", "needs per_round="),
         ("--epsilon 8 --delta 0.9", "below 0.25"),
         ("--targets c_attn", "give its rank too, --lora-r 8"),
         ("--lora-r 8 --targets none_such", "--targets none_such"),

@@ -53,7 +53,9 @@ def test_results_are_printed_without_text(model: str, text: str) -> None:
     collisions = re.search(r"Layer 0: in (\d+) of 30 games", output)
     assert collisions is not None
     assert rates_of(output, "  no collision")["games"] == str(30 - int(collisions[1]))
-    assert re.fullmatch(r"0\.\d{3} \[0\.\d{3}, (0\.\d{3}|1)\]", rates_of(output, "fc@0")["accuracy"])
+    assert re.fullmatch(
+        r"0\.\d{3} \[0\.\d{3}, (0\.\d{3}|1)\]", rates_of(output, "fc@0")["accuracy"]
+    )
     assert "dishonest" in output
     for line in Path(text).read_text().splitlines():
         assert line not in output

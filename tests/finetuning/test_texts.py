@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_fedleak.cli.finetuning import hub as real_hub
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.finetuning.texts import read_labelled, read_texts
+from lightning_fedleak.cli.finetuning.texts import read_texts
 
 WORDS = ["one, two", 'a "quoted" word', "zwölf Äpfel"]
 
@@ -242,18 +242,3 @@ def test_unreadable_files_raise_source_error(
     (tmp_path / "a.txt").touch()
     with pytest.raises(SourceError, match=r"a\.txt' cannot be read: Permission denied"):
         read_texts(tmp_path / "a.txt")
-
-
-def test_labelled_texts(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("who,text\nann, one \nbob,two\nann,\n")
-    assert read_labelled(path, "who") == (["one", "two"], ["ann", "bob"])
-    with pytest.raises(SourceError, match=r"no column 'whom' \(--partition-by\); it has"):
-        read_labelled(path, "whom")
-    path.write_text("who,text\nann,one\n,two\n")
-    with pytest.raises(SourceError, match=r"column 'who' of .* is empty for 1 of 2 texts"):
-        read_labelled(path, "who")
-    plain = tmp_path / "a.txt"
-    plain.write_text("one\ntwo\n")
-    with pytest.raises(SourceError, match="plain text, which has no column 'who'"):
-        read_labelled(plain, "who")

@@ -21,7 +21,6 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_fedleak.attacks import BagOfWords
 from lightning_fedleak.defenses import BudgetSpent, DefenseError, GradientCompression
-from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
 from lightning_fedleak.federation import (
     ClientDP,
     RoundGate,
@@ -30,9 +29,8 @@ from lightning_fedleak.federation import (
     difference,
     trained_state,
 )
-from lightning_fedleak.federation.flower import ClientHeads, FedLeakMod, Observed, PrivateMean
+from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from tests.callbacks.runs import Probe
-from tests.evidence.test_clients import rewrite
 from tests.federation.rounds import SGD, model
 from tests.federation.rounds import train as trained
 from tests.federation.test_observer import lines
@@ -338,45 +336,6 @@ def test_a_watched_strategy_gives_the_same_model(tmp_path):
     outcome = [(x["client"], x["stage"]) for x in lines(tmp_path)]
     assert outcome == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
     assert all(x["unknown"] for x in lines(tmp_path))
-
-
-@pytest.mark.parametrize("kind", [Observed, ClientHeads], ids=lambda kind: kind.__name__)
-def test_a_client_that_rewrites_its_logs_is_named(tmp_path, kind):
-    """Rewritten with hashes that fit; a client that withholds and one that says odd things."""
-    mods = [FedLeakMod(ForClient(tmp_path / f"site{n}")) for n in range(2)]
-
-    def by(asked, where):
-        number = where.node_config["partition-id"]
-        reply = mods[number](asked, where, train) if number < 2 else train(asked, where)
-        if number == 2:
-            reply.content["fedleak-head"] = ConfigRecord({"code": ["x"] * 3})
-        return reply if number < 3 else Message(Error(0, "withheld"), reply_to=asked)
-
-    server = tmp_path / "server"
-    strategy = FedAvg(fraction_evaluate=0.0)
-    watch = observer(server, side="server") if kind is Observed else server
-    strategy, sent = kind(strategy, watch), ArrayRecord(trained_state(model()))
-    result = strategy.start(Grid(4, by), sent, num_rounds=2)
-    mods = [lambda asked, where, train: train(asked, where)] * 2
-    plain = FedAvg(fraction_evaluate=0.0).start(Grid(4, by), sent, num_rounds=2)
-    assert same(*(one.arrays.to_torch_state_dict() for one in (result, plain)))
-    if kind is Observed:
-        strategy.observer.end()
-    folders = [next((tmp_path / f"site{n}").glob("process_*")) for n in range(2)]
-    check = verify_run(server, clients=folders)
-    assert check.verdict.status == HOLDS, check.verdict
-    missing = [x for x in verify_run(server, clients=folders[:1]).not_checked if "--client" in x]
-    assert len(missing) == 1
-    rewrite(folders[1], line=0)
-    verdict = verify_run(server, clients=folders).verdict
-    assert verdict.status == CONTRADICTED
-    assert all(str(folders[1]) in text for text in verdict.contradictions)
-
-
-def test_what_notes_codes_is_outermost(tmp_path):
-    strategy = Observed(ClientHeads(FedAvg(), tmp_path), observer(tmp_path / "seen", side="server"))
-    with pytest.raises(ValueError, match="ClientHeads must be the outermost"):
-        strategy.start(Grid(2, train), ArrayRecord(trained_state(model())), num_rounds=1)
 
 
 def test_where_every_client_withholds_the_model_that_was_sent_is_kept(tmp_path, caplog):

@@ -205,12 +205,12 @@ def close(outcome, want):
 
 
 def form(reply: Message):
-    """All that tells one reply from another, but for the masked numbers, and codes of logs."""
+    """All that tells one reply from another, but for the masked numbers."""
     return [
         (
             name,
             sorted(record),
-            [len(v) if isinstance(v, list | str) else v for v in record.values()],
+            [len(v) if isinstance(v, list) else v for v in record.values()],
         )
         for name, record in sorted(reply.content.items())
     ]

@@ -25,7 +25,7 @@ def result(
         for name, value in metrics.items()
     }
     line = {
-        "schema": 1,
+        "schema": 4,
         "step": step,
         "stage": stage,
         "client": 0,
@@ -43,7 +43,7 @@ def result(
 def begin(run: str = "a", **more: Any) -> dict[str, Any]:
     """The first line of a fit in ``run.jsonl``."""
     line = {
-        "schema": 1,
+        "schema": 4,
         "run": run,
         "kind": "begin",
         "time": "2026-01-02T03:04:05+00:00",
@@ -111,20 +111,20 @@ def spent(
 
 def look(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     """A look in ``run.jsonl``."""
-    line = {"schema": 1, "run": run, "kind": "look", "step": step, "utility": {}, "privacy": []}
+    line = {"schema": 4, "run": run, "kind": "look", "step": step, "utility": {}, "privacy": []}
     return line | more
 
 
 def end(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     """The last line of a fit in ``run.jsonl``."""
-    line = {"schema": 1, "run": run, "kind": "end", "step": step, "how": "finished", "privacy": []}
+    line = {"schema": 4, "run": run, "kind": "end", "step": step, "how": "finished", "privacy": []}
     return line | more
 
 
 def decision(did: str, round_: int, client: int | str, run: str = "a") -> dict[str, Any]:
     """What a gate of rounds did, in ``run.jsonl``."""
     return {
-        "schema": 1,
+        "schema": 4,
         "run": run,
         "kind": "gate",
         "gate": "words",

@@ -83,39 +83,6 @@ def one_fit(run, count, epsilon=1.0, fit=None, **settings):
     return [record, look(count, run, privacy=[spent(epsilon, count)])]
 
 
-def test_fits_compose_and_releases_are_never_dropped(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "abc"]
-    record = [*one_fit("a", 10), *one_fit("b", 30), *one_fit("c", 5)]
-    found = found_in(tmp_path, lines, record)
-    [together] = found.privacy_together
-    assert together.fits == 3
-    assert together.epsilon == rounded_up(
-        epsilon_of([(1.0, 0.01, 10), (1.0, 0.01, 30), (1.0, 0.01, 5)], 1e-5, "prv")
-    )
-    assert together.sum_of_epsilons == 3.0
-    assert "3 fits by dpsgd, if on the same examples" in sentences_of(found)
-
-
-def test_what_has_no_guarantee_composes_to_none(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    record = [*one_fit("a", 10, epsilon="infinite"), *one_fit("b", 10)]
-    found = found_in(tmp_path, lines, record)
-    assert found.privacy_together[0].epsilon == math.inf
-    assert "no epsilon holds" in sentences_of(found)
-
-
-def test_budgets_of_a_filter_add_up(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    record = [
-        *one_fit("a", 10, epsilon=8.0, accountant="filter"),
-        *one_fit("b", 10, epsilon=8.0, accountant="filter"),
-    ]
-    found = found_in(tmp_path, lines, record)
-    [together] = found.privacy_together
-    assert (together.epsilon, together.delta) == (16.0, 2e-5)
-    assert found.runs[0].privacy[0].without_sampling is None
-
-
 def test_a_central_epsilon_is_set_beside_the_sum_of_clients(tmp_path):
     monitor = {"client": "rank", "clients": 4, "adversary": [], "local_steps": None}
     attacks = [about("fc", "membership", "chooses the weights")]
@@ -204,47 +171,6 @@ def test_how_a_run_ended(tmp_path, record, said):
     assert said in fit.end
 
 
-@pytest.mark.parametrize(
-    ("counts", "taken", "releases"),
-    [
-        # Of those of "b" 10 are of "a", which went on to 12; "d" came of a fit that is not here.
-        (
-            {"a": 12, "b": 30, "d": 5},
-            {"b": ("a", 10, 1.0), "d": ("not given", 4, 1.0)},
-            (12, 20, 5),
-        ),
-        # The last look of "a" was after 8 releases, its checkpoint after 10: 30 in all, not 28.
-        ({"a": 8, "b": 30}, {"b": ("a", 10, 1.0)}, (8, 22)),
-        # Releases under other noise are no part of "a", and are not taken off.
-        ({"a": 12, "b": 30}, {"b": ("a", 10, 2.0)}, (12, 30)),
-    ],
-)
-def test_releases_taken_over_with_a_checkpoint_count_once(tmp_path, counts, taken, releases):
-    record = []
-    for run, count in counts.items():
-        first, *rest = one_fit(run, count)
-        if run in taken:
-            of, before, sigma = taken[run]
-            first["resumed"] = {"run": of, "privacy": [spent(1.0, before, sigma=sigma)]}
-        record += [first, *rest]
-    lines = [result(0, run=run, f1=0.0) for run in counts]
-    [together] = found_in(tmp_path, lines, record).privacy_together
-    history = [(1.0, 0.01, count) for count in releases]
-    assert together.epsilon == rounded_up(epsilon_of(history, 1e-5, "prv"))
-
-
-def test_of_two_monitors_the_one_that_recorded_most_counts(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "abc"]
-    of_one = [*one_fit("a", 12, fit="x"), *one_fit("b", 10, fit="x")]
-    assert found_in(tmp_path / "one", lines[:2], of_one).privacy_together == []
-    record = [*of_one, *one_fit("c", 30)]
-    [together] = found_in(tmp_path, lines, record).privacy_together
-    assert together.fits == 2
-    assert together.epsilon == rounded_up(
-        epsilon_of([(1.0, 0.01, 12), (1.0, 0.01, 30)], 1e-5, "prv")
-    )
-
-
 # ---- federations --------------------------------------------------------------------------------
 
 
@@ -289,7 +215,12 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
     """The first one has none; the clients' own are those of later ones."""
     told = {"training": {"strategy": "federation"}, "fit": "x"}
     settings = {"trust": "local", "clients": 2, "sampling": "all", "accountant": "prv"}
-    own = {"kind": "defense", "name": "dpsgd", "class": "ClientDP", "guarantee": "a client"}
+    own = {"schema": 4} | {
+        "kind": "defense",
+        "name": "dpsgd",
+        "class": "ClientDP",
+        "guarantee": "a client",
+    }
     record = [begin("a", **told)]
     for client, run in enumerate("bc"):
         ledger = tmp_path / f"{client}.ledger"
@@ -307,7 +238,6 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
     assert (spent_.holds, spent_.class_name) == (True, "ClientDP")
     assert spent_.ledger_releases == {"0.ledger": 2, "1.ledger": 2}
     assert (run.monitors, len(run.defenses)) == (3, 1)
-    assert found.privacy_together == []
 
 
 def test_monitors_of_one_fit_are_one_run(tmp_path):
@@ -434,21 +364,14 @@ def test_a_ledger_knows_what_a_killed_run_released(tmp_path, in_ledger, whole):
     assert ("counts more releases" in cost.statement) is not whole
 
 
-def test_fits_that_were_cut_off_cost_together_what_was_recorded(tmp_path):
+def test_several_accounts_add_up(tmp_path):
     lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    record = [*one_fit("a", 10, poisson=False), *one_fit("b", 30, poisson=False), end(31, "b")]
-    report = found_in(tmp_path, lines, record)
-    assert report.privacy_together[0].whole is False
-    assert "together, as far as was recorded." in sentences_of(report)
-
-
-def test_fits_of_examples_and_of_users_cost_an_example(tmp_path):
-    lines = [result(0, run=run, f1=0.0) for run in "ab"]
-    record = one_fit("a", 10, accountant="filter", unit="example")
-    record += one_fit("b", 10, accountant="filter", unit="user")
-    report = found_in(tmp_path, lines, record)
-    assert report.privacy_together[0].unit == "example"
-    assert ", for a user with all of their rows, 10 releases" in sentences_of(report)
+    record = [*one_fit("a", 10), *one_fit("b", 30)]
+    found = found_in(tmp_path, lines, record)
+    for text in (sentences_of(found), page(found)):
+        assert "several runs on the same examples add up" in text
+    one = found_in(tmp_path / "one", lines[:1], one_fit("a", 10))
+    assert "add up" not in sentences_of(one) + page(one)
 
 
 def test_a_result_that_is_no_number_is_unknown(tmp_path):

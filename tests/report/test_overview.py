@@ -212,8 +212,8 @@ def test_the_knee_is_said_in_words(tmp_path):
     found = found_in(tmp_path, lines, record)
     assert found.verdict.sentence == "The trained model tells who was in its training data."
     knee = (
-        "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
-        "0.90: later steps did not improve val_loss."
+        "Stopping at step 1, the best val_loss, would have left an AUC of .70 instead of .90: "
+        "later steps did not improve val_loss."
     )
     assert found.overviews[0].knee == knee
     assert knee in page(found)
@@ -317,7 +317,9 @@ def test_each_kind_that_both_runs_measured_has_a_clause_and_what_fell_to_chance_
 def test_no_difference_is_said_once_where_it_holds_for_all_kinds(tmp_path):
     lines = [result(0, f1=(0.89, 0.81, 0.94)), result(0, "fc", auc=(0.9, 0.6, 1.0))]
     sentence = twins(tmp_path, lines, lines).verdict.sentence
-    assert sentence == "Words: F1 0.89 in both. Membership: AUC 0.90 in both. No difference is shown."
+    assert (
+        sentence == "Words: F1 0.89 in both. Membership: AUC 0.90 in both. No difference is shown."
+    )
 
 
 def test_the_same_attack_decides_where_the_lowest_reading_is_of_another(tmp_path):
@@ -346,8 +348,8 @@ UNSURE = ("fc", "auc", (0.99, 0.7, 1.0), (0.72, 0.5, 0.9))
 def test_the_headline_of_a_defended_run_says_what_the_defence_bought(tmp_path):
     sentence = both_stages(tmp_path, UNSURE, WORDS_FELL).verdict.sentence
     assert sentence == (
-        "The defence brought words from F1 0.84 down to 0.00. It shows no difference for membership. "
-        "Not conclusive: membership. More looks or texts would show it."
+        "The defence brought words from F1 0.84 down to 0.00. "
+        "It shows no difference for membership. Not conclusive: membership. More looks or texts would show it."
     )
 
 
@@ -433,7 +435,6 @@ def test_where_no_look_excludes_guessing_it_is_not_conclusive(tmp_path):
     assert "over all looks guessing does so well too" in reading.note
     assert found.verdict.sentence == "High, but in too few looks to be sure: membership."
     assert found.verdict.level == "some"
-    assert any("Narrow the interval of fc" in step for step in found.next_steps)
 
 
 def test_words_that_blind_naming_finds_too_are_not_conclusive(tmp_path):

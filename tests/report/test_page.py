@@ -32,7 +32,7 @@ def hostile_run():
         begin(attacks=attacks, gates=[gate], unread=[HOSTILE], defenses=[dpsgd(x=HOSTILE)]),
         look(0, utility={HOSTILE: 1.0}, privacy=[spent(1.0, 1)]),
         {
-            "schema": 1,
+            "schema": 4,
             "run": "a",
             "kind": "gate",
             "gate": HOSTILE,

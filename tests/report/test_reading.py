@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.report import NothingToReport, findings, page, read
+from lightning_fedleak.report import ReportError, findings, page, read
 from tests.report.lines import begin, end, result, written
 
 
@@ -11,15 +11,15 @@ def test_a_line_that_cannot_be_read_is_named_and_costs_no_other(tmp_path):
     folder = written(tmp_path, [result(0, f1=0.5), result(1, f1=0.7)])
     with (folder / "leakage.jsonl").open("a") as file:
         file.write('{"half": \n[1, 2]\n')
-        file.write(json.dumps({"schema": 1, "step": 2}) + "\n")
+        file.write(json.dumps({"schema": 4, "step": 2}) + "\n")
         file.write(json.dumps(result(3, f1=0.1) | {"schema": 99}) + "\n")
         file.write(json.dumps(result(4, f1=0.9)) + "\n")
     reading = read([folder])
     assert [line.step for line in reading.fits[0].results] == [0, 1, 4]
-    broken, newer, odd = reading.problems
+    broken, other, odd = reading.problems
     assert broken.startswith("2 of the lines of")
     assert broken.endswith("cannot be read: 3, 4")
-    assert newer.endswith("are of a newer version: 6")
+    assert other.endswith("are of another version: 6")
     assert str(tmp_path) not in " ".join(reading.problems)
     assert odd.endswith("are not as a run writes them: 5 (stage is missing)")
 
@@ -83,5 +83,5 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path):
 @pytest.mark.parametrize("place", ["nowhere", "empty"])
 def test_nothing_to_report_is_said(tmp_path, place):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NothingToReport, match=place):
+    with pytest.raises(ReportError, match=place):
         read([tmp_path / place])

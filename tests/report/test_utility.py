@@ -16,7 +16,7 @@ from tests.report.lines import begin, dpsgd, end, look, result, spent, written
 
 def change(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     """Metrics that changed between looks, in ``run.jsonl``."""
-    return {"schema": 3, "run": run, "kind": "metrics", "step": step} | more
+    return {"schema": 4, "run": run, "kind": "metrics", "step": step} | more
 
 
 def record(run: str, train: float, *validations: float) -> list[dict[str, Any]]:

@@ -6,8 +6,11 @@ trainer gives its loss: chosen or rejected, a desirable label, an advantage.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,19 @@ pytest.importorskip("trl")
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from sklearn.metrics import roc_auc_score
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from lightning_fedleak import BagOfWords, FlatChat
 from lightning_fedleak.attacks import GradientMembership, SubspaceWords
-from lightning_fedleak.attacks.memorization import PreferenceMargin
+from lightning_fedleak.attacks.memorization import PolicyDrift, PreferenceMargin, RewardGain
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
+from lightning_fedleak.trainers.rollouts import Rollouts
 from tests.helpers.folders import TEXTS
 from tests.trainers.test_watch import lines
 from tests.trl.test_trl import ANSWERS, COMMON, model_of, preferences, tokenizer, watched
@@ -212,6 +217,175 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
     assert last["auc"]["low"] > 0.5
 
 
+def half_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Reward letters of the half of the alphabet that a prompt's length names."""
+    return [
+        sum((letter < "m") == len(p) % 2 for letter in c) / max(1, len(c))
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+
+
+def prompts_of(n: int = 60) -> Dataset:
+    rows = preferences(n)
+    return Dataset.from_list([{"prompt": row["prompt"] + row["chosen"]} for row in rows])
+
+
+def asks(trainer: Any, *attacks: Any) -> LeakageCallback:
+    settings = WatchSettings(memorization=Memorization(max_overhead=20, looks=()))
+    callback = LeakageCallback(trainer, [*attacks], settings=settings)
+    trainer.add_callback(callback)
+    return callback
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_the_weights_are_asked_about_prompts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings = []
+    for folder, watches in (("with", True), ("without", False)):
+        more = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 1e-3}
+        more |= {"steps_per_generation": 2, "num_iterations": 2}  # batches of prompts repeat
+        (tmp_path / folder).mkdir()
+        trainer = trainer_of(name, tmp_path / folder, rows=prompts_of(), **more)
+        trainer.reward_funcs = [half_reward]
+        trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
+        if watches:
+            asks(trainer, PolicyDrift(), RewardGain())
+            members = [trainer.train_dataset[n]["prompt"] for n in range(30)]
+            written = written_by(monkeypatch)
+        trainer.train()
+        state = {n: v.clone() for n, v in trainer.model.state_dict().items()}
+        trainings.append(
+            (state, torch.get_rng_state(), random.getstate(), trainer.state.log_history)
+        )
+        if watches:
+            model = trainer.model.eval()
+    (with_it, *states, logs), (without, *other_states, other_logs) = trainings
+    assert all(torch.equal(value, without[key]) for key, value in with_it.items())
+    assert torch.equal(states[0], other_states[0])
+    assert states[1] == other_states[1]
+    for key in ("reward", "loss"):
+        assert [x[key] for x in logs if key in x] == [x[key] for x in other_logs if key in x]
+
+    looks = [x for x in lines(tmp_path / "with") if x["attack"] in ("policy_drift", "reward_gain")]
+    assert len(looks) == 4
+    prompts, (first, *_, last) = written[0][0], [rows for _, rows in written]
+    decode = trainer.processing_class.decode
+    names = [decode(p.ids, skip_special_tokens=True) for p in prompts]
+    sides = [any(name == member for member in members) for name in names]
+    assert 25 < sum(sides) <= 30
+    assert len(sides) > 55
+    base = model_of().eval()
+    drifts = [sum(log_likelihoods(base, row)) - sum(log_likelihoods(model, row)) for row in first]
+    drifts = [d / int((row.labels != -100).sum()) for d, row in zip(drifts, first, strict=True)]
+    rewards = [
+        torch.tensor(
+            [
+                half_reward([name], [decode(one.ids[len(p.ids) :], skip_special_tokens=True)])[0]
+                for one in row.alone
+            ],
+            dtype=torch.float64,
+        ).mean()
+        for rows in (first, last)
+        for name, p, row in zip(names, prompts, rows, strict=True)
+    ]
+    gains = torch.stack(rewards).view(2, -1).diff(dim=0)[0]
+    for attack, scores in (("policy_drift", drifts), ("reward_gain", gains.tolist())):
+        values = [x["metrics"] for x in looks if x["attack"] == attack][-1]
+        assert values["members"]["value"] == sum(sides)
+        assert values["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=0.01)
+
+
+def written_by(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Note all prompts and completions of each time that a model writes."""
+    notes, write = list[tuple[Any, Any]](), Rollouts.write
+
+    def noted(rollouts: Rollouts, anatomy: Any, prompts: Any, seed: int) -> Any:
+        notes.append((prompts, write(rollouts, anatomy, prompts, seed)))
+        return notes[-1][1]
+
+    monkeypatch.setattr(Rollouts, "write", noted)
+    return notes
+
+
+def log_likelihoods(model: Any, row: Any) -> list[float]:
+    """Return that of each completion, from a forward of its own."""
+    values = []
+    for one in row.alone:
+        with torch.no_grad():
+            logits = model(input_ids=one.ids[None]).logits[0, :-1].double().log_softmax(-1)
+        counted = one.labels[1:] != -100
+        values.append(float(logits[counted, one.ids[1:][counted]].sum()))
+    return values
+
+
+def test_a_model_that_learns_nothing_has_no_prompts(tmp_path: Path) -> None:
+    rows = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts_of()]
+    )
+    more = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.0}
+    trainer = trainer_of("GRPO", tmp_path, rows=rows, **more)
+    trainer.reward_funcs = [chat_reward]
+    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
+    callback = asks(trainer, PolicyDrift(), RewardGain())
+    trainer.train()
+    for name in ("policy_drift", "reward_gain"):
+        assert callback.latest[f"leakage/{name}/auc"] == pytest.approx(0.5)
+        assert callback.latest[f"leakage/{name}/p_value"] == 1
+
+
+def chat_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    assert all(chat[0]["role"] == "assistant" for chat in completions)
+    return [float(len({*chat[0]["content"]})) for chat in completions]
+
+
+def random_reward(completions: list[str], **_: Any) -> list[float]:
+    return [random.random() + next(CALLS) for _ in completions]
+
+
+CALLS = count()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (random_reward, "same completions have others the second time"),
+        (partial(half_reward), r"no rewards to compare: a reward function \(partial\)"),
+    ],
+)
+def test_rewards_that_cannot_be_asked_for_again_are_refused(
+    function: Any, words: str, tmp_path: Path
+) -> None:
+    trainer = trainer_of("GRPO", tmp_path, rows=prompts_of())
+    trainer.reward_funcs, trainer.reward_func_names = [function], ["reward"]
+    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
+    asks(trainer, PolicyDrift(), RewardGain())
+    with pytest.raises(ValueError, match=f"{words}.*leave RewardGain out"):
+        trainer.train()
+
+
+def test_prompts_are_asked_about_by_drift_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"max_steps": -1, "num_train_epochs": 1}
+    trainer = trainer_of("GRPO", tmp_path, rows=prompts_of(), **more)
+    trainer.reward_funcs, trainer.reward_func_names = [partial(half_reward)], ["reward"]
+    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
+    callback = asks(trainer, PolicyDrift())
+    trainer.train()
+    assert (
+        "Their rewards are not compared: a reward function (partial) is a model or" in caplog.text
+    )
+    assert 0 < callback.latest["leakage/policy_drift/auc"] < 1
+
+
+def test_prompts_need_a_trainer_that_writes(tmp_path: Path) -> None:
+    trainer = trainer_of("SFT", tmp_path)
+    asks(trainer, PolicyDrift())
+    with pytest.raises(ValueError, match="no prompts of TRL's GRPOTrainer or RLOOTrainer"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -221,6 +395,6 @@ def test_the_weights_are_asked_about_preferences_of_other_losses(name: str, tmp_
 )
 def test_other_trainers_have_no_pairs_to_ask_about(name: str, why: str, tmp_path: Path) -> None:
     trainer = trainer_of(name, tmp_path)
-    expected = f"{name}Trainer {why}, so .* remove preference_margin from attacks=$"
+    expected = f"{name}Trainer {why}, so .* remove preference_margin from attacks="
     with pytest.raises(ValueError, match=expected):
         LeakageCallback(trainer, [PreferenceMargin()])

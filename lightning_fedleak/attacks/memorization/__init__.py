@@ -14,8 +14,11 @@ from lightning_fedleak.attacks.memorization.scores import LossRatio as LossRatio
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack as MemorizationAttack
 from lightning_fedleak.attacks.memorization.scores import MemorizationGuess as MemorizationGuess
 from lightning_fedleak.attacks.memorization.scores import MinK as MinK
+from lightning_fedleak.attacks.memorization.scores import PolicyDrift as PolicyDrift
 from lightning_fedleak.attacks.memorization.scores import PreferenceMargin as PreferenceMargin
+from lightning_fedleak.attacks.memorization.scores import PromptAttack as PromptAttack
 from lightning_fedleak.attacks.memorization.scores import PromptRatio as PromptRatio
+from lightning_fedleak.attacks.memorization.scores import RewardGain as RewardGain
 from lightning_fedleak.attacks.memorization.scores import ShortAnswers as ShortAnswers
 from lightning_fedleak.attacks.memorization.scores import Windows as Windows
 from lightning_fedleak.attacks.memorization.scores import Zlib as Zlib

@@ -255,6 +255,62 @@ class PreferenceMargin(MemorizationAttack):
         return torch.where(released.rejected, -gains, gains).sum(1)
 
 
+class PromptAttack(MemorizationAttack):
+    """Score the prompts of a reinforcement learning by what the model writes behind them.
+
+    GRPO and RLOO train on completions that the model itself writes, so that a prompt has no text
+    whose likelihood would show it. What is compared is the model's behaviour before and after.
+    """
+
+
+class PolicyDrift(PromptAttack):
+    """Score a prompt by how far the model has moved from its base on the base's own completions.
+
+    The mean of ``lp0 - lp`` estimates the Kullback-Leibler divergence of the model from its base
+    behind the prompt, a token, where the trainer samples at temperature 1 from all tokens. DIBA
+    (arXiv 2511.14045) and PREMIA (arXiv 2407.06443) compare such ratios too: DIBA on completions of
+    the trained model, which takes the base's weights at each look, PREMIA on answers that are
+    given, with the other sign. Here the base writes once, before the first step, and a look is a
+    forward of each completion.
+
+    Examples:
+        >>> from lightning_fedleak.attacks.memorization import PolicyDrift
+        >>> PolicyDrift().name
+        'policy_drift'
+    """
+
+    default_name = "policy_drift"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the mean of ``lp0 - lp`` over the tokens of a prompt's completions, in nats."""
+        return released.base.mean_log_probs() - released.now.mean_log_probs()
+
+
+class RewardGain(PromptAttack):
+    """Score a prompt by how much the rewards of its completions have risen since the base.
+
+    It is the reward side of DIBA (arXiv 2511.14045), by the trainer's own reward functions. Both
+    models write by the same random numbers, so that a model that has not changed gains nothing.
+
+    Examples:
+        >>> from lightning_fedleak.attacks.memorization import RewardGain
+        >>> RewardGain().name
+        'reward_gain'
+    """
+
+    default_name = "reward_gain"
+
+    def score(self, released: ReleasedModel) -> Tensor:
+        """Return the mean reward of the model's completions less that of the base's.
+
+        Raises:
+            UnusableObservation: the rewards are not known, or not finite.
+        """
+        before, now = released_part(released.rewards, "reward")
+        check_finite(now, "the rewards of the model's completions")
+        return torch.sub(now, before)
+
+
 class Zlib(MemorizationAttack):
     """Score a text by its log likelihood over its compressed size (Carlini et al. 2021)."""
 

@@ -38,7 +38,6 @@ class TextGuess(base.Guess):
 
     Attributes:
         tokens: (B, L) token ids; :data:`NOTHING` at padded positions, and where time ran out.
-        confidence: (B, L) how sure the attack is of each, on a scale of its own, or None.
         finished: False where the time budget ended the search: more time may give other tokens.
         candidates: candidates that were verified against the observation, over all positions.
         certified: whether the adversary can check alone that these are the texts, and all of them
@@ -47,17 +46,15 @@ class TextGuess(base.Guess):
     """
 
     tokens: Tensor
-    confidence: Tensor | None = None
     finished: bool = True
     candidates: int = 0
     certified: bool | None = None
 
 
 def join_guesses(parts: Sequence[TextGuess], device: torch.device) -> TextGuess:
-    """Return guesses about some of the texts each, all with a confidence, as one about all."""
+    """Return guesses about some of the texts each as one about all."""
     return TextGuess(
         torch.cat([part.tokens for part in parts]).to(device),
-        torch.cat([part.confidence for part in parts if part.confidence is not None]).to(device),
         all(part.finished for part in parts),
         sum(part.candidates for part in parts),
     )

@@ -97,18 +97,13 @@ class TokenTable:
         """Return the standard deviation of the vocabulary's numbers about their mean."""
         return float((self.embeddings - self.mean).square().mean().sqrt())
 
-    def nearest(
-        self, embeddings: Tensor, k: int = 1, likeness: Likeness = "whitened"
-    ) -> tuple[Tensor, Tensor]:
-        """Return the k tokens most like each embedding, the most similar first.
+    def nearest(self, embeddings: Tensor, k: int = 1, likeness: Likeness = "whitened") -> Tensor:
+        """Return the k tokens (..., k) most like each embedding, the most similar first.
 
         Args:
             embeddings: (..., e).
             k: at most the size of the vocabulary.
             likeness: see the class.
-
-        Returns:
-            Token ids and their cosines, both (..., k).
         """
         shape = embeddings.shape[:-1]
         points = embeddings.detach().to(self.embeddings.dtype).reshape(-1, embeddings.shape[-1])
@@ -118,8 +113,7 @@ class TokenTable:
         directions = self.directions[likeness]
         k = min(k, len(directions))
         nearest = [
-            (part @ directions.T).topk(k, dim=1)
+            (part @ directions.T).topk(k, dim=1).indices
             for part in torch.split(points, max(1, SIMILARITIES_AT_ONCE // len(directions)))
         ]
-        ids = torch.cat([part.indices for part in nearest]).reshape(*shape, k)
-        return ids, torch.cat([part.values for part in nearest]).reshape(*shape, k)
+        return torch.cat(nearest).reshape(*shape, k)

@@ -266,10 +266,9 @@ class EmbeddingDescent(InversionAttack):
         """Return the variables, which are the word embeddings."""
         return variables
 
-    def decode(self, variables: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most similar tokens, and their lead in likeness over the next."""
-        ids, likeness = self.table.nearest(variables, 2, self.likeness)
-        return ids[..., 0], likeness[..., 0] - likeness[..., -1]
+    def decode(self, variables: Tensor) -> Tensor:
+        """Return the most similar tokens."""
+        return self.table.nearest(variables, 1, self.likeness)[..., 0]
 
     def tokens_at_once(self) -> int:
         """Return the number of tokens in one run."""
@@ -323,15 +322,15 @@ class EmbeddingDescent(InversionAttack):
         """Change wrong tokens, and set right ones to their exact embedding."""
         rows = (~run.stopped).nonzero().flatten()
         sent, variables = run.sent[rows], run.variables[rows]
-        similar = [self.table.nearest(variables, SIMILAR, likeness)[0] for likeness in LIKENESSES]
+        similar = [self.table.nearest(variables, SIMILAR, likeness) for likeness in LIKENESSES]
         words = self.table.embeddings[run.tokens[rows]]
-        similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[0][..., 1:])
+        similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[..., 1:])
         always = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
         candidates = torch.cat([*similar, always.expand(*similar[0].shape[:2], -1)], -1)
         swept = sweep(self.bottom, sent, run.tokens[rows], candidates, deadline=run.deadline)
         run.verified += swept.candidates
         run.finished &= swept.finished
-        run.record(rows, swept.tokens, swept.errors, swept.confidence)
+        run.record(rows, swept.tokens, swept.errors)
         run.stopped[rows] = swept.exact
         if not last:
             right = sent.real & ~high_errors(swept.errors * sent.norms, sent.real)
@@ -347,7 +346,6 @@ class _Descent:
         tokens: (B, L) that the variables represented after the last :meth:`descend`.
         errors: (B, L) distance of the hidden states of ``tokens`` from those sent, over the norm of
             those sent; NaN where nothing was guessed.
-        confidence: (B, L) of these tokens.
         steps: (B,) gradient steps for each text.
         stopped: (B,) texts whose descent is over.
         finished: False once the deadline has passed.
@@ -363,7 +361,6 @@ class _Descent:
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
         self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
-        self.confidence = torch.zeros_like(sent.hidden[..., 0])
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.finished = True
         self.verified = 0
@@ -384,7 +381,7 @@ class _Descent:
             adam.step(gradient)
             self.steps[active] += 1
             if self.attack.descent.stop == "settled" and step % CHECK_EVERY == 0:
-                tokens, _ = self.attack.decode(adam.values)
+                tokens = self.attack.decode(adam.values)
                 unchanged = ((tokens == last) | ~sent.real).all(1)
                 same = torch.where(unchanged, same + 1, 0)
                 exact = self._errors(tokens, sent) <= self.attack.bottom.rounding
@@ -398,8 +395,8 @@ class _Descent:
                 active, sent, last, same = active[rest], sent[rest], last[rest], same[rest]
                 adam.select(rest)
         self.variables[active] = adam.values
-        tokens, lead = self.attack.decode(self.variables[rows])
-        self.record(rows, tokens, self._errors(tokens, self.sent[rows]), lead)
+        tokens = self.attack.decode(self.variables[rows])
+        self.record(rows, tokens, self._errors(tokens, self.sent[rows]))
 
     def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
         """Return the distance's gradient in the variables, and which texts their cosine stops."""
@@ -422,25 +419,22 @@ class _Descent:
         self.verified += int(sent.real.sum())
         return sent.relative_errors(hidden)
 
-    def record(self, rows: Tensor, tokens: Tensor, errors: Tensor, confidence: Tensor) -> None:
+    def record(self, rows: Tensor, tokens: Tensor, errors: Tensor) -> None:
         """Set the tokens of the texts ``rows``."""
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
-        self.confidence[rows] = confidence.to(self.confidence.dtype)
 
     def record_better(self, guess: TextGuess, errors: Tensor) -> None:
         """Set the texts in which an earlier guess is nearer to what was sent, by squared errors."""
-        assert guess.confidence is not None
         sums = (e.masked_fill(~self.sent.real, 0.0) for e in (errors, self.errors))
         earlier_sums, present_sums = (e.square().sum(1) for e in sums)
         rows = (earlier_sums < present_sums).nonzero().flatten()
-        self.record(rows, guess.tokens[rows], errors[rows], guess.confidence[rows])
+        self.record(rows, guess.tokens[rows], errors[rows])
 
     def guess(self) -> TextGuess:
         """Return the tokens so far."""
         real = self.sent.real
         return TextGuess(
             self.tokens.masked_fill(~real, NOTHING),
-            confidence=self.confidence * real,
             finished=self.finished,
             candidates=self.verified,
         )

@@ -196,9 +196,7 @@ class SubspaceTexts(TextAttack):
 
         Returns:
             A row for each text, in any order, and texts that were never there where the rows do not
-            distinguish them; ``finished`` says that no time was lacking. ``confidence`` is the
-            share of a token's state that the rows explained when it was chosen, in the block that
-            explains least.
+            distinguish them; ``finished`` says that no time was lacking.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
@@ -252,8 +250,8 @@ class SubspaceTexts(TextAttack):
         certain = certain and bool(words.certified) and distinguished and self._shows_all(view)
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
-        tokens, confidence = _padded(texts)
-        return TextGuess(tokens, confidence, finished, search.tried, certain)
+        tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
+        return TextGuess(tokens, finished, search.tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""
@@ -261,10 +259,3 @@ class SubspaceTexts(TextAttack):
         maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}
         return bool(names & self._complete_maps)
-
-
-def _padded(texts: Sequence[subspace_rows.RecoveredText]) -> tuple[Tensor, Tensor]:
-    """Return texts' tokens (B, L), padded with -1, and their fits (B, L), padded with 0."""
-    tokens = [torch.tensor(text, dtype=torch.int64) for text, _ in texts]
-    fits = [torch.tensor(shares, dtype=torch.float32) for _, shares in texts]
-    return pad_sequence(tokens, True, NOTHING), pad_sequence(fits, True)

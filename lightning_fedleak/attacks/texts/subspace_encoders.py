@@ -102,11 +102,10 @@ class EncoderSearch:
         likely = self._single(pairs)
         if not likely:
             return [], True, False
-        alone = torch.tensor([likely], device=self.bag.device)
         several = pairs.allowed.sum(1) > 1
         lengths = self._lengths(pairs)
         if not (self.precise and pairs.complete and bool(several.any()) and lengths):
-            texts = [(tuple(likely), tuple(self._fits(alone)[0].tolist()))]
+            texts = [tuple(likely)]
             return texts, True, self._certain(texts, pairs)
         texts, finished = self._separate(pairs, lengths, deadline)
         return texts, finished, finished and self._certain(texts, pairs)
@@ -165,8 +164,7 @@ class EncoderSearch:
         earlier: list[Tensor] = []
         while len(self._directions[0]):
             loss, tokens = self._next(pairs, lengths, earlier, deadline)
-            fits = self._fits(tokens[None])[0]
-            texts.append((tuple(tokens.tolist()), tuple(fits.tolist())))
+            texts.append(tuple(tokens.tolist()))
             if loss > FIT.exact:
                 break
             self._project_out(tokens)
@@ -313,13 +311,6 @@ class EncoderSearch:
         """Return for each block what it reads of a text (L,): (L, d)."""
         return [x[0] for x in self.bottom.parts(self.bottom.hidden(text[None]))]
 
-    def _fits(self, texts: Tensor) -> Tensor:
-        """Return the share (n, L) of states that the rows explain; 0 for gaps."""
-        filled = texts.where(texts >= 0, self.bag[0])
-        return (1 - self._losses(filled)).clamp(0, 1).masked_fill(texts < 0, 0.0)
-
-    # ---- the certificate --------------------------------------------------------------------
-
     def _certain(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether nothing is missing, and nothing could replace another.
 
@@ -329,11 +320,11 @@ class EncoderSearch:
         """
         if not self.precise or not pairs.complete or not texts:
             return False
-        if any(token < 0 for tokens, _ in texts for token in tokens):
+        if any(token < 0 for tokens in texts for token in tokens):
             return False
         if not self._certain_pairs(texts, pairs):
             return False
-        rows = [torch.tensor(tokens, device=self.bag.device) for tokens, _ in texts]
+        rows = [torch.tensor(tokens, device=self.bag.device) for tokens in texts]
         states = [torch.cat(parts) for parts in zip(*map(self._states, rows), strict=True)]
         if len(states[0]) > CERTIFICATE.largest_share * states[0].shape[1]:
             return False
@@ -347,7 +338,7 @@ class EncoderSearch:
 
     def _certain_pairs(self, texts: Sequence[RecoveredText], pairs: _Pairs) -> bool:
         """Return whether block 1 needs every pair, and no pair that is not allowed replaces one."""
-        used = sorted({(p, t) for tokens, _ in texts for p, t in enumerate(tokens)})
+        used = sorted({(p, t) for tokens in texts for p, t in enumerate(tokens)})
         if len(used) > CERTIFICATE.largest_share * self.shared[0].whole.shape[1]:
             return False
         index = {int(token): i for i, token in enumerate(self.bag)}

@@ -59,9 +59,8 @@ FIT = _FitLimits()
 SAMPLE = (16, 64)  # random texts and their tokens, for the states' whitening; not tuned
 
 
-RecoveredText = tuple[tuple[int, ...], tuple[float, ...]]
-"""A text that the search has read: its tokens, -1 where none was recovered, and the share of each
-one's state that the rows explain, in the block that explains least (for encoders the mean)."""
+RecoveredText = tuple[int, ...]
+"""The tokens of a text that the search has read, -1 where none was recovered."""
 
 
 class BlockInputs(BottomModel):

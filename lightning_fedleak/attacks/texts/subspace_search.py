@@ -91,7 +91,7 @@ class SubspaceSearch:
                 break
         prefixes = {text.tokens[:n] for text in result for n in range(1, len(text.tokens))}
         whole = [text for text in result if text.tokens not in prefixes]
-        return [(text.tokens, text.fits) for text in whole], finished, certain
+        return [text.tokens for text in whole], finished, certain
 
 
 class _TextWalk:

@@ -20,7 +20,6 @@ HIGH = 1.5  # multiple of a text's lower quartile above which an error is high; 
 NEAR = 1.1  # multiple of the present error at its place up to which a candidate is run alone
 ALONE = 24  # candidates that each of both rankings runs alone in a round; more cost time
 ROUNDS = 12  # rounds at most; texts that still get better stop there
-RIVALS = 4  # candidates that a token's confidence compares it with
 TOKENS_AT_ONCE = 1 << 12  # in one run of the bottom (at least one text); bounds the memory
 
 
@@ -31,10 +30,6 @@ class _Swept:
     Attributes:
         tokens: (B, L) token ids.
         errors: (B, L) relative errors of their hidden states.
-        confidence: (B, L) in [0, 1]: ``1 - (e / e')**2`` for the error e at a position and the
-            smallest error e' there with one of four other candidates in its place, where every
-            second position is tried at once. 1 where a whole text is as sent but for rounding; 0
-            where it is not and the deadline passed before others were tried.
         exact: (B,) bool, texts that are as sent but for rounding.
         finished: False where the deadline passed.
         candidates: number of candidates that were verified.
@@ -42,7 +37,6 @@ class _Swept:
 
     tokens: Tensor
     errors: Tensor
-    confidence: Tensor
     exact: Tensor
     finished: bool
     candidates: int
@@ -87,11 +81,9 @@ def sweep(
                 better = text.jointly()
                 if deadline.passed or not (text.alone() or better):
                     break
-        confidence = [t.confidence(late=deadline.passed) for t in texts]
     return _Swept(
         torch.stack([t.tokens for t in texts]),
         torch.stack([t.errors / t.norms for t in texts]),
-        torch.stack(confidence),
         torch.tensor([t.exact for t in texts], device=tokens.device),
         not deadline.passed,
         sum(t.candidates for t in texts),
@@ -200,18 +192,3 @@ class _Text:
         rise = rise.masked_fill(~self.real[:, None], torch.inf).flatten()
         first = rise.argsort()[:ALONE]
         return first[rise[first] < 0]
-
-    def confidence(self, *, late: bool) -> Tensor:
-        """Return the confidence (L,) of :class:`_Swept`; ``late`` if the deadline has passed."""
-        if self.exact or late:
-            return self.real.to(self.errors.dtype) * self.exact
-        same = (self.options == self.tokens[:, None]).int()
-        rivals = self.options.gather(1, same.argsort(dim=1, stable=True))[:, :RIVALS]
-        smallest = torch.full_like(self.errors, torch.inf)
-        for parity in range(2):
-            half = torch.arange(len(self.tokens), device=self.tokens.device) % 2 == parity
-            texts = torch.where(half & self.real, rivals.T, self.tokens)
-            differs = half & (texts != self.tokens)
-            errors = self._errors(texts).masked_fill(~differs, torch.inf)
-            smallest = smallest.minimum(errors.amin(0))
-        return (1 - (self.errors / smallest).square()).clamp(min=0) * self.real

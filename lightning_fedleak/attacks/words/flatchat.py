@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,45 +169,30 @@ class _FlatChatGuess(WordGuess):
     mixture: Mixture
 
 
-@dataclass(frozen=True)
-class TypeCountRegressor:
-    """The number of word types as a line over the positive cluster's weight (Appendix B).
+def fit_type_counts(positive_weights: Sequence[float], n_types: Sequence[float]) -> Tensor:
+    """Return the number of word types as a line over the positive cluster's weight (Appendix B).
 
-    Attributes:
-        coefficients: (2,) float64, the number at weight 0 and the slope.
+    Returns:
+        (2,) float64, the number at weight 0 and the slope, by least squares.
+
+    Raises:
+        ValueError: all weights are equal.
     """
-
-    coefficients: Tensor
-
-    @classmethod
-    def fit(cls, positive_weights: Sequence[float], n_types: Sequence[float]) -> TypeCountRegressor:
-        """Return the least-squares fit to pairs of positive weight and number of types.
-
-        Raises:
-            ValueError: all weights are equal.
-        """
-        if len(set(positive_weights)) < 2:
-            raise ValueError("all public gradients have one positive weight: use more batch shapes")
-        fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, 1).convert().coef
-        coefficients = torch.zeros(2, dtype=torch.float64)
-        coefficients[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros
-        return cls(coefficients)
-
-    def __call__(self, mixture: Mixture) -> float:
-        """Return the number of types of a mixture, which may be below 1 or above V."""
-        constant, slope = self.coefficients.tolist()
-        return float(constant + slope * float(mixture.weights[1]))
+    if len(set(positive_weights)) < 2:
+        raise ValueError("all public gradients have one positive weight: use more batch shapes")
+    fitted = np.polynomial.Polynomial.fit(positive_weights, n_types, 1).convert().coef
+    line = torch.zeros(2, dtype=torch.float64)
+    line[: len(fitted)] = torch.from_numpy(fitted)  # without trailing zeros
+    return line
 
 
-def flatchat(
-    gradient: Tensor, n_types: float | Callable[[Mixture], float], scorer: Scorer = "gmm"
-) -> _FlatChatGuess:
+def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") -> _FlatChatGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
     Args:
         gradient: (V, d) of the output head's weight.
-        n_types: how many types to name, or a function that estimates it from the mixture. It is
-            rounded, to 1 at least and V at most.
+        n_types: how many types to name, or the line of :func:`fit_type_counts`. It is rounded, to 1
+            at least and V at most.
         scorer: see :func:`rank_types`.
 
     Raises:
@@ -216,7 +201,10 @@ def flatchat(
     s = normalized_row_sums(gradient)
     mixture = separate_clusters(s)
     scores = rank_types(s, mixture, scorer)
-    estimate = float(n_types(mixture) if callable(n_types) else n_types)
+    if isinstance(n_types, Tensor):
+        constant, slope = n_types.tolist()
+        n_types = constant + slope * float(mixture.weights[1])
+    estimate = float(n_types)
     top = scores.topk(min(max(round(estimate), 1), len(scores)))
     return _FlatChatGuess(
         types=top.indices.to(gradient.device),
@@ -289,7 +277,7 @@ class FlatChat(Attack):
         self.shapes = tuple(shapes)
         self._mask_token_id = getattr(tokenizer, "mask_token_id", None)
         self.seed = seed
-        self.regressor: TypeCountRegressor | None = None
+        self.regressor: Tensor | None = None
         self._role = HEAD_WEIGHT
         self._why_not_fitted = "it has no regression: call prepare(anatomy), or load one"
 
@@ -338,7 +326,7 @@ class FlatChat(Attack):
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
         counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
-        self.regressor = TypeCountRegressor.fit(weights, counts)
+        self.regressor = fit_type_counts(weights, counts)
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Fit the regression if ``prepare`` could not, because the model was not trained yet."""
@@ -359,9 +347,9 @@ class FlatChat(Attack):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the fitted regression, if there is one."""
-        return {} if self.regressor is None else {"regressor": self.regressor.coefficients}
+        return {} if self.regressor is None else {"regressor": self.regressor}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the regression."""
         if "regressor" in state:
-            self.regressor = TypeCountRegressor(state["regressor"].detach().cpu().double())
+            self.regressor = state["regressor"].detach().cpu().double()

@@ -21,11 +21,10 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import UnusableObservation
 
 _Array = NDArray[np.float64]
-_Step = Callable[[_Array], tuple[_Array, float] | None]
-"""A step from parameters to the next ones and the objective before it; None if a component is
-empty. The parameters are the log odds w1 / w0, both means, and both log variances."""
+_Step = Callable[[_Array], _Array | None]
+"""A step from parameters to the next ones; None if a component is empty. The parameters are the log
+odds w1 / w0, both means, and both log variances."""
 
-_LOG_2PI = math.log(2 * math.pi)
 _RESOLUTION = 128  # bins in one deviation of the narrow component and in each doubling beyond
 _TOLERANCE = 1e-7  # change in a step, of numbers of _distance, below which EM ends; not tuned
 _MAX_STEPS = 3000  # EM steps of a fit; real row sums take some ten
@@ -33,7 +32,6 @@ _START_VALUES = 8192  # values that a start is computed from; more cost time, no
 _VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total: float64's rounding
 _REBINNINGS = 12  # times that finer bins are made at most; not tuned
 _MIN_SHRINKAGE = 0.3  # shrinkage of the narrow deviation below which finer bins are made; not tuned
-_MAX_JUMP = 1.0  # longest extrapolation, see _distance; longer ones miss EM's optimum
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,9 @@ def fit_two_gaussians(
 ) -> Mixture:
     """Return the fit of ``w0 N(m0, v0) + w1 N(m1, v1)`` by maximum likelihood.
 
-    EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It is
-    accelerated by squared extrapolation (SQUAREM, Varadhan and Roland 2008) wherever that does not
-    lower the objective, and starts again on finer bins if the narrow component shrinks to their
-    scale. The likelihood of a mixture has several optima: the result is the one that exact EM
-    reaches from the start.
+    EM runs on bins that are narrow at the centre and grow logarithmically into the tails. It starts
+    again on finer bins if the narrow component shrinks to their scale. The likelihood of a mixture
+    has several optima: the result is the one that exact EM reaches from the start.
 
     It runs in float64 on the CPU whatever the device of ``values``: one copy of n numbers, no
     synchronisation per step, and the same result everywhere.
@@ -126,7 +122,7 @@ def fit_two_gaussians(
         np.subtract(x, centre, out=scaled)
         scaled *= 1 / unit
         step = _em_step(*_bin(scaled), floor / unit**2, regularization / unit**2)
-        theta, steps, converged = _accelerate(step, _pack(mixture, centre, unit), steps_left)
+        theta, steps, converged = _converge(step, _pack(mixture, centre, unit), steps_left)
         steps_left -= steps
         mixture = _unpack(theta, centre, unit)
         if not converged or float(mixture.variances[0]) >= (_MIN_SHRINKAGE * unit) ** 2:
@@ -165,14 +161,6 @@ def _log_odds(theta: _Array) -> _Array:
     return np.array([constant, m1 / v1 - m0 / v0, 0.5 / v0 - 0.5 / v1])
 
 
-def _mean_log_wide(theta: _Array, mean: float, mean_square: float) -> float:
-    """Return the mean of log(w1 N1(x)), which is log(w0 N0 + w1 N1) + log of the posterior of 1."""
-    log_odds, _, m1, _, log_v1 = theta.tolist()
-    log_w1 = -math.log1p(math.exp(-log_odds)) if log_odds > -700 else log_odds
-    distance = mean_square - 2 * m1 * mean + m1 * m1
-    return float(log_w1 - 0.5 * (_LOG_2PI + log_v1 + distance * math.exp(-log_v1)))
-
-
 def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _Step:
     """Return the EM step on (3, b) features with counts (b,).
 
@@ -180,63 +168,35 @@ def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _St
     product for the odds, one exponential, and one product for the moments of each component.
     """
     weighted = features * count
-    total, total_1, total_2 = weighted.sum(axis=1).tolist()
 
-    def step(theta: _Array) -> tuple[_Array, float] | None:
+    def step(theta: _Array) -> _Array | None:
         odds = _log_odds(theta) @ features
         smaller = np.exp(-np.abs(odds))
         both = 1 + smaller
-        certainty = np.minimum(odds, 0) - np.log(both)
-        certain = float(certainty @ count)
-        objective = _mean_log_wide(theta, total_1 / total, total_2 / total) - certain / total
         likelier, other = 1 / both, smaller / both
         wide = odds >= 0
         n1, first_1, second_1 = (weighted @ np.where(wide, likelier, other)).tolist()
         n0, first_0, second_0 = (weighted @ np.where(wide, other, likelier)).tolist()
-        if not (n0 > 1e-9 and n1 > 1e-9 and math.isfinite(objective)):
+        if not (n0 > 1e-9 and n1 > 1e-9):
             return None
         m0, m1 = first_0 / n0, first_1 / n1
         v0 = max(second_0 / n0 - m0 * m0, floor) + added
         v1 = max(second_1 / n1 - m1 * m1, floor) + added
-        theta = np.array([math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)])
-        return theta, objective
+        return np.array([math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)])
 
     return step
 
 
-def _accelerate(step: _Step, theta: _Array, max_steps: int) -> tuple[_Array, int, bool]:
-    """Return parameters, steps and convergence of SQUAREM with a monotone safeguard."""
-    steps = 0
-    while steps < max_steps:
-        first = step(theta)
-        if first is None:
-            return theta, steps, False
-        once, _ = first
-        second = step(once)
-        steps += 2
-        if second is None:
-            return once, steps, False
-        twice, objective = second
-        if _distance(once, twice) <= _TOLERANCE:
-            return twice, steps, True
-        change, bend = once - theta, twice - 2 * once + theta
-        length = math.sqrt(sum((change**2).tolist()) / max(sum((bend**2).tolist()), 1e-300))
-        start, theta = theta, twice
-        if length > 1:
-            jump = start + 2 * length * change + length * length * bend
-            result = step(_shorten(twice, jump))
-            steps += 1
-            if result is not None and result[1] >= objective:
-                theta = result[0]
-    return theta, steps, False
-
-
-def _shorten(theta: _Array, jump: _Array) -> _Array:
-    """Return ``jump``, or the point on the line to it at the largest allowed distance.
-
-    A longer jump may end near another optimum than that of EM.
-    """
-    return theta + min(1.0, _MAX_JUMP / max(_distance(theta, jump), 1e-300)) * (jump - theta)
+def _converge(step: _Step, theta: _Array, max_steps: int) -> tuple[_Array, int, bool]:
+    """Return parameters, steps and convergence of EM."""
+    for n in range(max_steps):
+        latest = step(theta)
+        if latest is None:
+            return theta, n, False
+        change, theta = _distance(theta, latest), latest
+        if change <= _TOLERANCE:
+            return theta, n + 1, True
+    return theta, max_steps, False
 
 
 def _distance(before: _Array, after: _Array) -> float:

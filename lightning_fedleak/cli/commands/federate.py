@@ -89,8 +89,8 @@ def run(options: Namespace, console: Console | None = None) -> int:
 def _check_options(options: Namespace) -> None:
     """Raise an error for options that have no effect without another one."""
     rules = (
-        (options.gate, ("watch", "action"), "--gate, such as 0.5"),
-        (options.epsilon, ("clip", "delta", "trust", "sampling", "per_round"), "--epsilon"),
+        (options.gate, ("watch",), "--gate, such as 0.5"),
+        (options.epsilon, ("clip", "delta", "trust"), "--epsilon"),
     )
     lacking = [
         (f"--{name.replace('_', '-')}", needed)
@@ -98,10 +98,6 @@ def _check_options(options: Namespace) -> None:
         for name in names
         if setting is None and getattr(options, name) != getattr(Federation, name)
     ]
-    if options.partition == "speaker" and options.partition_by is None:
-        lacking.append(("--partition speaker", "--partition-by, the column of speakers,"))
-    if options.action == "harden" and (options.epsilon is None or options.trust != "local"):
-        lacking.append(("--action harden", "--epsilon and --trust local"))
     if lacking:
         option, needed = lacking[0]
         raise SourceError(f"{option} has no effect alone: give {needed} too.")

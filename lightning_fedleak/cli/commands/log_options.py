@@ -52,29 +52,11 @@ def verify(add: Add) -> None:
         run: folder that holds leakage.jsonl.
         weights: saved weights, which must be those that the last run ended with, or of a checkpoint
             that was noted. A leakage.json beside them must say what the logs give.
-        key: public key of who signed the run, in PEM (needs the package cryptography).
         head: hash of a line that was noted when the run ended; may be given several times.
         repetition: folder of the same training, run again: weights, losses and leakage must be
             the same to the last bit.
-        client: folder of a client's logs, in a federation whose server's logs RUN holds; may be
-            given several times (default: those in RUN and beside it).
     """
     add("run", metavar="RUN", type=Path)
-    add("--client", action="append", default=[], metavar="DIR", type=Path)
     add("--weights", **path_option("DIR"))
     add("--repetition", **path_option("DIR"))
-    add("--key", **path_option("PEM"))
     add("--head", action="append", default=[], metavar="HASH")
-
-
-def sign(add: Add) -> None:
-    """Sign the logs and the report of a run with an ed25519 key.
-
-    Writes fedleak.dsse.json beside the logs: an in-toto statement in a DSSE envelope.
-
-    Options:
-        run: folder that holds leakage.jsonl.
-        key: private key in PEM, as openssl genpkey -algorithm ed25519 makes it.
-    """
-    add("run", metavar="RUN", type=Path)
-    add("--key", required=True, metavar="PEM", type=Path)

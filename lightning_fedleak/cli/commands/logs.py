@@ -1,4 +1,4 @@
-"""The subcommands that read the logs of runs: ``report``, ``compare``, ``verify`` and ``sign``."""
+"""The subcommands that read the logs of runs: ``report``, ``compare`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_fedleak.cli.printing import print_comparison
-from lightning_fedleak.evidence import CONTRADICTED, HOLDS, sign_run, verify_run
-from lightning_fedleak.evidence.chain import runs_below
+from lightning_fedleak.evidence import CONTRADICTED, HOLDS, verify_run
 from lightning_fedleak.report import ReportError, findings, print_card, read, write
 
 _STATUS_WORDS = {HOLDS: "holds", CONTRADICTED: "does not hold"}
@@ -48,9 +47,7 @@ def run_verify(options: Namespace) -> int:
     Raises:
         ReportError: a file cannot be read.
     """
-    check = verify_run(
-        options.run, options.weights, options.key, options.head, options.repetition, options.client
-    )
+    check = verify_run(options.run, options.weights, options.head, options.repetition)
     console, verdict = Console(highlight=False, soft_wrap=True), check.verdict
     for title, texts in (
         ("contradiction", verdict.contradictions),
@@ -65,15 +62,3 @@ def run_verify(options: Namespace) -> int:
         console.print(f"{name}: {check.lines[name]} lines, the last with hash {head}")
     console.print(f"{options.run}: {_STATUS_WORDS.get(verdict.status, 'undecided')}")
     return verdict.status
-
-
-def run_sign(options: Namespace) -> int:
-    """Sign a run's files, print where the statement is, and return 0.
-
-    Raises:
-        ReportError: a file cannot be read.
-    """
-    print(sign_run(options.run, options.key))
-    if unsigned := runs_below(options.run):
-        print(f"{unsigned}: they are not signed; sign each")
-    return 0

@@ -437,10 +437,10 @@ def records(add: Add) -> None:
 def federate(add: Add) -> None:
     """Train a federation, and see what each client's update and their sum leak.
 
-    Deals texts to clients, who train a language model for some rounds. Each update is attacked
-    before it leaves; a gate may hold it back, and client-level differential privacy clip it and
-    add noise. Shows utility, leakage of each client and of the sum, and epsilon, round by round. A
-    model and texts are included; use your own with --model and --text.
+    Deals texts at random to clients, who train a language model for some rounds. Each update is
+    attacked before it leaves; a gate may hold it back, and client-level differential privacy clip
+    it and add noise. Shows utility, leakage of each client and of the sum, and epsilon, round by
+    round. A model and texts are included; use your own with --model and --text.
 
     Options:
         clients: clients of the federation.
@@ -449,11 +449,6 @@ def federate(add: Add) -> None:
         model: causal language model: a folder or a name on the hub.
         text: the clients' texts: {sources}.
         column: the column of --text that holds the text.
-        partition_by: the column of --text with the speaker (or the kind) of each text.
-        partition: how texts are dealt to clients: at random; all texts of a speaker to one client;
-            or each client with its own shares of the kinds of text in --partition-by, or else of
-            the whole. By default 'speaker' with --partition-by, 'iid' without.
-        alpha: for 'dirichlet': the smaller, the less alike clients are.
         lora_r: clients train a LoRA of this rank; 0: the whole model.
         targets: {targets}.
         optimizer: optimizer of the clients.
@@ -466,13 +461,10 @@ def federate(add: Add) -> None:
         watch: what the gate watches, a name in the logs; by default leakage/worst/membership (of
             which .5 is guessing), and leakage/worst/words where an attack can read words from
             these updates.
-        action: what the gate does.
         epsilon: client-level differential privacy: what all rounds together may cost.
         clip: largest norm of a client's update.
         delta: delta of the guarantee.
         trust: who adds the noise: the server; each client all of it; each client its share.
-        sampling: which clients take part in a round.
-        per_round: for 'poisson' and 'fixed': how many (on average).
         seed: seed of split, order, adapters and calibration.
         out: folder of the logs.
     """
@@ -480,9 +472,6 @@ def federate(add: Add) -> None:
     add("--rounds", **count_option(3))
     add("--local-steps", **count_option(10))
     _add_sources(add)
-    add("--partition-by", metavar="COLUMN")
-    add("--partition", choices=("iid", "speaker", "dirichlet"))
-    add("--alpha", **_number("X", _POSITIVE, 0.5))
     add("--lora-r", **count_option(0, 0))
     add("--targets", metavar="NAMES")
     add("--optimizer", choices=("sgd", "momentum", "adamw"), default="adamw")
@@ -492,13 +481,10 @@ def federate(add: Add) -> None:
     add("--members", **count_option(16))
     add("--gate", **_number("X", _SHARE))
     add("--watch", metavar="NAME")
-    add("--action", choices=("withhold", "harden", "raise", "warn"), default="withhold")
     add("--epsilon", **_number("X", _POSITIVE))
     add("--clip", **_number("C", _POSITIVE, 1.0))
     add("--delta", **_number("X", _POSITIVE, 1e-5))
     add("--trust", choices=("central", "local", "secure_aggregation"), default="central")
-    add("--sampling", choices=("all", "poisson", "fixed"), default="all")
-    add("--per-round", **_number("N", _POSITIVE))
     add("--seed", **_SEED)
     add("--out", **path_option("DIR", "fedleak_runs/federation"))
 

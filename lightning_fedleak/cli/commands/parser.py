@@ -15,7 +15,7 @@ _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     *(options.synthetic, options.records),
     *(options.federate, options.sweep, log_options.report, log_options.compare),
-    *(log_options.verify, log_options.sign, options.fit),
+    *(log_options.verify, options.fit),
 )
 
 

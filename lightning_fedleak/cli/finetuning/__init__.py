@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.cli.finetuning.module import load_model as load_model
     from lightning_fedleak.cli.finetuning.texts import column_of as column_of
     from lightning_fedleak.cli.finetuning.texts import is_chat as is_chat
-    from lightning_fedleak.cli.finetuning.texts import read_labelled as read_labelled
     from lightning_fedleak.cli.finetuning.texts import read_rows as read_rows
     from lightning_fedleak.cli.finetuning.texts import read_texts as read_texts
     from lightning_fedleak.cli.finetuning.texts import text_of as text_of

@@ -52,22 +52,6 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
     Raises:
         SourceError: there is no such file or dataset, no such column, or no text in it.
     """
-    return read_labelled(source, None, column)[0]
-
-
-def read_labelled(
-    source: str | Path, label: str | None, column: str | None = None
-) -> tuple[list[str], list[str]]:
-    """Return texts as :func:`read_texts` does, and the value of each in another column.
-
-    Args:
-        source: a file, folder or dataset.
-        label: the other column, such as the text's author; None for empty labels.
-        column: the field that holds the text, see :func:`read_texts`.
-
-    Raises:
-        SourceError: the texts cannot be read, there is no such column, or a text has no value.
-    """
     if not str(source):
         raise assets.SourceError(
             "the name of the text is empty: give a file, a folder or a dataset."
@@ -76,23 +60,14 @@ def read_labelled(
     if isinstance(rows, list):
         names = list(dict.fromkeys(name for row in rows for name in row))
         name = column_of(rows, names, column or column_in_name, str(source))
-        if label is not None:
-            _check_column(label, names, str(source), " (--partition-by)")
-        pairs = [(text_of(row.get(name)) or "", row.get(label or "")) for row in rows]
+        texts: Sequence[str] = [text_of(row.get(name)) or "" for row in rows]
     else:
-        if (wrong := column or label) is not None:
-            raise assets.SourceError(f"'{source}' is plain text, which has no column '{wrong}'.")
-        pairs = [(text, None) for text in rows]
-    pairs = [(text.strip(), value) for text, value in pairs if text.strip()]
-    if not pairs:
+        if column is not None:
+            raise assets.SourceError(f"'{source}' is plain text, which has no column '{column}'.")
+        texts = rows
+    if not (filled := [text.strip() for text in texts if text.strip()]):
         raise assets.SourceError(f"'{source}' holds no text.")
-    nothing = sum(value in (None, "") for _, value in pairs)
-    if label is not None and nothing:
-        raise assets.SourceError(
-            f"column '{label}' of '{source}' is empty for {nothing} of {len(pairs)} texts "
-            "(--partition-by): fill it, or take another column."
-        )
-    return [text for text, _ in pairs], [str(value or "") for _, value in pairs]
+    return filled
 
 
 def read_rows(source: str | Path) -> tuple[Rows, str | None]:
@@ -295,19 +270,14 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
                 "one with column= (--column)."
             )
     if rows and column is not None:
-        _check_column(column, names, source)
+        if column not in names:
+            has = _column_list(names)
+            raise assets.SourceError(f"'{source}' has no column '{column}'; it has {has}.")
         if all(text_of(row.get(column)) is None for row in rows):
             raise assets.SourceError(
                 f"column '{column}' of '{source}' holds no text; it has {_column_list(names)}."
             )
     return column or ""
-
-
-def _check_column(column: str, names: Sequence[str], source: str, option: str = "") -> None:
-    """Raise an error unless the column is one of the source's."""
-    if column not in names:
-        has = _column_list(names)
-        raise assets.SourceError(f"'{source}' has no column '{column}'{option}; it has {has}.")
 
 
 def _only_text(rows: Rows, names: Sequence[str]) -> str | None:

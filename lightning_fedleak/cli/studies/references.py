@@ -25,6 +25,7 @@ from transformers import DataCollatorForLanguageModeling
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.studies.memorization import used_up_mark
 from lightning_fedleak.cli.studies.models import Head, load_released, released_config
+from lightning_fedleak.evaluation.canaries import halves
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -161,18 +162,6 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
         "bf16": "bf16" in str(training.get("precision")),
         "clip": training.get("gradient_clip_val"),
     }
-
-
-def halves(n: int, count: int) -> Tensor:
-    """Return (count, n) bool, the texts that each reference is trained on.
-
-    Reference 2 k + 1 is trained on the texts that reference 2 k is not trained on.
-    """
-    generator, rows = torch.Generator().manual_seed(0), []
-    for _ in range(0, count, 2):
-        inside = torch.randperm(n, generator=generator) < n // 2
-        rows += [inside, ~inside]
-    return torch.stack(rows[:count])
 
 
 class References:

@@ -10,5 +10,6 @@ from lightning_fedleak.engine.channels.membership import (
 from lightning_fedleak.engine.channels.memorization import (
     MemorizationChannel as MemorizationChannel,
 )
+from lightning_fedleak.engine.channels.prompts import PromptChannel as PromptChannel
 from lightning_fedleak.engine.channels.texts import TextsChannel as TextsChannel
 from lightning_fedleak.engine.channels.words import WordsChannel as WordsChannel

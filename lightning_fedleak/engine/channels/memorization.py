@@ -22,23 +22,32 @@ from lightning_fedleak.attacks.memorization import (
     CombinedReference,
     Extraction,
     MemorizationAttack,
+    RewardGain,
     blind_scores,
 )
 from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
-from lightning_fedleak.engine.channels.pool import NO_CONTROLS, Pool, collect, forwards_of
+from lightning_fedleak.engine.channels.pool import (
+    FORWARD_SHARE,
+    NO_CONTROLS,
+    Pool,
+    collect,
+    forwards_of,
+)
 from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
 from lightning_fedleak.engine.channels.training_rows import NoNonMembers
 from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
+    announce_references,
     ask_reference,
     beside,
     digest_answers,
     load_answers,
     measure_strength,
     save_answers,
+    train_references,
 )
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.evaluation.metrics import Rate
@@ -110,6 +119,7 @@ class MemorizationChannel(WeightChannel):
     width = 3 * len(metrics) + len(extras)
     file = "memorization_base.safetensors"  # for resuming, of mode 0600
     finds_entities: ClassVar[bool] = True
+    cost: ClassVar[float] = 1  # of asking about a text, in forwards
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
@@ -124,6 +134,8 @@ class MemorizationChannel(WeightChannel):
         self._due, self._lists = 0, 0
         self._ended = False
         self._void = ""
+        self._written: Sequence[Text] = ()  # of prompts, the base's completions
+        self._rewards: Tensor | None = None  # (2, N) of them, of the base's and of the model's now
 
     def _series_names(self, attack: Attack) -> list[str]:
         first = next((a for a in self.listed_attacks if a.part != "prompts"), None)
@@ -137,8 +149,9 @@ class MemorizationChannel(WeightChannel):
     def open(self, run: Run) -> None:
         """Forget the texts of an earlier fit."""
         super().open(run)
-        self._base, self._reference, self._facts, self._void = None, None, None, ""
-        self._due = 0
+        self._base = self._reference = self._facts = self._rewards = None
+        self._void, self._written = "", ()
+        self._due, self.reference_seconds = 0, 0.0
 
     def _draw_pool(self) -> Pool:
         start = time.perf_counter()
@@ -151,7 +164,7 @@ class MemorizationChannel(WeightChannel):
             resumed=self.run.step > 0 and not self._saved,
             short=any(attack.part != "long" for attack in self.listed_attacks),
             entities=self._found,
-            forwards=1 if self._mask is None else MASKS,
+            forwards=self.cost * (1 if self._mask is None else MASKS),
             show=self.run.shows_progress,
         )
         account = AccountGame(self.run, pool.no_game)
@@ -159,6 +172,11 @@ class MemorizationChannel(WeightChannel):
         self._account_words = account.describe()
         self._reading_seconds = time.perf_counter() - start
         return pool
+
+    @property
+    def _asked(self) -> Sequence[Text]:
+        """Return what the model is asked about, one for each text of the pool."""
+        return self._written or self.pool.texts
 
     def describe(self) -> str:
         """Return in words what is compared, for the line-up."""
@@ -221,15 +239,42 @@ class MemorizationChannel(WeightChannel):
             if self.run.on_any_process(self._base is None):  # a file that one of them does not see
                 self._base = self._reference = self._facts = None
         elif self.run.step == 0:  # later weights are no base
+            start = time.perf_counter()
             self._base = self._ask()
             settings = self.settings.memorization
             if settings.reference is not None and any(
                 type(attack) is CombinedReference for attack in self.attacks
             ):
-                source = settings.reference, settings.reference_rows
-                self._reference, self._facts = ask_reference(*source, self.run, self._ask)
+                if settings.trains_reference:
+                    self._train_references(time.perf_counter() - start)
+                else:
+                    source = settings.reference, settings.reference_rows
+                    self._reference, self._facts = ask_reference(*source, self.run, self._ask)
         if self._base is not None and pool.way != "not yet seen":  # else all rows are trained on
             self._compare_untrained(self._base)
+
+    def _train_references(self, seconds: float) -> None:
+        """Train references on rows that they do not score, and ask them.
+
+        Args:
+            seconds: that it took to ask the base about all texts.
+
+        Raises:
+            ValueError: no draw says which rows are left out, or nothing can be trained.
+        """
+        source, seed = self.settings.memorization.reference, self.settings.memorization.seed
+        rows, run = self.pool.references, self.run
+        if rows is None:
+            raise ValueError(
+                f"Memorization(reference={source!r}) needs rows that a draw holds out: train on "
+                "train, others = leave_out(data, 1000, seed=1)"
+            )
+        row_seconds = seconds / len(self.pool.texts) / FORWARD_SHARE
+        announce_references(run, [len(data) for data in rows.data], row_seconds)
+        start = time.perf_counter()
+        trained = train_references(source, rows.data, rows.seen, run, self._ask, seed)
+        self._reference, self._facts = trained
+        self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self, base: TokenSnapshot) -> None:
         """Find out whether both sides can be told apart without the training.
@@ -240,7 +285,8 @@ class MemorizationChannel(WeightChannel):
         pool = self.pool
         alone = (pool.times == 1).nonzero()[:, 0]
         texts, trains = [pool.texts[row] for row in alone.tolist()], pool.trains[alone]
-        answers, compressed = _of_labels(base, alone, texts), compressed_bytes(texts, self._decode)
+        asked = [self._asked[row] for row in alone.tolist()]
+        answers, compressed = _of_labels(base, alone, asked), compressed_bytes(texts, self._decode)
         if pool.way == "given":
             scores = blind_scores(answers, compressed, texts, trains)
             if (finding := other_law(blind_aucs(scores, trains))) is not None:
@@ -260,7 +306,7 @@ class MemorizationChannel(WeightChannel):
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.
         """
-        texts, run = self.pool.texts, self.run if run is None else run
+        texts, run = self._asked, self.run if run is None else run
         reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
         reads_prompts |= self._found is not None and self._found.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)
@@ -328,12 +374,14 @@ class MemorizationChannel(WeightChannel):
     ) -> ReleasedModel:
         """Return the answers of the model and its base to the labels of some texts, or prompts."""
         assert self._base is not None
-        texts = [self.pool.texts[row] for row in rows.tolist()]
+        texts = [self._asked[row] for row in rows.tolist()]
         texts = [text.prompt for text in texts] if prompts else texts
         now, base = (_of_labels(answers, rows, texts) for answers in (now, self._base))
         reference = self._reference and _of_labels(self._reference, rows, texts)
         compressed = compressed_bytes(texts, self._decode)
-        return ReleasedModel(now, base, compressed, answer_groups(texts), reference)
+        rewards = None if self._rewards is None else self._rewards[:, rows]
+        groups = answer_groups(texts)
+        return ReleasedModel(now, base, compressed, groups, reference, rewards=rewards)
 
     def _share(self, epoch: int) -> float:
         """Return which share of the errors of all lists the newest one has.
@@ -385,14 +433,15 @@ class MemorizationChannel(WeightChannel):
         look, alpha = self._looks, self.settings.memorization.alpha
         ranked = sum(not isinstance(other, Extraction) for other in self.attacks)
         guess = attack.run(Observation(released=game))
-        exact = attack.part == "short"
+        exact = attack.part == "short" or isinstance(attack, RewardGain)  # scores may be coarse
         values, joint = (
             membership_values(guess.scores, members, look=look, alpha=error, exact=exact)
             for error in (alpha, alpha / ranked)
         )
         values |= {f"auc_joint_{end}": joint[f"auc_{end}"] for end in ("low", "high", "provable")}
         if type(attack) is CombinedReference and game.reference is not None:
-            rows = self.settings.memorization.reference_rows, self.pool.length
+            facts, stated = self._facts, self.settings.memorization.reference_rows
+            rows = (stated if facts is None else facts.rows), self.pool.length
             values = beside(measure_strength(game, members, *rows), values)
         if self._account is not None:
             error = spent_at(look, alpha / ranked)
@@ -474,7 +523,7 @@ class MemorizationChannel(WeightChannel):
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return the SHA-256 of the pool's texts and the base's answers together."""
-        return digest_answers(base, self._reference, self.pool.texts)
+        return digest_answers(base, self._reference, [text.ids for text in self.pool.texts])
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the texts are those of the run's begin."""

@@ -104,17 +104,13 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the window."""
-        self.clear()
+        self._looks.clear()
+        self._next = 0
         if "games" in state:
             games = state["games"].cpu().double()
             looks = sorted(set(games[:, 0].tolist()))
             self._looks.extend(games[games[:, 0] == look] for look in looks)
             self._next = int(games[-1, 0]) + 1
-
-    def clear(self) -> None:
-        """Forget the games of the window."""
-        self._looks.clear()
-        self._next = 0
 
 
 def too_few(members: int) -> str | None:

@@ -29,7 +29,12 @@ from lightning_fedleak.engine.channels.training_rows import (
     read_twice,
 )
 from lightning_fedleak.engine.options import Memorization
-from lightning_fedleak.evaluation.canaries import CanarySet, TrainingRows
+from lightning_fedleak.evaluation.canaries import (
+    CanarySet,
+    ReferenceRows,
+    TrainingRows,
+    draw_references,
+)
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
@@ -78,6 +83,7 @@ class Pool:
         passed: texts that have been in batches so far, on this process.
         unread: batches that could not be read so far, on this process.
         rows: which rows of the user's data the texts are; None where nothing lists them.
+        references: the rows that references are trained on; None where none is trained.
         is_short: (N,) bool, texts with 1 to 7 label tokens, which are compared apart.
         has_prompt: (N,) bool, texts of which the prompt is compared.
         repeated: texts of which another row repeats the whole or a part, so that they are not
@@ -99,6 +105,7 @@ class Pool:
     short: int = 0
     searched: float = 1.0
     rows: PoolRows | None = None
+    references: ReferenceRows | None = None
     passed: int = 0
     unread: int = 0
 
@@ -304,7 +311,7 @@ def collect(
     resumed: bool = False,
     short: bool = False,
     entities: FoundEntities | None = None,
-    forwards: int = 1,
+    forwards: float = 1,
     show: bool = False,
 ) -> Pool:
     """Return the pool of a run, drawn from the data that its loader trains on.
@@ -344,10 +351,14 @@ def collect(
         MIN_POOL,
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
+    n_reference = (settings.reference_rows or length) * settings.trains_reference
+    is_auto = settings.trains_reference and way == "left out"
+    if is_auto and (n_others := length + len(others) - n_reference) >= MIN_POOL:
+        size = min(size, n_others)
     generator = torch.Generator().manual_seed(settings.seed)
     sample, rest = _sample(dataset, others, size, generator, by_coins=no_game is None)
     unread = len(rest)
-    rest, _ = _drawn(rest, MAX_ROWS if entities is None else unread, generator)
+    rest, _ = _drawn(rest, max(MAX_ROWS, n_reference) if entities is None else unread, generator)
     with preserve_process(), bars(show):
         start = time.perf_counter()
         read_rows = [read_twice(loader, *source, read) for source in sample]
@@ -403,6 +414,11 @@ def collect(
         for (source, row), row_texts in zip(sample, read_rows, strict=True)
         for _ in row_texts
     ]
+    references = None
+    if is_auto:
+        row_of = torch.tensor([n for n, row_texts in enumerate(read_rows) for _ in row_texts])
+        inside = draw_references(len(sample), len(rest), n_reference, settings.seed)
+        references = ReferenceRows(sample + rest, inside, row_of[places])
     return Pool(
         way,
         [texts[row] for row in places],
@@ -417,6 +433,7 @@ def collect(
         scored.short - int(is_short.sum()),
         len(rest) / unread if unread else 1.0,
         PoolRows.of(texts, scored, numbers, short=short),
+        references,
     )
 
 
@@ -457,7 +474,7 @@ def _sample(
         return sample, [source for source in everyone if source in absent]
     sources = [(dataset, row) for row in range(len(dataset))]
     held_out = [] if others is None else [(others, row) for row in range(len(others))]
-    n_non_members = min(size // 2, len(held_out))
+    n_non_members = min(max(size // 2, size - len(sources)), len(held_out))
     inside, rest = _drawn(sources, size - n_non_members, generator)
     outside, rest_held_out = _drawn(held_out, n_non_members, generator)
     return inside + outside, rest + rest_held_out
@@ -471,7 +488,7 @@ def _drawn(
     return [sources[i] for i in order[:size]], [sources[i] for i in order[size:]]
 
 
-def affordable(length: int, settings: Memorization, min_texts: int, forwards: int) -> int:
+def affordable(length: int, settings: Memorization, min_texts: int, forwards: float) -> int:
     """Return how many texts the budget pays for.
 
     Args:

@@ -177,6 +177,9 @@ class WeightChannel(Channel):
     def ask_base(self) -> None:
         """Query the model before the first step."""
 
+    reference_seconds: float = 0.0
+    """Seconds that the training of references took, which no budget of looks pays for."""
+
     @abstractmethod
     def describe(self) -> str:
         """Return in words what is compared, for the line-up."""
@@ -353,8 +356,24 @@ class WeightLooks:
             exclude(channel, self.refused.keys())
 
     def _check_private(self) -> None:
-        """Refuse callbacks that stop or choose by private texts, which no epsilon covers."""
+        """Refuse callbacks that stop or choose by private texts, which no epsilon covers.
+
+        So is a reference that would be trained on them, or without what the run has: its defences
+        and its processes.
+        """
         settings = self._channels[0].settings.memorization  # the same of all channels
+        run = self._run
+        if settings.trains_reference and run.defenses:
+            raise ValueError(
+                "Memorization(reference='auto') would train on private rows without the run's "
+                f"{' and '.join(defense.name for defense in run.defenses)}, whose epsilon does not "
+                "cover that: leave it out"
+            )
+        if settings.trains_reference and (run.processes > 1 or run.is_sharded):
+            raise ValueError(
+                "Memorization(reference='auto') trains in one process, and this run has several or "
+                "a sharded model: give the folder of a reference, trained on other rows"
+            )
         if settings.outside_epsilon or not accounting(self._run.defenses):
             return
         if settings.records:
@@ -390,6 +409,11 @@ class WeightLooks:
         whys = {self.refused.get(name, "it was left out") for name in silent}
         verb = "is" if len(silent) == 1 else "are"
         return f"{' and '.join(silent)} {verb} not played in this run: {'; '.join(sorted(whys))}"
+
+    @property
+    def reference_seconds(self) -> float:
+        """Return the seconds that the training of references took."""
+        return sum(channel.reference_seconds for channel in self._channels)
 
     def rows(self) -> list[Row]:
         """Return the attacks that are not played, and why."""

@@ -11,5 +11,8 @@ from lightning_fedleak.evaluation.canaries.left_out import TrainingRows as Train
 from lightning_fedleak.evaluation.canaries.left_out import leave_out as leave_out
 from lightning_fedleak.evaluation.canaries.record import InclusionMismatch as InclusionMismatch
 from lightning_fedleak.evaluation.canaries.record import InclusionRecord as InclusionRecord
+from lightning_fedleak.evaluation.canaries.reference_rows import ReferenceRows as ReferenceRows
+from lightning_fedleak.evaluation.canaries.reference_rows import draw_references as draw_references
+from lightning_fedleak.evaluation.canaries.reference_rows import halves as halves
 from lightning_fedleak.evaluation.canaries.texts import new_token_canaries as new_token_canaries
 from lightning_fedleak.evaluation.canaries.texts import sampled_canaries as sampled_canaries

@@ -187,15 +187,15 @@ class InclusionRecord(Secret):
         ]
 
     def _content(self) -> dict[str, object]:
-        content = {
+        return {
             "note": "secret: which canaries are in the training data",
             "key": self.key.hex(),
             "probability": self.probability,
             "digests": [d.hex() for d in self.digests],
             "included": [int(inside) for inside in self.included],
             "commitment": self.commitment,
+            "times": list(self.times),
         }
-        return content if self.times == (1,) else content | {"times": list(self.times)}
 
     @classmethod
     def _of_content(cls, content: Any) -> InclusionRecord:
@@ -203,14 +203,12 @@ class InclusionRecord(Secret):
             bytes.fromhex(content["key"]),
             tuple(bytes.fromhex(d) for d in content["digests"]),
             content["probability"],
-            tuple(content.get("times", (1,))),
+            tuple(content["times"]),
         )
 
     def _committed_bytes(self) -> bytes:
         coins = bytes(self.included)
-        stated = f"{SCHEMA} {self.probability!r} add_remove {len(self.digests)} "
-        if self.times != (1,):
-            stated += f"times {self.times} "
+        stated = f"{SCHEMA} {self.probability!r} {len(self.digests)} times {self.times} "
         return stated.encode() + b"".join(self.digests) + coins
 
     def _number(self, purpose: str, index: int, digest: bytes) -> int:

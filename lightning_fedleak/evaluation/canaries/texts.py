@@ -46,9 +46,7 @@ def new_token_canaries(
     The model is changed: it has ``count`` more tokens. Use it for an audit only. Between its two
     own tokens a text has ordinary ones, drawn at random.
 
-    Their loss is what an audit reads. For ``CanaryScorer(by="row")`` a row of the embedding or of
-    the head must be trained, and ``row_norm=0.1`` shows more. A LoRA trains neither matrix without
-    ``LoraConfig(modules_to_save=["embed_tokens"], ...)``.
+    Their loss is what an audit reads.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

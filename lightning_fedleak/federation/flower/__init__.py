@@ -6,6 +6,5 @@ The only folder that knows Flower. It needs ``pip install lightning-fedleak[flow
 from lightning_fedleak.federation.flower.messages import ROUND as ROUND
 from lightning_fedleak.federation.flower.messages import WEIGHT as WEIGHT
 from lightning_fedleak.federation.flower.mod import FedLeakMod as FedLeakMod
-from lightning_fedleak.federation.flower.strategies import ClientHeads as ClientHeads
 from lightning_fedleak.federation.flower.strategies import Observed as Observed
 from lightning_fedleak.federation.flower.strategies import PrivateMean as PrivateMean

@@ -39,10 +39,6 @@ class FedLeakMod:
         app = ClientApp(mods=[FedLeakMod(make_observer, [RoundGate("leakage/worst/words",
                                                                    at_most=0.3)])])
 
-    With the model leaves a code of this client's logs so far, which no one can read without their
-    key, for :class:`ClientHeads` or :class:`Observed` on the server. There is none if the client
-    adds noise.
-
     The train function reports its batches, by :func:`~lightning_fedleak.federation.trained_on` in a
     training loop, or by the callback :class:`~lightning_fedleak.federation.TrainedOn`. Without
     reports every result is unknown, and an unknown result passes no gate.
@@ -183,8 +179,6 @@ class FedLeakMod:
         if not replies:
             replies.append(Message(codec.alone(leaving.state, self._weight), reply_to=message))
         codec.put(leaving.state, replies[0])
-        if (code := federation.head_of(outgoing.observer, outgoing.client)) is not None:
-            replies[0].content[federation.HEAD] = ConfigRecord({"code": code})
         return replies[0]
 
 

@@ -6,8 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.engine import reason
-from lightning_fedleak.federation import HEAD, HeadRecord, note_head
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.flower.messages import ROUND, arrays_of
 from lightning_fedleak.federation.observer import SUM, RoundObserver
@@ -107,10 +104,6 @@ class Observed(_Around):
         in which every client always withholds would end with an empty model.
         """
         arrived = list(replies)
-        for reply in _by_node(arrived):
-            note_head(
-                self.observer.engine.record, server_round, self._number_of(reply), _code_in(reply)
-            )
         seconds = time.perf_counter() - self._round_start
         if self.observer.due(SUM):
             start = time.perf_counter()
@@ -153,54 +146,6 @@ class Observed(_Around):
             mean = {n: t.div_(weights).to(self._sent[n].dtype) for n, t in total.items()}
             mean = {**self._sent, **mean}
             self.observer.look(mean, SUM, learning_rate=rate)
-
-
-class ClientHeads(_Around):
-    """Writes a code of each client's logs to ``run.jsonl`` in each round.
-
-    A client's mod sends the code, which the server cannot read. ``fedleak verify`` compares it with
-    that client's logs, and so detects later changes of them. :class:`Observed` does the same.
-
-    Args:
-        strategy: the inner strategy. This one must be the outermost, and starts it.
-        folder: the folder of the server's log.
-    """
-
-    def __init__(self, strategy: Strategy, folder: str | Path) -> None:
-        super().__init__(strategy)
-        self._folder = folder
-        self._record: HeadRecord | None = None
-
-    def summary(self) -> None:
-        """Check that this strategy is the outermost one.
-
-        Raises:
-            ValueError: it is inside another strategy, so that its log would not be closed.
-        """
-        if self._record is None:
-            raise ValueError(
-                "ClientHeads must be the outermost strategy: say ClientHeads(X(...), folder) in "
-                "the place of X(ClientHeads(...)). Observed notes the codes without it"
-            )
-        self.strategy.summary()
-
-    def start(self, *arguments: Any, **named: Any) -> Any:
-        """Run all rounds of the strategy, and close the log."""
-        self._record = record = HeadRecord(self._folder)
-        with ExitStack() as stack:
-            stack.push(lambda error, *_: record.end(error.__name__ if error else "finished"))
-            return super().start(*arguments, **named)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Log the code of each client, by the id of its node."""
-        arrived = list(replies)
-        assert self._record is not None, "start() has been called"
-        for reply in arrived:
-            self._record.note(server_round, str(reply.metadata.src_node_id), _code_in(reply))
-        model, metrics = super().aggregate_train(server_round, arrived)
-        return model, metrics
 
 
 class PrivateMean(_Around):
@@ -316,12 +261,6 @@ def _state_of(reply: Message) -> State:
 
 def _by_node(replies: Sequence[Message]) -> list[Message]:
     return sorted(replies, key=lambda reply: reply.metadata.src_node_id)
-
-
-def _code_in(reply: Message) -> object:
-    """Return the code of a client's logs in a reply; None where there is none."""
-    records = {} if reply.has_error() else reply.content.config_records
-    return records[HEAD].get("code") if HEAD in records else None
 
 
 def _can_be_averaged(state: State, sent: State) -> bool:

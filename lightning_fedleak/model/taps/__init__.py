@@ -34,6 +34,7 @@ from lightning_fedleak.model.taps.step import PlacedRows as PlacedRows
 from lightning_fedleak.model.taps.step import Step as Step
 from lightning_fedleak.model.taps.step_tap import StepTap as StepTap
 from lightning_fedleak.model.taps.tokens import MASKS as MASKS
+from lightning_fedleak.model.taps.tokens import Completions as Completions
 from lightning_fedleak.model.taps.tokens import Text as Text
 from lightning_fedleak.model.taps.tokens import answer_groups as answer_groups
 from lightning_fedleak.model.taps.tokens import candidate_log_probs as candidate_log_probs

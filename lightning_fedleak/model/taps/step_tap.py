@@ -88,7 +88,6 @@ class StepTap:
         self._random: tuple[Tensor, ...] = ()
         self._said: set[str] = set()
         self._gradients = GradientTap({})
-        self._keeps_local = False
 
     def close(self) -> None:
         """Remove every hook."""

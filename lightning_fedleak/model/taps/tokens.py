@@ -101,6 +101,36 @@ class Text:
         return self.ids.numpy().tobytes() + self.labels.numpy().tobytes() + place
 
 
+@dataclass(frozen=True)
+class Completions(Text):
+    """What a model wrote behind one prompt: the prompt and a completion, then it and the next one.
+
+    Attributes:
+        lengths: tokens of each, with the prompt's.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of_prompt(cls, prompt: Tensor, written: Sequence[Tensor]) -> Completions:
+        """Return the completions of a prompt, of which they are the labels.
+
+        Args:
+            prompt: (P,) int64 token ids, at least one.
+            written: of each completion its token ids.
+        """
+        ids = torch.cat([part for one in written for part in (prompt, one)])
+        hidden = torch.full_like(prompt, IGNORE_INDEX)
+        labels = torch.cat([part for one in written for part in (hidden, one)])
+        return cls(ids, labels, len(ids), tuple(len(prompt) + len(one) for one in written))
+
+    @property
+    def alone(self) -> list[Text]:
+        """Return each completion behind the prompt."""
+        parts = (torch.split(part, list(self.lengths)) for part in (self.ids, self.labels))
+        return [*map(Text, *parts)]
+
+
 def pool_digest(texts: Sequence[Text], members: Tensor) -> str:
     """Return 16 hexadecimal digits that are the same for the same pool of texts, in any order.
 

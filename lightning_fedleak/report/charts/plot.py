@@ -162,7 +162,6 @@ def views(draw: Callable[[float], str], desk: float = DESK) -> Markup:
     return Markup(f'<div class="desk">{draw(desk)}</div><div class="phone">{draw(PHONE)}</div>')
 
 
-
 def ticks(span: Span, max_intervals: int) -> list[float]:
     """Return round numbers that divide a span into at most ``max_intervals`` intervals."""
     low, high = min(span), max(span)

@@ -23,12 +23,10 @@ from lightning_fedleak.report.records.fields import Releases as Releases
 from lightning_fedleak.report.records.fields import append_line as append_line
 from lightning_fedleak.report.records.fields import as_json as as_json
 from lightning_fedleak.report.records.fields import closing_of as closing_of
-from lightning_fedleak.report.records.fields import code_of as code_of
 from lightning_fedleak.report.records.fields import hash_line as hash_line
 from lightning_fedleak.report.records.fields import holds_own_hash as holds_own_hash
 from lightning_fedleak.report.records.fields import named as named
 from lightning_fedleak.report.records.fields import split_lines as split_lines
-from lightning_fedleak.report.records.files import CHAIN_KEY as CHAIN_KEY
 from lightning_fedleak.report.records.files import RECORD as RECORD
 from lightning_fedleak.report.records.files import RESULTS as RESULTS
 from lightning_fedleak.report.records.files import by_reason as by_reason
@@ -36,7 +34,6 @@ from lightning_fedleak.report.records.files import parse_json as parse_json
 from lightning_fedleak.report.records.files import read_lines as read_lines
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
-from lightning_fedleak.report.records.lines import ClientLine as ClientLine
 from lightning_fedleak.report.records.lines import EndLine as EndLine
 from lightning_fedleak.report.records.lines import GateDecision as GateDecision
 from lightning_fedleak.report.records.lines import GateLine as GateLine
@@ -48,7 +45,6 @@ from lightning_fedleak.report.records.lines import PoolLine as PoolLine
 from lightning_fedleak.report.records.lines import ReferenceFacts as ReferenceFacts
 from lightning_fedleak.report.records.lines import ResultLine as ResultLine
 from lightning_fedleak.report.records.lines import RunLine as RunLine
-from lightning_fedleak.report.records.lines import SentLine as SentLine
 from lightning_fedleak.report.records.lines import Spending as Spending
 from lightning_fedleak.report.records.setup import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.setup import BeginLine as BeginLine

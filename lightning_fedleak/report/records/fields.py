@@ -7,7 +7,6 @@ missing, and ``named`` gives the key where that is no name in Python.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -40,7 +39,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 4
-"""Version of the lines that are written; older ones are read as the same records, unchained."""
+"""Version of the lines that are written and read."""
 BEFORE = "before"
 """Key of each line that holds :func:`hash_line` of the line before it in its file."""
 HASH = "hash"
@@ -142,15 +141,6 @@ def hash_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def code_of(key: str, line_hash: str) -> str:
-    """Return a name of a client's chain and an HMAC of one line's hash, for the server.
-
-    Without the key of the chain it shows nothing of what the line holds.
-    """
-    code = hmac.digest(key.encode(), line_hash.encode(), "sha256").hex()
-    return f"{hash_line(key.encode())[:16]}-{code}"
-
-
 def holds_own_hash(line: bytes) -> bool:
     """Return whether the last key of a line is the hash of all that is before it."""
     start, end = line[: -(64 + 2)], line[-(64 + 2) : -2]
@@ -168,36 +158,32 @@ LOCK_TRIES = 300
 """Times 10 ms for which another process is waited for."""
 
 
-def append_line(path: Path, line: object) -> str | None:
-    """Add a line to a file, whose folder is made where it is missing, and return its hash.
+def append_line(path: Path, line: object) -> None:
+    """Add a line to a file, whose folder is made where it is missing.
 
     The line holds its own hash, and that of the one before, whatever that is: a part of a line that
     a killed fit wrote stays a line of its own. Processes that write to one file wait for each
     other, where the file system can lock, but not for ever. What a signal handler adds, such as
-    that of a checkpoint, comes after the line that it interrupts, and None is returned. A new file
-    only its owner may read: its numbers are of one client's data.
+    that of a checkpoint, comes after the line that it interrupts. A new file only its owner may
+    read: its numbers are of one client's data.
 
     Raises:
         OSError: the file cannot be written.
     """
     thread = threading.get_ident()
     lines = _unwritten.setdefault(thread, [])
-    added, written = (path, line), None
-    lines.append(added)
+    lines.append((path, line))
     if thread in _writing:
-        return None
+        return
     _writing.add(thread)
     try:
         while lines:
-            first = lines.pop(0)
-            line_hash = _append(*first)
-            written = line_hash if first is added else written
+            _append(*lines.pop(0))
     finally:
         _writing.discard(thread)
-    return written
 
 
-def _append(path: Path, line: object) -> str:
+def _append(path: Path, line: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab+") as file:
         _lock(file, path)
@@ -212,7 +198,6 @@ def _append(path: Path, line: object) -> str:
         if fcntl is not None:  # closing does not unlock where a fork has the file too
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
-    return hash_line(text.encode())
 
 
 def _lock(file: IO[bytes], path: Path) -> None:

@@ -13,8 +13,6 @@ from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
-CHAIN_KEY = "chain.key"
-"""File beside a client's logs, of mode 0600, with the key of the codes that the server gets."""
 
 MOST_DIGITS = 20
 """Longer integers of JSON are unknown: to parse one takes time that grows with its square."""
@@ -41,7 +39,7 @@ def read_lines(path: Path) -> _FileLines:
     if not path.is_file():
         return _FileLines()
     lines: list[ResultLine | RunLine] = []
-    unreadable, newer, odd = [], [], []
+    unreadable, other, odd = [], [], []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
@@ -53,9 +51,8 @@ def read_lines(path: Path) -> _FileLines:
             if not isinstance(content, dict):
                 unreadable.append(number)
                 continue
-            schema = content.get("schema", 1)
-            if isinstance(schema, int) and schema > SCHEMA:
-                newer.append(number)
+            if content.get("schema") != SCHEMA:
+                other.append(number)
                 continue
             try:
                 lines.append(_read_line(content, path.name))
@@ -65,7 +62,7 @@ def read_lines(path: Path) -> _FileLines:
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"
         for numbers, reason in (
             (unreadable, "cannot be read"),
-            (newer, "are of a newer version"),
+            (other, "are of another version"),
             (odd, "are not as a run writes them"),
         )
         if numbers

@@ -124,16 +124,19 @@ class ReferenceFacts(fields.Record):
     """The reference model that scores were compared with; nothing of the rows that trained it.
 
     Attributes:
-        kind: what was given: ``"module"``, ``"folder"`` or ``"adapters"``.
+        kind: what was given: ``"module"``, ``"folder"`` or ``"adapters"``; ``"auto"`` and
+            ``"function"`` were trained before the first step.
         model: class of the model, without adapters.
         rows: how many it was trained on, as the user says; None where nobody said it.
         weights: SHA-256 of all its weights.
+        models: how many there are, each of which scores the rows that it was not trained on.
     """
 
     kind: str
     model: str
     rows: int | None = None
     weights: str
+    models: int = 1
 
     def in_words(self, strength: float | None = None, *, weak: bool = False) -> str:
         """Return which reference it is, on one line.
@@ -143,7 +146,12 @@ class ReferenceFacts(fields.Record):
             weak: a low number beside it is unknown.
         """
         rows = "an unstated number of rows" if self.rows is None else f"{self.rows:,} rows"
-        words = f"{self.model} ({self.kind}), trained on {rows}, weights {self.weights[:16]}"
+        how = f"{self.model} ({self.kind}), trained on {rows}"
+        if self.kind in ("auto", "function"):
+            recipe = "the run's recipe" if self.kind == "auto" else "a function of the user's"
+            several = f"{self.models} of {self.model}, each" if self.models > 1 else self.model
+            how = f"{several} trained by {recipe} on {rows.removesuffix('rows')}other rows"
+        words = f"{how}, weights {self.weights[:16]}"
         if strength is not None:
             words += f"; on texts that neither was trained on it has {strength:.0%} of the gain"
         return f"{words}; {WEAK_REFERENCE}" if weak else words
@@ -322,39 +330,6 @@ class GateLine(GateDecision, RunLine):
         return GateDecision(
             **{one.name: getattr(self, one.name) for one in dataclasses.fields(GateDecision)}
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentLine(RunLine):
-    """An answer of a client is about to leave, with a code of this line's hash.
-
-    Attributes:
-        step: round.
-        client: whose answer.
-        results, results_head: as :class:`EndLine` has them.
-    """
-
-    kind: str = field(default="sent", init=False)
-    step: int
-    client: str | int | None = None
-    results: fields.Count | None = None
-    results_head: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientLine(RunLine):
-    """The server got an answer of a client.
-
-    Attributes:
-        step: round.
-        client: whose answer, as the server names it.
-        code: :func:`code_of` the :class:`SentLine` in the client's log.
-    """
-
-    kind: str = field(default="client", init=False)
-    step: int
-    client: str | int | None = None
-    code: str
 
 
 @dataclass(frozen=True, kw_only=True)

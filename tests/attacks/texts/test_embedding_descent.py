@@ -120,14 +120,13 @@ def test_likest_tokens_are_those_of_brute_force(
     table = torch.randn(40, 6, generator=generator).double() * torch.arange(1, 7) + 2.0
     points = torch.randn(3, 4, 6, generator=generator).double() * 3
     tokens = TokenTable.from_embeddings(table)
-    ids, cosines = tokens.nearest(points, 5, "cosine")
+    ids = tokens.nearest(points, 5, "cosine")
     for row in range(3):
         for column in range(4):
             point = points[row, column]
             by_hand = [float(point @ e / point.norm() / e.norm()) for e in table]
             order = sorted(range(40), key=lambda t: -by_hand[t])[:5]
             assert ids[row, column].tolist() == order
-            assert cosines[row, column].tolist() == pytest.approx([by_hand[t] for t in order])
 
 
 def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
@@ -139,9 +138,7 @@ def test_whitened_embeddings_have_the_identity_as_covariance() -> None:
     tokens = TokenTable.from_embeddings(table + 5.0)
     white = (tokens.embeddings - tokens.mean) @ tokens.whitening
     torch.testing.assert_close(white.T @ white / 300, torch.eye(6).double(), rtol=1e-6, atol=1e-8)
-    ids, cosines = tokens.nearest(tokens.embeddings, 1)
-    assert ids[:, 0].tolist() == list(range(300))
-    torch.testing.assert_close(cosines, torch.ones_like(cosines))
+    assert tokens.nearest(tokens.embeddings, 1)[:, 0].tolist() == list(range(300))
     assert tokens.scale == pytest.approx(float(table.var(0, correction=0).mean().sqrt()))
 
 
@@ -157,8 +154,6 @@ def test_texts_are_found(name: str, side: str) -> None:
     guess = prepared(model, steps=300).reconstruct(sent, mask, None)
     assert guess.finished
     assert torch.equal(guess.tokens, ids.masked_fill(mask == 0, NOTHING))
-    assert bool((guess.confidence[mask == 1] > 0).all())
-    assert float(guess.confidence[mask == 0].abs().sum()) == 0
 
 
 def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +199,6 @@ def test_sweeps_find_what_descent_left() -> None:
     assert right[0] < 0.9
     assert right[1] == 1
     assert swept.candidates > plain.candidates
-    assert float(swept.confidence[mask == 1].min()) == 1
 
 
 # ---- time -----------------------------------------------------------------------------------

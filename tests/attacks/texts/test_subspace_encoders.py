@@ -190,7 +190,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     pairs = search._pairs(Deadline())
 
     def certain(answer: list[list[int]]) -> bool:
-        result = [(tuple(text), (1.0,) * len(text)) for text in answer]
+        result = [tuple(text) for text in answer]
         with torch.no_grad(), bottom.session():
             return search._certain(result, pairs)
 

@@ -85,8 +85,6 @@ def test_whole_projections_give_every_text_away(family: Any, rows: int, length: 
     assert answer(guess) == visible(ids)
     assert guess.finished
     assert guess.certified
-    assert guess.confidence is not None
-    assert float(guess.confidence[guess.tokens >= 0].min()) > 1 - 1e-5
 
 
 @pytest.mark.parametrize("rank", [None, 12])

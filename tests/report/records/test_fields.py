@@ -88,9 +88,15 @@ def test_settings_that_no_field_names_are_kept():
     assert as_json(line)["monitor"]["side"] == "server"
 
 
-def test_lines_of_the_first_versions_become_the_same_records(tmp_path):
+def test_lines_become_records_of_their_kinds(tmp_path):
     path = tmp_path / "run.jsonl"
-    lines = [begin(), look(0), decision("warn", 0, 1), end(3), {"run": "a", "kind": "later"}]
+    lines = [
+        begin(),
+        look(0),
+        decision("warn", 0, 1),
+        end(3),
+        {"schema": 4, "run": "a", "kind": "later"},
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     kinds = [type(line).__name__ for line in read_lines(path).lines]
     assert kinds == ["BeginLine", "LookLine", "GateLine", "EndLine", "RunLine"]

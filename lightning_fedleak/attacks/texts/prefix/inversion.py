@@ -9,6 +9,7 @@ over the effects of one context on single tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -105,7 +106,7 @@ class PrefixInversion(InversionAttack):
     tokens before it and compares their states with those that the client sent
     (:mod:`~lightning_fedleak.attacks.texts.prefix.search`). Without noise the text is exact, except
     for tokens that the model's precision does not distinguish (such as those with equal word
-    embeddings), which have confidence 0.
+    embeddings).
 
     Args:
         layer: the split.
@@ -113,8 +114,8 @@ class PrefixInversion(InversionAttack):
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, texts or token ids.
             ``"sampled"`` lets the model write it, None uses random tokens.
         budget_seconds: wall time for one observation. Where it ends a text, the other tokens are
-            those that the table ranks first, with confidence 0; texts that were not begun are left
-            open. Computing the table again is not part of it.
+            those that the table ranks first; texts that were not begun are left open. Computing the
+            table again is not part of it.
         tokenizer: for texts.
         types: tokens that run through the whole bottom in ``prepare``; the states of the others are
             predicted from theirs. None for all, which helps where many tokens are untrained.
@@ -232,7 +233,7 @@ class PrefixInversion(InversionAttack):
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> TextGuess:
-        """Return the texts; the confidence is one minus the ratio of best and second distance."""
+        """Return the texts of hidden states (B, L, d)."""
         bottom = self.bottom
         whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
         deadline = Deadline(self.budget_seconds)
@@ -245,16 +246,14 @@ class PrefixInversion(InversionAttack):
                 layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
                     nothing = torch.full_like(part[..., 0], NOTHING, dtype=torch.int64)
-                    guesses.append(TextGuess(nothing, torch.zeros_like(nothing).float(), False))
+                    guesses.append(TextGuess(nothing, finished=False))
                     continue
                 batches = -(-(len(hidden) - a) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(spread)
                 noised = True if search.decision.noised else noised
                 tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
-                assert guess.confidence is not None
-                columns = layout.spread(tokens, NOTHING), layout.spread(guess.confidence, 0.0)
-                guesses.append(TextGuess(*columns, guess.finished, guess.candidates))
+                guesses.append(replace(guess, tokens=layout.spread(tokens, NOTHING)))
         return join_guesses(guesses, hidden.device)
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:

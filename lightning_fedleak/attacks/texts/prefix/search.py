@@ -103,11 +103,10 @@ class PrefixSearch:
         self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
         self.exact_runs = verification.ExactRuns(task, precision > LOW_PRECISION)
         self.decision = verification.Decision(task, self.exact_runs, noised)
-        b, n = task.observed.shape[:2]
+        b = len(task.observed)
         self.rows = torch.arange(b, device=task.observed.device)
         self.opened_again: list[set[int]] = [set() for _ in range(b)]
         self.positions = [verification.OpenPosition() for _ in range(b)]
-        self.confidence = task.observed.new_zeros(b, n)
         self.run_length = float(AHEAD[1])
         self.first = verification.ranked_first(task)
         self.guess = self.first[:, :, 0].clone()
@@ -116,8 +115,7 @@ class PrefixSearch:
         """Return all texts, packed to the left.
 
         Where time ran out, the token after the last verified one is the best of the candidates so
-        far, and the others are the first of the ranking. The confidence is one minus the ratio of
-        the distances of best and runner-up; the distance of an unverified runner-up is estimated.
+        far, and the others are the first of the ranking.
 
         Args:
             spread: (d,) what noise adds, as in :class:`_BeamSearch`.
@@ -132,7 +130,7 @@ class PrefixSearch:
         finished &= not (self.decision.cut or self.exact_runs.cut)
         self._take_best(tokens, lengths)
         candidates = self.prefixes.computed + self.task.computed
-        return TextGuess(tokens, self.confidence, finished, candidates)
+        return TextGuess(tokens, finished, candidates)
 
     def _open(self) -> bool:
         """Return whether a position is open; open those again whose state differs without cache."""
@@ -144,11 +142,10 @@ class PrefixSearch:
             self.exact_runs.cut = True
             return False
         for i in range(len(self.counts)):
-            self.confidence[i, self.exact_runs.decide_twins(i)] = 1.0
+            self.exact_runs.decide_twins(i)
         equal = self.exact_runs.equal(self.rows, self.prefixes.tokens)
         for i in (equal < self.counts).nonzero().squeeze(1).tolist():
             column = int(equal[i])
-            self.confidence[i, column] = 0.0
             if column in self.opened_again[i] or len(self.opened_again[i]) >= REOPENED:
                 continue
             self.opened_again[i].add(column)
@@ -176,7 +173,6 @@ class PrefixSearch:
             self.task.computed += search.computed + search.prefixes.computed
             end = lengths[i] = search.position
             tokens[i, start:end] = search.tokens[start:end]
-            self.confidence[i, start:end] = search.confidence[0, start:end]
         return finished
 
     def _take_best(self, tokens: Tensor, lengths: Tensor) -> None:
@@ -211,7 +207,7 @@ class PrefixSearch:
                 other[i] = forward.width + others.index(chosen)
             else:
                 position.settled = chosen
-        self._record(forward, correct, other)
+        self._note_twins(forward, correct, other)
         self.prefixes.keep(correct, other)
         self._move_on(forward, correct, other)
 
@@ -278,31 +274,20 @@ class PrefixSearch:
         forward.distances[rows] = forward.distances[rows].masked_fill(ahead < equal[:, None], 0.0)
         return correct
 
-    def _record(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Record the confidences of right tokens."""
-        table = self.task.table
+    def _note_twins(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
+        """Note which right tokens may have twins, between which later states decide."""
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
             position = self.positions[i]
             for j in range(max(1, int(correct[i]))):
-                column = int(forward.positions[i, j])
+                token = int(forward.chain[i, j])
                 if j == 0:
                     if not bool(is_other[i]):
                         distance = float(forward.distances[i, 0])
-                        position.add(int(forward.chain[i, 0]), forward.states[i, 0], distance)
-                    order = [*sorted(position.distances), float("inf")]
-                    best, second = order[0], min(order[1], position.runner_up)
+                        position.add(token, forward.states[i, 0], distance)
                     token = position.tokens[position.best]
-                else:
-                    best, second = float(forward.distances[i, j]), float("inf")
-                    token = int(forward.chain[i, j])
-                if len(position.verified) < table.distinct or j > 0:
-                    second = min(second, float(table.isolation(self.guess.new_tensor(token))))
-                twins = j == 0 and len(position.twins) > 1
-                if twins or self.exact_runs.may_have_twins(i, column, token):
-                    continue
-                if not bool(table.doubtful[token]) and second > 0:
-                    self.confidence[i, column] = max(0.0, 1.0 - best / second)
+                if j > 0 or len(position.twins) <= 1:
+                    self.exact_runs.note_twins(i, int(forward.positions[i, j]), token)
 
     def _move_on(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
         """Open each text's next position, and replace guesses that the chain has shown wrong."""
@@ -344,8 +329,6 @@ class _BeamSearch:
     Attributes:
         position: number of tokens that were recovered; the last one may be the nearest of fewer
             candidates.
-        confidence: (W, N) of each prefix, the best first: one minus the ratio of the distances of
-            the chosen token and the nearest other one; 0 where nothing was recovered.
         computed: tokens that went through the bottom model, but for those of ``prefixes``.
     """
 
@@ -365,7 +348,6 @@ class _BeamSearch:
         self.prior, self.width = prior, width
         self.position = self.start = int(prefixes.lengths[0])
         self.squares = observed.new_zeros(1, observed.shape[1])
-        self.confidence = observed.new_zeros(1, len(observed))
         self.last: Tensor | None = None
         self.computed = 0
         self.assumed = spread
@@ -400,10 +382,7 @@ class _BeamSearch:
         return whole and self.position == n
 
     def _step(self, deadline: Deadline) -> bool:
-        """Choose the token at one position; return False if time ran out before all rounds.
-
-        Then it is the nearest of fewer candidates, and its confidence is 0.
-        """
+        """Choose the token at one position; return False if time ran out before all rounds."""
         rows = torch.arange(len(self.squares), device=self.observed.device)
         target = self.observed[self.position]
         tokens = self.first[self.position, :OPENING].expand(len(rows), -1)
@@ -426,8 +405,6 @@ class _BeamSearch:
             if not bool(nearer.any()):
                 break
         self._choose(tokens, states, squares)
-        if not whole:
-            self.confidence[:, self.position - 1] = 0.0
         return whole
 
     def _open(self, candidates: Tensor) -> Tensor:
@@ -468,13 +445,7 @@ class _BeamSearch:
         best_ranked = ranked.indices[near]
         rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
         differences = states[rows, columns] - self.observed[self.position]
-        best = squares[rows, columns]
-        others = squares[rows].scatter(1, columns[:, None], float("inf")).amin(1)
-        sure = 1.0 - (best / others.clamp(min=1e-30)).sqrt()
-        doubtful = self.table.doubtful[tokens[rows, columns]]
         self.squares = self.squares[rows] + differences.square()
-        self.confidence = self.confidence[rows]
-        self.confidence[:, self.position] = sure.clamp(min=0.0).masked_fill(doubtful, 0.0)
         self.last = tokens[rows, columns]
         if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed

@@ -42,7 +42,6 @@ class StateTable:
         points: (V, k) the entries along the axes, shifted by what contexts add on average.
         representative: (V,) the token that is tried instead of each one: of tokens with equal word
             embeddings, which nothing distinguishes, the commonest in public text.
-        doubtful: (V,) bool, tokens with such a twin.
         rank: (V,) rank of each token by its number in public text, then by id.
     """
 
@@ -61,8 +60,6 @@ class StateTable:
         commonest = (-counts).argsort(stable=True)
         self.rank = commonest.argsort()
         self.representative = _representatives(words, commonest)
-        alike = torch.bincount(self.representative, minlength=len(words))
-        self.doubtful = alike[self.representative] > 1
         self._idle = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes

@@ -122,7 +122,6 @@ class OpenPosition:
         states: (d,) each.
         distances: from the observed state.
         verified: all verified tokens, also those whose state was not stored.
-        runner_up: the smallest distance of tokens whose state was not stored.
         rivals: tokens that could still be right at the last check.
         rerun: tokens that were also run without cache, as the client runs them.
         twins: tokens whose state in such a run equals the observed one.
@@ -136,7 +135,6 @@ class OpenPosition:
     states: list[Tensor] = field(default_factory=list)
     distances: list[float] = field(default_factory=list)
     verified: set[int] = field(default_factory=set)
-    runner_up: float = float("inf")
     rivals: list[int] = field(default_factory=list)
     rerun: set[int] = field(default_factory=set)
     twins: list[int] = field(default_factory=list)
@@ -164,8 +162,6 @@ class OpenPosition:
         nearest = int(distances.argmin())
         self.verified.update(tokens.tolist())
         self.keep(int(tokens[nearest]), states[nearest], float(distances[nearest]))
-        rest = [*distances[:nearest].tolist(), *distances[nearest + 1 :].tolist()]
-        self.runner_up = min([self.runner_up, *rest])
         return nearest
 
     @property
@@ -331,37 +327,30 @@ class ExactRuns:
         position.keep(position.twins[0], self.task.observed[i, column], 0.0)
         position.chosen = len(position.tokens) - 1
 
-    def may_have_twins(self, i: int, column: int, token: int) -> bool:
-        """Return whether rounding may hide other tokens, between which later states decide."""
+    def note_twins(self, i: int, column: int, token: int) -> None:
+        """Note the tokens that rounding may hide here; later states decide between them."""
         table = self.task.table
         reach = WITHIN_ROUNDING * float(self.task.noise[i, column])
         isolation = float(table.isolation(self.task.lengths.new_tensor(token)))
         if not self.low_precision or isolation >= reach:
-            return False
+            return
         near = table.neighbours(token, reach)
         apart = (table.entries[near] - table.entries[token]).norm(dim=1)
         nearest = near[apart.argsort()[:MAX_TWINS]].tolist()
         self.twins[i].setdefault(column, [token, *(t for t in nearest if t != token)])
-        return True
 
-    def decide_twins(self, i: int) -> list[int]:
-        """Choose between text ``i``'s twins by later states; return the certain positions."""
-        sure: list[int] = []
+    def decide_twins(self, i: int) -> None:
+        """Choose between text ``i``'s twins by later states."""
         tokens = self.task.prefixes.tokens
         for column, twins in self.twins[i].items():
             if self.task.deadline.passed:
                 self.cut = True
-                return sure
+                return
             texts = tokens[i].repeat(len(twins), 1)
             texts[:, column] = texts.new_tensor(twins)
             equal = self.equal(torch.full_like(texts[:, 0], i), texts)
-            best = int(equal.argmax())
-            tokens[i, column] = twins[best]
-            alone = int((equal == equal[best]).sum()) == 1 and int(equal[best]) > column
-            if alone and not bool(self.task.table.doubtful[twins[best]]):
-                sure.append(column)
+            tokens[i, column] = twins[int(equal.argmax())]
         self.twins[i] = {}
-        return sure
 
 
 class Decision:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Dirichlet
 
 from lightning_fedleak import federation
 from lightning_fedleak.attacks import PublicText
@@ -51,9 +50,6 @@ class Federation:
         text: the clients' texts as :func:`~lightning_fedleak.cli.finetuning.texts.read_texts` takes
             them; None for the embedded messages.
         column: the field that holds the text; None as ``read_texts`` finds it.
-        partition_by: the column with the speaker, or the kind, of each text.
-        partition: how texts are divided among clients; None: by speaker where there are speakers.
-        alpha: of the Dirichlet distribution; the smaller it is, the less alike clients are.
         lora_r: rank of the LoRA that is trained; 0 for the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
         optimizer: of the clients, a key of ``OPTIMIZERS``.
@@ -63,13 +59,10 @@ class Federation:
         members: texts of a round in its membership games.
         gate: the highest watched value at which an update leaves; None for no gate.
         watch: what the gate watches; None for the worst of the families that can be known.
-        action: what the gate does.
         epsilon: what all rounds together may cost; None for no budget.
         clip: largest norm of a client's update.
         delta: of the guarantee.
         trust: who adds the noise.
-        sampling: which clients take part in a round.
-        per_round: how many clients that is, where not all take part.
         seed: of split, order, adapters and calibration.
     """
 
@@ -79,9 +72,6 @@ class Federation:
     model: str | None = None
     text: str | None = None
     column: str | None = None
-    partition_by: str | None = None
-    partition: Literal["iid", "speaker", "dirichlet"] | None = None
-    alpha: float = 0.5
     lora_r: int = 0
     targets: str | None = None
     optimizer: Literal["sgd", "momentum", "adamw"] = "adamw"
@@ -91,13 +81,10 @@ class Federation:
     members: int = 16
     gate: float | None = None
     watch: str | None = None
-    action: Literal["withhold", "harden", "raise", "warn"] = "withhold"
     epsilon: float | None = None
     clip: float = 1.0
     delta: float = 1e-5
     trust: federation.Trusted = "central"
-    sampling: federation.ClientSampling = "all"
-    per_round: float | None = None
     seed: int = 0
 
     # ---- model ------------------------------------------------------------------------------
@@ -126,7 +113,7 @@ class Federation:
     def _texts(self) -> tuple[list[list[int]], list[str], list[str], list[str]]:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
-        texts, labels = finetuning.read_labelled(source, self.partition_by, self.column)
+        texts = finetuning.read_texts(source, self.column)
         if len(texts) < _LEAST_TEXTS:
             raise finetuning.SourceError(
                 f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
@@ -135,15 +122,8 @@ class Federation:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
         fifth = len(texts) // _HELD_OUT
         public, outside, training = order[:fifth], order[fifth : 2 * fifth], order[2 * fifth :]
-        kinds = [labels[i] for i in training]
-        if self.partition == "dirichlet":
-            shares = by_dirichlet(kinds, self.clients, self.alpha, self.seed)
-        elif self.partition_by is not None and self.partition != "iid":
-            shares = by_speaker(kinds, self.clients, self.seed)
-        else:
-            shares = alike(len(kinds), self.clients, self.seed)
         return (
-            shares,
+            alike(len(training), self.clients, self.seed),
             [texts[i] for i in training],
             [texts[i] for i in public[:_MOST_PUBLIC]],
             [texts[i] for i in outside],
@@ -167,8 +147,7 @@ class Federation:
         if empty:
             raise finetuning.SourceError(
                 f"{len(empty)} of {self.clients} clients have no text of 2 tokens or more: give "
-                "more text, fewer --clients, or another deal (--partition iid, a larger --alpha, "
-                "another --seed)."
+                "more text or fewer --clients."
             )
         return rows
 
@@ -281,7 +260,7 @@ class Federation:
         for name in self.watched:
             hint = f"--watch {WORDS} watches words alone" * (self.watch is None)
             with finetuning.refuse_errors(f"--watch {name}", ValueError, hint=hint):
-                gates.append(federation.RoundGate(name, at_most=self.gate, action=self.action))
+                gates.append(federation.RoundGate(name, at_most=self.gate))
         return gates
 
     def account(self, ledger: Path | None) -> federation.ClientDP | None:
@@ -303,9 +282,6 @@ class Federation:
             target_epsilon=self.epsilon,
             rounds=self.rounds,
             trust=self.trust,
-            sampling=self.sampling,
-            per_round=self.per_round,
-            accountant="filter" if self.action == "harden" else "prv",
             ledger=ledger,
         )
 
@@ -331,53 +307,6 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
 
     Returns:
         The numbers of each client's texts.
-
     """
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[client::clients] for client in range(clients)]
-
-
-def by_speaker(speakers: Sequence[str], clients: int, seed: int) -> list[list[int]]:
-    """Return a deal of whole speakers, each to the client that has the fewest texts so far.
-
-    Args:
-        speakers: whose each text is.
-        clients: to deal them to.
-        seed: of the order of speakers that have as many texts.
-    """
-    texts: dict[str, list[int]] = {}
-    for index, speaker in enumerate(speakers):
-        texts.setdefault(speaker, []).append(index)
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    shuffled = [list(texts.values())[i] for i in order]
-    dealt: list[list[int]] = [[] for _ in range(clients)]
-    for texts_of_speaker in sorted(shuffled, key=len, reverse=True):
-        min(dealt, key=len).extend(texts_of_speaker)
-    return dealt
-
-
-def by_dirichlet(kinds: Sequence[str], clients: int, alpha: float, seed: int) -> list[list[int]]:
-    """Return a deal in which each client's share of each kind of text is drawn from a Dirichlet.
-
-    Hsu et al. 2019, *Measuring the effects of non-identical data distribution for federated visual
-    classification*, section 3, with the shares drawn for each kind.
-
-    Args:
-        kinds: of each text; all the same: clients differ in how much text they have.
-        clients: to deal them to.
-        alpha: of the symmetric Dirichlet; the larger, the more alike clients are.
-        seed: of order and shares.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    dealt: list[list[int]] = [[] for _ in range(clients)]
-    for kind in sorted(set(kinds)):
-        of_kind = [i for i, k in enumerate(kinds) if k == kind]
-        order = torch.randperm(len(of_kind), generator=generator).tolist()
-        with torch.random.fork_rng(devices=[]):  # distributions take no generator
-            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-            shares = Dirichlet(torch.full((clients,), alpha, dtype=torch.float64)).sample()
-        ends = [0, *(shares.cumsum(0) * len(of_kind)).round().long().tolist()]
-        ends[-1] = len(of_kind)
-        for client in range(clients):
-            dealt[client] += [of_kind[i] for i in order[ends[client] : ends[client + 1]]]
-    return dealt

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_fedleak import federation as fed
 from lightning_fedleak.cli.studies.federation.federation import Federation
-from lightning_fedleak.engine import LeakageLimitExceeded
 from lightning_fedleak.federation.updates import State
 from lightning_fedleak.report.records import STANDARD_FAMILIES
 
@@ -31,7 +30,7 @@ class Round:
         number: of the round.
         loss: validation loss of the model after it.
         leakage: what was recovered, by family and headline.
-        withheld: clients whose update a gate or an error held back.
+        withheld: clients whose update a gate held back.
         absent: why clients sent nothing that counts, by client.
         epsilon: what was spent so far; None without differential privacy.
         noise: its norm over the largest norm that the mean of clipped updates can have; None
@@ -202,16 +201,12 @@ def train_in_process(
             for client in server.draw_clients():
                 with fed.recording() as batches:
                     state, loss = federation.train(model, sent, client, round_)
-                try:
-                    leaving = outs[client].leaves(
-                        round_, sent, state, batches, utility={"train_loss": loss}
-                    )
-                    returned[client] = leaving.state
-                    looks.append(leaving.look)
-                    withheld += [client] if leaving.withheld else []
-                except LeakageLimitExceeded:
-                    returned[client] = None
-                    withheld.append(client)
+                leaving = outs[client].leaves(
+                    round_, sent, state, batches, utility={"train_loss": loss}
+                )
+                returned[client] = leaving.state
+                looks.append(leaving.look)
+                withheld += [client] if leaving.withheld else []
             absent, sum_look = server.close(round_, returned, observer)
             leakage = leakage_of(look for look in (*looks, sum_look) if look is not None)
             closed(

@@ -64,7 +64,6 @@ def test_without_noise_the_text_is_exact(make, tied, layer) -> None:
     )
     assert torch.equal(guess.tokens, sent)
     assert guess.finished
-    assert float(guess.confidence.min()) > 0.5
 
 
 @pytest.mark.parametrize(  # each pair of values is there
@@ -88,7 +87,6 @@ def test_padded_batches_are_exact(make, side, positions, batch, monkeypatch) -> 
     hidden = hidden_states(anatomy, 2, sent, mask, position_ids=given)
     guess = prepared(model, 2).reconstruct(hidden, mask, given)
     assert torch.equal(guess.tokens, sent.masked_fill(mask == 0, NOTHING))
-    assert bool((guess.confidence[mask == 0] == 0).all())
 
 
 CROWDED = set(range(40, 90))
@@ -132,12 +130,11 @@ def test_what_rounding_hides_is_told_by_a_run_as_the_clients(monkeypatch) -> Non
         wrong = guess.tokens != sent
         assert guess.finished
         assert set(sent[wrong].tolist()) <= CROWDED
-        assert not bool(guess.confidence[wrong].any())
         declared += not bool(wrong.any())
     assert declared >= 2
 
 
-def test_tokens_that_nothing_tells_apart_in_low_precision_are_doubted(monkeypatch) -> None:
+def test_tokens_that_nothing_tells_apart_in_low_precision_spoil_no_other(monkeypatch) -> None:
     model, sent = crowded_llama()
     weight = model.get_input_embeddings().weight.data
     weight[61:64] = weight[61]
@@ -147,7 +144,6 @@ def test_tokens_that_nothing_tells_apart_in_low_precision_are_doubted(monkeypatc
     wrong = guess.tokens != sent
     assert not bool(wrong[sent != 61].any())
     assert 61 <= int(guess.tokens[sent == 61]) < 64
-    assert float(guess.confidence[sent == 61]) == 0.0
 
 
 def twins_gpt2() -> torch.nn.Module:
@@ -170,7 +166,7 @@ def twins_gpt2() -> torch.nn.Module:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
-def test_a_tied_runner_up_counts(distances: list[int]) -> None:
+def test_the_nearest_of_verified_tokens_is_kept(distances: list[int]) -> None:
     position = verification.OpenPosition()
     tokens = torch.arange(10, 10 + len(distances))
     states = torch.randn(len(distances), 3)
@@ -178,7 +174,6 @@ def test_a_tied_runner_up_counts(distances: list[int]) -> None:
     assert distances[nearest] == min(distances) == position.distances[position.best]
     assert torch.equal(position.states[0], states[nearest])
     assert position.verified == set(tokens.tolist())
-    assert position.runner_up == [*sorted(distances), float("inf")][1]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -191,10 +186,8 @@ def test_later_states_decide_between_tokens_with_equal_states(batch, monkeypatch
     assert bool((hidden[0, 1:] != hidden[1, 1:]).any(1).all())
     guess = prepared(model, 1, language_model=False).reconstruct(hidden, None, None)
     assert torch.equal(guess.tokens, sent)
-    assert guess.confidence[:, 0].tolist() == [1.0, 1.0]
     last = prepared(model, 1, language_model=False).reconstruct(hidden[:, :1], None, None)
     assert set(last.tokens.flatten().tolist()) <= {30, 31}
-    assert last.confidence.flatten().tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("make", [GPT2, LLAMA])
@@ -241,16 +234,14 @@ def test_noised_states_are_explained_about_as_well_as_by_the_true_text(noised, s
     remaining = (hidden_states(anatomy, 2, guess.tokens) - hidden).square().sum((1, 2))
     assert bool((remaining <= 1.1 * (clean - hidden).square().sum((1, 2))).all())
     assert guess.finished
-    assert float(guess.confidence.max()) < 0.9
 
 
-def sure(guess: TextGuess) -> torch.Tensor:
-    """(B, L) where a token was verified; a text is answered whole, or not at all."""
+def check_unfinished(guess: TextGuess) -> None:
+    """A text is answered whole, or not at all."""
     answered = guess.tokens != NOTHING
     assert not guess.finished
     assert torch.equal(answered.any(1), answered.all(1))
     assert bool(answered.any()) == (guess.candidates > 0)
-    return guess.confidence > 0
 
 
 def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +252,10 @@ def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.Mo
     clock = slow_clock(monkeypatch)
     guess = attack.reconstruct(hidden, None, None)
     assert next(clock) < 0.1
-    result = sure(guess)
-    assert bool(result.any(1).all())
-    assert float(result.float().mean()) < 0.7
-    right = guess.tokens == sent
-    assert float(right[result].float().mean()) > 0.5
-    assert float(right[~result].float().mean()) > 20 / models.VOCAB
+    check_unfinished(guess)
+    right = (guess.tokens == sent).float()
+    assert float(right[:, :4].mean()) > 0.5  # which the budget reaches
+    assert float(right[:, 20:].mean()) > 20 / models.VOCAB
 
 
 @pytest.mark.parametrize("noised", [None, True, False])
@@ -280,7 +269,7 @@ def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None
         attack.budget_seconds = (milliseconds + 0.5) / 1000
         guess = attack.reconstruct(hidden, None, None)
         if not guess.finished:
-            sure(guess)
+            check_unfinished(guess)
             cut += guess.candidates > 0
     assert cut > 0
 
@@ -302,7 +291,7 @@ def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeyp
         swept = guess.candidates >= whole.candidates
         assert guess.finished == swept
         if not swept and next(clock) < attack.budget_seconds:
-            assert bool((guess.confidence > 0).any(1).all())
+            assert bool((guess.tokens != NOTHING).all())
             assumed.append(milliseconds)
     assert assumed
     assert guess.finished
@@ -350,7 +339,7 @@ def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeyp
     assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
 
 
-def test_tokens_with_equal_embeddings_are_doubted() -> None:
+def test_tokens_with_equal_embeddings_spoil_no_other() -> None:
     model = models.tiny_llama()
     weight = model.get_input_embeddings().weight
     weight.data[5] = weight.data[9]
@@ -358,8 +347,6 @@ def test_tokens_with_equal_embeddings_are_doubted() -> None:
     guess = prepared(model, 1).reconstruct(hidden_states(find_anatomy(model), 1, sent), None, None)
     assert guess.tokens[0, [0, 2, 4]].tolist() == [3, 8, 4]
     assert set(guess.tokens[0, [1, 3]].tolist()) <= {5, 9}
-    assert guess.confidence[0, [1, 3]].tolist() == [0.0, 0.0]
-    assert float(guess.confidence[0, [0, 2, 4]].min()) > 0.5
 
 
 def test_a_fit_that_counts_from_zero_again_has_its_own_copy_and_table(monkeypatch) -> None:

@@ -411,9 +411,9 @@ class DPSGD(Defense):
             count_release()
         self.releases += 1
         gauge = noise.NoiseGauge(std, expected) if checking else None
-        ids = self._noise_base(context), release, context.client, self.name
+        source = self._noise_base(context), release, context.client, self.name
         clipped.release(
-            parameters, team, std, expected, functools.partial(noise.add_noise, *ids), gauge
+            parameters, team, std, expected, functools.partial(noise.add_noise, *source), gauge
         )
         if gauge is not None:
             with team.together():

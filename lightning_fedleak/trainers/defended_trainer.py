@@ -37,8 +37,10 @@ _PLAIN_STEPS = ("transformers.", "trl.")
 _METRIC_SCHEDULERS = {"ReduceLROnPlateau", "GreedyLR"}  # not every transformers has GreedyLR
 _PAIRWISE = {"KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
 """TRL's trainers, beside DPOTrainer, whose examples hold several texts."""
-_JOINT_LOSSES = {"aot", "aot_unpaired", "sft"}
-"""Losses of DPOTrainer that sort pairs, or divide by the tokens of all."""
+_PAIR_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust"} | {
+    *("sppo_hard", "apo_zero", "apo_down", "discopop")
+}
+"""Losses of DPOTrainer that are of one pair each. Others sort pairs, or divide by all tokens."""
 
 
 class _TrainerHost(Host):
@@ -324,14 +326,18 @@ class DefendedMixin(Trainer):
         probabilities has no second derivative by which DPSGD could check that.
         """
         losses = getattr(self, "loss_types", None) or [self.args.loss_type]  # type: ignore[attr-defined]
-        joint = [name for name in losses if name in _JOINT_LOSSES]
-        methods = "compute_loss", "_compute_loss", "compute_ref_log_probs"
-        changed = _overriding([c for c in type(self).__mro__ if c is not DefendedMixin], *methods)
+        joint = [name for name in losses if name not in _PAIR_LOSSES]
+        methods, changed = {"compute_loss", "_compute_loss", "compute_ref_log_probs"}, []
+        for cls in type(self).__mro__:
+            if cls.__name__ == "DPOTrainer" and cls.__module__.startswith("trl."):
+                break
+            if cls is not DefendedMixin and methods & vars(cls).keys():
+                changed.append(cls.__name__)
         head: Any = getattr(root, "get_output_embeddings", lambda: None)()
         heads = () if head is None else head.parameters()
         refusals = {
-            f"loss_type={joint} sorts the pairs of a batch, or divides by the tokens of all, so "
-            "that no pair has a loss of its own: use 'sigmoid', or another loss of one pair": joint,
+            f"loss_type={joint} is not known to be of one pair (it may sort those of a batch, or "
+            f"divide by the tokens of all): use one of {sorted(_PAIR_LOSSES)}": joint,
             "router_aux_loss_coef adds a loss of all tokens of the batch: set it to 0": (
                 getattr(self, "aux_loss_enabled", False)
             ),

@@ -1,6 +1,6 @@
-"""What a defence is: hooks that act where data leaves the client.
+"""The base class of defences: hooks that are called where data leaves the client.
 
-A defence that you write needs a name, a plain sentence about what it guarantees, and one hook::
+Your own defence needs a name, a plain sentence about what it guarantees, and one hook::
 
     class TopK(Defense):
         name = "top_k"
@@ -33,22 +33,24 @@ from lightning_fedleak.model.compression import Compression
 
 State = Mapping[str, Tensor | int | float | str]
 Curve = Sequence[tuple[float, float]]
-"""Pairs (epsilon, delta) that all hold for one mechanism; none where nothing is guaranteed."""
+"""Pairs (epsilon, delta) that all hold for one mechanism; empty if nothing is guaranteed."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What the releases so far have cost one example of one client.
+    """The privacy cost of the releases so far, for one example of one client.
 
-    The defence's ``guarantee`` says what an example is, and against whom it is hidden.
+    The defence's ``guarantee`` says what counts as an example, and against whom it is protected.
 
     Attributes:
-        epsilon: an upper bound at ``delta``; infinite where nothing is guaranteed.
-        delta: of the guarantee; 0 where it is pure.
-        noise_multiplier: standard deviation of the noise that the server cannot separate from the
-            sum, over the clip norm, as it is accounted; None for a mechanism without one.
-        sample_rate: chance of an example to be in a batch; 1 without Poisson sampling.
-        releases: that were counted: optimizer steps, or those of the example released most often.
+        epsilon: An upper bound at ``delta``; infinite if nothing is guaranteed.
+        delta: The delta of the guarantee; 0 for pure differential privacy.
+        noise_multiplier: The standard deviation of the noise that the server cannot separate from
+            the sum, divided by the clip norm, as the accountant uses it; None for a mechanism
+            without one.
+        sample_rate: The probability that an example is in a batch; 1 without Poisson sampling.
+        releases: The number of counted releases: optimizer steps, or the releases of the example
+            that was released most often.
     """
 
     epsilon: float
@@ -60,17 +62,17 @@ class Privacy:
 
 @dataclass(frozen=True)
 class CanaryGradient:
-    """Gradient of crafted layers that are not really there, after the defences so far.
+    """The gradient of simulated crafted layers, after the defences that have acted so far.
 
-    There are G games at once, each with crafted layers of its own (K trainable numbers) beside the
-    client's model. In none of them do the other games' layers exist.
+    G games run at once. Each has its own crafted layers with K trainable parameters; the layers of
+    the other games do not exist in it.
 
     Attributes:
-        samples: (B, G, K) what each of the client's B samples adds to the gradient of the K
-            numbers crafted in each of G games. Their sum leaves the client.
-        noise: (G, K) what defences have added to that sum; None where nothing.
-        noise_std: standard deviation of each number of ``noise``; where it differs between games
-            the root of their mean variance.
+        samples: (B, G, K), the contribution of each of the client's B samples to the gradient of
+            the K crafted parameters of each game. The sum over samples leaves the client.
+        noise: (G, K), the noise that defences have added to that sum; None if there is none.
+        noise_std: The standard deviation of each element of ``noise``; if games differ, the square
+            root of their mean variance.
     """
 
     samples: Tensor
@@ -84,7 +86,7 @@ class CanaryGradient:
         return total if self.noise is None else total + self.noise
 
     def scaled(self, factors: Tensor) -> CanaryGradient:
-        """Return each game's gradient times its factor, (G,); 0 makes zeros of infinity too."""
+        """Return each game's gradient times its factor (G,); 0 also turns infinity into 0."""
         columns = factors.to(self.samples.dtype)[:, None]
         return CanaryGradient(
             (self.samples * columns).masked_fill(columns == 0, 0.0),
@@ -93,13 +95,13 @@ class CanaryGradient:
         )
 
     def noised(self, noise: Tensor, std: float) -> CanaryGradient:
-        """Return the gradient with independent ``noise`` (G, K) of deviation ``std`` added."""
+        """Return the gradient plus independent ``noise`` (G, K) of standard deviation ``std``."""
         total = noise if self.noise is None else self.noise + noise
         return CanaryGradient(self.samples, total, math.hypot(self.noise_std, std))
 
 
 class DefenseError(ValueError):
-    """A defence cannot hold its guarantee in this setting; says what to change.
+    """A defence cannot give its guarantee in this setting. The message says what to change.
 
     Examples:
         >>> from lightning_fedleak import DefenseError, Freeze
@@ -115,11 +117,11 @@ def refuse(owner: str, refusals: Mapping[str, object]) -> None:
     """Raise an error with the first message whose condition holds.
 
     Args:
-        owner: of the settings; stands before the message.
-        refusals: the condition of each message.
+        owner: The name of what the settings belong to; it is put before the message.
+        refusals: A mapping from message to condition.
 
     Raises:
-        DefenseError: one of the conditions holds.
+        DefenseError: One of the conditions holds.
     """
     for message, condition in refusals.items():
         if condition:
@@ -127,7 +129,7 @@ def refuse(owner: str, refusals: Mapping[str, object]) -> None:
 
 
 def parameter_name(parameter: nn.Parameter, root: nn.Module) -> str:
-    """Return a parameter's name in the root, or its shape where the root does not have it."""
+    """Return a parameter's name in the root, or its shape if the root does not contain it."""
     for name, candidate in root.named_parameters():
         if candidate is parameter:
             return name
@@ -139,20 +141,21 @@ class DefenseContext:
     """The run in which a defence acts.
 
     Attributes:
-        root: the module being trained (the LightningModule), never wrapped.
-        client: index of this client, from 0. With ``client="rank"`` the rank of the process; with
-            ``client="world"`` 0 on every rank, because all ranks together are one client.
-        clients: number of clients in this run.
-        device: where this process trains.
-        precision: Lightning's name of it (``"32-true"``, ``"bf16-mixed"``, ...).
-        step: optimizer step that is about to be taken, from 0; 0 in ``before_setup``.
+        root: The module being trained (the LightningModule), never wrapped.
+        client: The index of this client, from 0. With ``client="rank"`` the rank of the process;
+            with ``client="world"`` 0 on every rank, because all ranks together are one client.
+        clients: The number of clients in this run.
+        device: The device on which this process trains.
+        precision: Lightning's name of the precision (``"32-true"``, ``"bf16-mixed"``, ...).
+        step: The index of the next optimizer step, from 0; 0 in ``before_setup``.
         entropy: 32 secret random bytes of the operating system, drawn again for every fit, equal
             on the processes of one client, independent between clients, never saved. Noise derived
             from it is not replayed after a resume.
-        process: which share of the client's data this process holds, from 0; always 0 where each
-            process is a client. Noise on data, not on gradients, must differ by it.
-        processes: how many processes together are this client; 1 where each is one.
-        host: the trainer or loop.
+        process: The index of the share of the client's data that this process holds, from 0;
+            always 0 if each process is a client. Noise on data must depend on it; noise on
+            gradients must not.
+        processes: The number of processes that together are this client; 1 if each is one.
+        host: The trainer or loop.
     """
 
     root: nn.Module
@@ -185,20 +188,20 @@ class Defense(ABC):
         True
 
     Attributes:
-        name: key of its state in checkpoints; two defences of one run must differ in it.
-        guarantee: what it guarantees, against whom, in plain words; it begins with ``"none"`` where
+        name: The key of its state in checkpoints, unique among the defences of a run.
+        guarantee: What it guarantees and against whom, in plain words; it begins with ``"none"`` if
             it guarantees nothing.
-        activation_layers: layers whose hidden states it rewrites on their way to the server, by
+        activation_layers: The layers whose hidden states it rewrites on their way to the server, by
             forward hooks that it registers in ``before_setup``; 0 for the input of the first block,
             k for the output of block k.
-        acts_in_inference: whether it also acts where the Trainer validates, tests or predicts
-            without a fit: then ``before_setup`` and ``teardown`` are called there too, with fresh
+        acts_in_inference: Whether it also acts if the Trainer validates, tests or predicts without
+            fitting. Then ``before_setup`` and ``teardown`` are called there too, with fresh
             entropy.
-        takes_shards: whether ``on_gradients`` is right where ``p.grad`` is a DTensor that holds
+        takes_shards: Whether ``on_gradients`` supports a ``p.grad`` that is a DTensor and holds
             this process's shard (FSDP2). A defence without it is refused there.
-        per_sample: whether it computes the update from the samples and does not read ``p.grad``:
-            what a defence before it did to gradients would be lost, and its guarantee needs samples
-            that do not influence each other.
+        per_sample: Whether it recomputes the update from the samples without reading ``p.grad``.
+            Changes that an earlier defence made to gradients would then be lost, and its guarantee
+            needs samples that do not influence each other.
     """
 
     name: str
@@ -207,26 +210,27 @@ class Defense(ABC):
     acts_in_inference: bool = False
     takes_shards: bool = False
     per_sample: bool = False
+    _changing: tuple[str, ...] = ()  # public attributes that change in a run, so are no settings
 
     @property
     def state_key(self) -> NoReturn:
-        """Refuse to be a callback of Lightning's Trainer, which reads this first."""
+        """Raise an error: Lightning's Trainer, which takes no defence as callback, reads it."""
         name = type(self).__name__
         raise TypeError(
-            f"{name} is a defence and no callback: "
+            f"{name} is a defence, not a callback: pass "
             f"Trainer(strategy=DefendedStrategy('auto', defenses=[{name}(...)]))"
         )
 
     @property
     def compression(self) -> Compression | None:
-        """Return how each tensor is compressed, which attacks know; None where none is."""
+        """Return the compression of each tensor, which attacks may use; None without one."""
         return None
 
     @property
     def defers(self) -> bool:
-        """Return whether what it leaves out of an update leaves later.
+        """Return whether parts of an update that it holds back are released in later updates.
 
-        A monitor then reads what it gets, in place of what it makes of it.
+        If so, a monitor attacks the input of this defence instead of its output.
         """
         return False
 
@@ -242,26 +246,30 @@ class Defense(ABC):
 
     @property
     def acts_on_canaries(self) -> bool:
-        """Return whether ``on_canary`` says what this defence does to a canary.
+        """Return whether ``on_canary`` simulates this class's ``on_gradients`` on a canary.
 
-        False where the class rewrites gradients and ``on_canary`` was written for another
-        ``on_gradients``, or not at all: what a canary then shows is unknown.
+        False if the class rewrites gradients and ``on_canary`` was written for another
+        ``on_gradients``, or not at all: the result of a canary is then unknown.
         """
-        for kind in type(self).__mro__:
-            if "on_canary" in vars(kind):
-                return kind is not Defense or not self.acts_on_gradients
-            if "on_gradients" in vars(kind):
+        for cls in type(self).__mro__:
+            if "on_canary" in vars(cls):
+                return cls is not Defense or not self.acts_on_gradients
+            if "on_gradients" in vars(cls):
                 return False
         return False
 
     @property
     def can_harden(self) -> bool:
-        """Return whether ``harden`` may change something."""
+        """Return whether ``harden`` may change something, that is, is overridden."""
         return type(self).harden is not Defense.harden
 
     def settings(self) -> dict[str, bool | int | float | str]:
-        """Return the public plain attributes it was built with, for the record of a run."""
-        excluded = ("name", "guarantee", "seed")  # whoever knows a seed can subtract the noise
+        """Return the public plain attributes it was built with, for the record of a run.
+
+        Begin the names of attributes that change during a run with an underscore.
+        """
+        # Whoever knows a seed can subtract the noise.
+        excluded = ("name", "guarantee", "seed", *self._changing)
         settings = {
             name: value
             for name, value in vars(self).items()
@@ -274,16 +282,16 @@ class Defense(ABC):
         return settings | seeded
 
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
-        """Raise an error for an order of defences in which one of them would not do what it says.
+        """Raise an error if this order of defences would break the guarantee of one of them.
 
         Called when a DefendedStrategy is built. A subclass that overrides it calls this one too.
 
         Args:
-            before: the defences that act before this one.
-            after: those that act after it.
+            before: The defences that act before this one.
+            after: The defences that act after it.
 
         Raises:
-            DefenseError: says which to move where.
+            DefenseError: The order breaks a guarantee. The message says which to move where.
         """
         rewriting = [d.name for d in before if type(d).on_gradients is not Defense.on_gradients]
         if self.per_sample and rewriting:
@@ -294,39 +302,39 @@ class Defense(ABC):
             )
 
     def before_setup(self, context: DefenseContext) -> None:  # noqa: B027
-        """Prepare the model: where the user built it, not wrapped, before any optimizer exists.
+        """Prepare the model as the user built it: before it is wrapped and optimizers exist.
 
         Raises:
-            DefenseError: the guarantee cannot hold for this model or setting.
+            DefenseError: The guarantee cannot hold for this model or setting.
         """
 
     def on_train_start(self, context: DefenseContext) -> None:  # noqa: B027
         """Act right before training: optimizers exist, and their state is restored.
 
         Raises:
-            DefenseError: the guarantee cannot hold.
+            DefenseError: The guarantee cannot hold.
         """
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """Return the loader to train with in place of ``dataloader``; called whenever one is made.
 
         Args:
-            dataloader: as Lightning has prepared it (a DistributedSampler put in, say), or as the
-                defence before left it.
-            context: where and when.
+            dataloader: The loader as Lightning has prepared it, for example with a
+                DistributedSampler, or as the previous defence returned it.
+            context: The run and the current step.
 
         Raises:
-            DefenseError: the guarantee cannot hold with this loader.
+            DefenseError: The guarantee cannot hold with this loader.
         """
         return dataloader
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
         """Return what ``training_step`` gets in place of ``batch``, for every micro-batch.
 
-        ``batch`` itself must stay what it is: callbacks read the truth from it.
+        Do not change ``batch`` in place: callbacks read the ground truth from it.
 
         Raises:
-            DefenseError: no batch holds the guarantee. Training stops.
+            DefenseError: No batch can satisfy the guarantee. Training stops.
         """
         return batch
 
@@ -336,10 +344,10 @@ class Defense(ABC):
         """Run ``step`` on a whole batch, or on pieces of it.
 
         Args:
-            step: runs the module's ``training_step`` on a batch of the same form, with every
-                defence's ``on_training_step`` around it; returns its output.
-            batch: after every ``on_batch``.
-            context: where and when.
+            step: A function that runs the module's ``training_step`` on a batch of the same form,
+                wrapped in every defence's ``on_training_step``, and returns its output.
+            batch: The batch, after every ``on_batch``.
+            context: The run and the current step.
 
         Returns:
             What Lightning gets as the output of ``training_step``. A defence that runs pieces also
@@ -347,7 +355,7 @@ class Defense(ABC):
             ``p.grad``.
 
         Raises:
-            DefenseError: the guarantee cannot hold for this batch. Training stops.
+            DefenseError: The guarantee cannot hold for this batch. Training stops.
         """
         return step(batch)
 
@@ -357,13 +365,13 @@ class Defense(ABC):
         """Run the forward pass of a micro-batch, or piece of a logical batch; return its output.
 
         Args:
-            training_step: runs the module's ``training_step`` (and what the defences after this one
-                put around it).
-            batch: what the module gets, after every ``on_batch``.
-            context: where and when.
+            training_step: A function that runs the module's ``training_step`` (wrapped by the
+                defences after this one).
+            batch: The module's batch, after every ``on_batch``.
+            context: The run and the current step.
 
         Raises:
-            DefenseError: the guarantee cannot hold for this output. Training stops.
+            DefenseError: The guarantee cannot hold for this output. Training stops.
         """
         return training_step()
 
@@ -373,7 +381,7 @@ class Defense(ABC):
         Must not wait for the device.
 
         Raises:
-            DefenseError: it does not. Training stops.
+            DefenseError: The guarantee no longer holds. Training stops.
         """
 
     def on_gradients(  # noqa: B027
@@ -382,40 +390,40 @@ class Defense(ABC):
         """Rewrite ``p.grad`` in place; together the gradients are the client's whole update.
 
         Called once in every optimizer step, without autograd, after backward, accumulation and
-        Lightning's own gradient clipping. ``p.grad`` is None where the batch did not reach ``p``,
-        and for all of them where ``training_step`` returned None: an empty update is one too.
+        Lightning's own gradient clipping. ``p.grad`` is None if the batch did not reach ``p``, and
+        for all of them if ``training_step`` returned None: an empty update is still an update.
 
         Args:
-            parameters: all trainable parameters of the optimizer that steps, in its order, which
-                is the same on every rank.
-            context: where and when; ``context.step`` is current.
+            parameters: All trainable parameters of the stepping optimizer, in the optimizer's
+                order, which is the same on every rank.
+            context: The run and the current step.
 
         Raises:
-            DefenseError: the update cannot be released. Training stops, nothing leaves the client
+            DefenseError: The update cannot be released. Training stops, nothing leaves the client
                 (the other ranks wait for it until their launcher ends them).
         """
 
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
-        """Return what would leave the client of layers that a dishonest server had added.
+        """Return the gradient that would leave for layers that a dishonest server had added.
 
-        The layers do not exist. In the run that is imagined their gradient is a part of the update
-        like every other: it counts in a norm that is clipped, each game by itself, and gets noise
-        from the same distribution. Called right before ``on_gradients``, only where a monitor
-        looks, and must leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would
-        have been.
+        The layers do not exist. In the simulated run their gradient is part of the update: it
+        contributes to the clipped norm (each game separately), and gets noise from the same
+        distribution. Called right before ``on_gradients``, only when a monitor looks, and must
+        leave ``p.grad`` and the noise of ``on_gradients`` exactly as they would have been.
 
-        The default hands a canary on unchanged, which is right for a defence that does not act on
-        gradients. One that does and does not override this makes every canary *unknown*.
+        The default returns the canary unchanged, which is right for a defence that does not act on
+        gradients. If a defence acts on gradients and does not override this method, the result of
+        every canary is *unknown*.
 
         Args:
-            canary: as the defence before left it.
-            parameters: as in ``on_gradients``; ``p.grad`` is what this defence is about to get.
-            context: where and when.
+            canary: The canary as the previous defence returned it.
+            parameters: As in ``on_gradients``; ``p.grad`` is what this defence is about to get.
+            context: The run and the current step.
 
         Raises:
-            DefenseError: what would leave is unknown.
+            DefenseError: The gradient that would leave is unknown.
         """
         return canary
 
@@ -429,36 +437,37 @@ class Defense(ABC):
 
     @property
     def privacy(self) -> Privacy | None:
-        """Return what the releases so far have cost; None where nothing is accounted."""
+        """Return what the releases so far have cost; None if nothing is accounted."""
         return None
 
     def curve(self) -> Curve:
         """Return pairs (epsilon, delta) that hold for one example, added or removed, so far.
 
         Raises:
-            DefenseError: the account is of another unit or of other neighbours; says which.
+            DefenseError: The accounting is for another unit of privacy or another neighbouring
+                relation, or there is none.
         """
-        raise DefenseError(f"the account of '{self.name}' is not of one example added or removed")
+        raise DefenseError(f"'{self.name}' accounts no cost for adding or removing one example")
 
     def harden(self) -> str | None:
         """Make the defence stronger by one notch, for every step that follows.
 
-        A gate calls it in the middle of a run, between two optimizer steps, on every rank alike.
-        The decision depends on private data, so that no accounted epsilon covers it.
+        A gate calls it in the middle of a run, between two optimizer steps, on every rank. The
+        decision depends on private data, so no accounted epsilon covers it.
 
         Returns:
-            What changed, in words for a log; None where the defence cannot get stronger.
+            What changed, in words for a log; None if the defence cannot get stronger.
         """
         return None
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return plain numbers and tensors for the checkpoint, equal on every rank; no secret."""
+        """Return plain numbers and tensors for the checkpoint: no secret, alike on every rank."""
         return {}
 
     def load_state_dict(self, state: State) -> None:  # noqa: B027
         """Restore what ``state_dict`` returned, before ``before_setup`` (under FSDP2 after it).
 
-        ``state`` is empty where the run resumes from a checkpoint that holds none for this
+        ``state`` is empty if the run resumes from a checkpoint that holds none for this
         defence.
         """
 

@@ -1,8 +1,8 @@
-"""Optimizers of other libraries that clip and noise each example's gradient inside their step.
+"""Optimizers of other libraries that clip each example's gradient and add noise in their step.
 
-Opacus' ``PrivacyEngine.make_private`` returns such a ``DPOptimizer``. What leaves is made in its
-step: before it, ``p.grad`` is the raw gradient, and in a step that it skips (a part of a virtual
-batch) nothing leaves at all.
+Opacus' ``PrivacyEngine.make_private`` returns such a ``DPOptimizer``. The released gradient is
+computed inside its step. Before the step, ``p.grad`` is the raw gradient; in a skipped step (an
+intermediate part of a virtual batch) nothing is released.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from lightning_fedleak.defenses import Accountant, Defense, DefenseContext, Defe
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
-SLACK = 0.02  # of the steps that an epsilon is of, so that not each look composes: 1% too large
-MOST_DELTA = 1e-5
-"""Largest delta of a reported epsilon: a tenth of 1/N where the data has over 10,000 examples."""
+# Share of further steps for which an epsilon is computed, and reused until then, so that not every
+# look recomputes it; it is about 1% too large.
+SLACK = 0.02
+MAX_DELTA = 1e-5
+"""Largest delta of a reported epsilon; for more than 10,000 examples 0.1 / N is used instead."""
 
 
 class OptimizerDP(Defense):
-    """What an optimizer of another library declares of itself; it acts by itself.
+    """The settings of a DP optimizer of another library; it does not change gradients itself.
 
     Args:
-        optimizer: has ``noise_multiplier`` and ``max_grad_norm``.
-        under_ddp: DistributedDataParallel reduces its gradients.
+        optimizer: The optimizer, with ``noise_multiplier`` and ``max_grad_norm``.
+        under_ddp: Whether DistributedDataParallel reduces its gradients.
 
     Attributes:
-        inner: the optimizer that takes the step with what was made.
+        inner: The wrapped optimizer that applies the private gradient.
     """
 
     guarantee = (
         "differential privacy of one example, by the steps that its own accountant has recorded, "
-        "where batches are drawn by Poisson sampling; neither was checked here"
+        "provided that batches are drawn by Poisson sampling; neither was checked here"
     )
 
     def __init__(self, optimizer: Optimizer, *, under_ddp: bool = False) -> None:
@@ -48,109 +50,111 @@ class OptimizerDP(Defense):
         self.noise_multiplier = getattr(optimizer, "noise_multiplier", math.nan)
         self.max_grad_norm = getattr(optimizer, "max_grad_norm", math.nan)
         self.expected_batch_size = getattr(optimizer, "expected_batch_size", None)
-        self._prepares = self.inner is not optimizer and hasattr(optimizer, "pre_step")
+        self._has_pre_step = self.inner is not optimizer and hasattr(optimizer, "pre_step")
         self._under_ddp = under_ddp
         self._reduced = False
         self._account = Accountant()
 
     def why_hidden(self, stage: Stage) -> str | None:
-        """Return why the gradient at a stage cannot be read; None where it can."""
+        """Return why the gradient at a stage cannot be read; None if it can."""
         if self._under_ddp:
             return (
                 "DistributedDataParallel shares raw gradients inside backward, before "
                 f"{self.name} adds noise: Opacus has DifferentiallyPrivateDistributedDataParallel"
             )
-        if self._prepares and stage is Stage.LOCAL:
-            return f"{self.name} makes its gradient of single examples', and none is there before"
-        if not self._prepares and stage is not Stage.LOCAL:
+        if self._has_pre_step and stage is Stage.LOCAL:
+            return f"{self.name} has no gradient before its step, which sums per-example ones"
+        if not self._has_pre_step and stage is not Stage.LOCAL:
             return (
-                f"{self.name} adds noise inside of its step, where what leaves cannot be read; "
-                "that of Opacus' DPOptimizer can be"
+                f"{self.name} adds noise inside its step, where the released gradient cannot be "
+                "read; use Opacus' DPOptimizer, of which it can"
             )
         return None
 
     @property
     def acts_on_gradients(self) -> bool:
-        """Return that it rewrites gradients: a canary beside them is not passed through it."""
+        """Return True: the optimizer rewrites gradients. Canaries are not passed through it."""
         return True
 
     @property
     def accountant(self) -> Any:
-        """Return the accountant that its step calls, with a ``history``; None: not reachable."""
+        """Return the accountant that its step calls, with a ``history``; None if not found."""
+        # Opacus keeps it in the closure of the step's hook.
         cells = getattr(getattr(self._optimizer, "step_hook", None), "__closure__", None) or ()
         contents = (cell.cell_contents for cell in cells)
-        return next((one for one in contents if hasattr(one, "get_epsilon")), None)
+        return next((content for content in contents if hasattr(content, "get_epsilon")), None)
 
     @property
     def privacy(self) -> Privacy:
-        """Return what the steps so far have cost that its accountant has recorded.
+        """Return the privacy cost of the steps that the optimizer's accountant has recorded.
 
-        They are composed here, since Opacus may take minutes for that where noise is small.
+        It is composed here, because Opacus' own accountant may take minutes if the noise is small.
 
         Raises:
-            DefenseError: no accountant can be reached, or no step was taken: epsilon is unknown.
+            DefenseError: No accountant was found, or no step was taken: epsilon is unknown.
         """
         accountant = self.accountant
         if accountant is None or not accountant.history:
-            raise DefenseError(f"{self.name}: no accountant says what its steps have cost")
+            raise DefenseError(f"{self.name}: no accountant with a history, so the cost is unknown")
         noise, rate, _ = accountant.history[-1]
-        examples = (self.expected_batch_size or 0) * self._share() / rate
-        delta = min(MOST_DELTA, 0.1 / max(1.0, examples))
+        examples = (self.expected_batch_size or 0) * self._world_size() / rate
+        delta = min(MAX_DELTA, 0.1 / max(1.0, examples))
         new: Counter[tuple[float, float]] = Counter()
-        for sigma, share, count in accountant.history:
-            new[float(sigma), float(share)] += count
-        for sigma, share, count in self._account.history:
-            new[sigma, share] -= count
-        for (sigma, share), count in new.items():
+        for sigma, sample_rate, count in accountant.history:
+            new[float(sigma), float(sample_rate)] += count
+        for sigma, sample_rate, count in self._account.history:
+            new[sigma, sample_rate] -= count
+        for (sigma, sample_rate), count in new.items():
             if count > 0:
-                self._account.step(sigma, share, count, planned=True)
+                self._account.step(sigma, sample_rate, count, planned=True)
         epsilon = self._account.epsilon(delta, slack=SLACK)
         return Privacy(epsilon, delta, noise, rate, self._account.steps)
 
-    def _share(self) -> int:
-        """Return how many processes draw the batch of a step together."""
+    def _world_size(self) -> int:
+        """Return the number of processes that together sample the batch of a step."""
         return int(getattr(self._optimizer, "world_size", 1))
 
     @property
     def reduces(self) -> bool:
-        """Return whether it also sums over processes, behind the noise."""
+        """Return whether the optimizer sums over processes itself, after it has added noise."""
         return hasattr(self._optimizer, "reduce_gradients")
 
     def noise_std(self, context: DefenseContext) -> float:
-        """Return the deviation of the noise on each number of ``p.grad`` as it is now."""
+        """Return the standard deviation of the noise on each number of ``p.grad``; NaN: unknown."""
         optimizer = self._optimizer
-        if not self._prepares:
+        if not self._has_pre_step:
             return math.nan
         if not self._reduced and getattr(optimizer, "rank", 0) != 0:
-            return 0.0  # one process adds the noise of all
+            return 0.0  # the first process adds the noise of all
         std = float(optimizer.noise_multiplier * optimizer.max_grad_norm)
         if optimizer.loss_reduction == "mean":
             std /= optimizer.expected_batch_size * optimizer.accumulated_iterations
-            std /= self._share() if self._reduced else 1
-        # Where each process is a client, what all add is taken for the mean of independent noises.
+            std /= self._world_size() if self._reduced else 1
+        # If each process is a client, the noise counts as the mean of independent noise of each.
         return std * math.sqrt(context.clients) if self._reduced else std
 
     def watch(
-        self, prepared: Callable[[], None], reduced: Callable[[], None]
+        self, on_local_gradient: Callable[[], None], on_reduced: Callable[[], None]
     ) -> list[Callable[[], Any]]:
-        """Call functions in each step that is taken, while ``p.grad`` is what leaves.
+        """Call two functions in every step that is not skipped, while ``p.grad`` is what leaves.
 
         Args:
-            prepared: is called once this process's gradient is clipped and noised.
-            reduced: is called behind it, once it is that of all processes.
+            on_local_gradient: Called when this process's gradient is clipped and has its noise.
+            on_reduced: Called after it, when the gradient is reduced over all processes.
 
         Returns:
-            Functions that end it.
+            Functions that remove the hooks.
         """
         optimizer = self._optimizer
         if not self.reduces:
-            return [before_real_step(self.inner, one) for one in (prepared, reduced)]
+            callbacks = (on_local_gradient, on_reduced)
+            return [before_real_step(self.inner, callback) for callback in callbacks]
         original, overridden = optimizer.reduce_gradients, "reduce_gradients" in vars(optimizer)
 
         def reduce_gradients() -> None:
             self._reduced = False
             with torch.no_grad():
-                prepared()
+                on_local_gradient()
             original()
             self._reduced = True
 
@@ -158,17 +162,17 @@ class OptimizerDP(Defense):
         restore: Callable[[], object] = partial(vars(optimizer).pop, "reduce_gradients", None)
         if overridden:
             restore = partial(setattr, optimizer, "reduce_gradients", original)
-        return [restore, before_real_step(self.inner, reduced)]
+        return [restore, before_real_step(self.inner, on_reduced)]
 
 
 def declared(optimizers: Sequence[Optimizer], *, under_ddp: bool) -> tuple[OptimizerDP, ...]:
-    """Return what those optimizers declare that add noise by themselves.
+    """Return a defence for each optimizer that adds noise itself.
 
-    An engine that patches the optimizer's ``step`` (``optimizer.privacy_engine``) is one too.
+    One whose ``step`` an engine has patched (``optimizer.privacy_engine``) counts as well.
 
     Args:
-        optimizers: as the run steps them.
-        under_ddp: DistributedDataParallel reduces their gradients.
+        optimizers: The optimizers as the run steps them.
+        under_ddp: Whether DistributedDataParallel reduces their gradients.
     """
     marks = ("noise_multiplier", "privacy_engine")
     marked = [o for o in optimizers if any(hasattr(o, mark) for mark in marks)]

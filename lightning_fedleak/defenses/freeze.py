@@ -46,6 +46,7 @@ class Freeze(Defense):
         "against whoever sees shared updates: the frozen parameters have no gradient and are not "
         "in the update. None for what the other parameters' gradients reveal."
     )
+    _changing = ("active",)
 
     def __init__(self, part: Part, when: Literal["always", "hardened"] = "always") -> None:
         self.part: Part = check_choice("Freeze: part", part, get_args(Part))

@@ -1,4 +1,4 @@
-"""What a defence asks of the trainer or loop in which it acts."""
+"""The interface through which defences access the trainer or training loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that are run at once.
+    """A part of a logical batch that is run in one forward and backward pass.
 
     Attributes:
-        batch: of the form of the logical batch.
-        rows: how many count: all, or none where one row stands in for no rows.
-        users: how many rows each user has, where users are clipped.
+        batch: The rows, in the same form as the logical batch.
+        rows: The number of rows that count: all, or 0 if one row is the placeholder for an empty
+            batch.
+        users: The number of rows of each user; None if the unit is not a user.
     """
 
     batch: Any
@@ -28,19 +29,20 @@ class Piece:
 
 
 class Host:
-    """The trainer or loop of a run; what is here is right for a loop about which nothing is known.
+    """The trainer or loop of a run; the defaults are for a loop of which the defences know nothing.
 
     Each trainer has a subclass beside the code that lets defences act in it.
 
     Attributes:
-        name: of the trainer, for messages.
-        mend: what to do about an optimizer that it does not know, for messages.
-        steps_by: the arguments that set how many steps there are, for messages.
-        optimizers: in their order; none where they are not known yet.
-        loader: of the training data, or several in a tree.
-        batch_number: number of the training batch at work; None where nobody counts.
-        model: as processes run it, in DistributedDataParallel where that reduces gradients.
-        finds_learning_rate: whether it trains first, to find a learning rate.
+        name: The name of the trainer, for messages.
+        mend: What the user should do about an unknown optimizer, for messages.
+        steps_by: The arguments that determine the number of steps, for messages.
+        optimizers: The optimizers, in the trainer's order; empty before they are known.
+        loader: The loader of the training data, or a tree of several.
+        batch_number: The index of the current training batch; None if the loop does not count.
+        model: The model as it is called in training, in DistributedDataParallel if that reduces the
+            gradients.
+        finds_learning_rate: Whether a learning rate finder trains the model before the run.
     """
 
     name: ClassVar[str] = "the loop"
@@ -54,22 +56,23 @@ class Host:
 
     @property
     def reducer(self) -> DistributedDataParallel | None:
-        """Return what reduces gradients inside backward; None where nothing does."""
+        """Return the DistributedDataParallel that reduces gradients in backward; None without."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     def refusals(self) -> Mapping[str, object]:
         """Return the settings that break the guarantee of a defence on samples.
 
         Returns:
-            For each message, which goes on after the defence's name, whether it holds.
+            The messages, each with a value that is true if it applies. A message continues a
+            sentence that begins with the defence's name.
         """
         return {}
 
     def count_steps(self, per_epoch: int) -> int | None:
-        """Return how many optimizer steps the run is to take; None where it has no end.
+        """Return the planned number of optimizer steps of the run; None without a fixed end.
 
         Args:
-            per_epoch: batches of the loader.
+            per_epoch: The number of batches in the loader.
         """
         return None
 
@@ -77,22 +80,22 @@ class Host:
         """End the run after this step."""
 
     def to_device(self, batch: Any) -> Any:
-        """Return a batch as ``training_step`` gets it, on the device and in its precision."""
+        """Return a batch as ``training_step`` gets it: on the device and in its precision."""
         return batch
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward as the trainer does, without its hooks."""
+        """Run backward as the trainer does, without calling its hooks."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def without_logs(self) -> AbstractContextManager[None]:
-        """Return a context that restores, at its end, what training steps within it have logged."""
+        """Return a context that discards, at its end, what training steps log inside it."""
         return nullcontext()
 
     def merged_logs(
         self, pieces: Sequence[Piece]
     ) -> AbstractContextManager[Callable[[Piece], AbstractContextManager[None]]]:
-        """Return a context that merges what the pieces of a batch log into the batch's values.
+        """Return a context that merges the values logged by the pieces of a batch into one.
 
-        It yields a function that returns a context to run a piece in.
+        It yields a function: call it with a piece, and run the piece in the context it returns.
         """
         return nullcontext(lambda _: nullcontext())

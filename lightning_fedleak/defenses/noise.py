@@ -141,6 +141,7 @@ class HardenedNoise(Defense):
     sigma: float
     max_hardenings: int | None
     notches: int
+    _changing = ("notches", "releases")
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
         """Set how the noise may be turned up.

@@ -179,9 +179,9 @@ class StepEngine:
             fit.drop_look()
         if fit.run.step == look.step:
             raise Refusal(RuntimeError(fit.run.uncounted_step))
-        settled = self.results.settled(look, outcomes)
-        if settled is not None:
-            self._publish(look, settled)
+        final = self.results.final_outcomes(look, outcomes)
+        if final is not None:
+            self._publish(look, final)
             fit.scheduler.waiting, fit.failure = self.results.waiting, None
         elif look.scope is None:
             fit.scheduler.cadence.next_step = fit.run.step

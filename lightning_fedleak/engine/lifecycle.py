@@ -21,8 +21,8 @@ from lightning_fedleak.engine.lineup import Lineup, check_texts
 from lightning_fedleak.engine.loggers import KEY, Cards, add_settings, log_settings
 from lightning_fedleak.engine.options import Options, Selection, check_optimizers
 from lightning_fedleak.engine.results import (
+    MAX_STEPS_WAITED,
     MAX_WAITS,
-    MOST_STEPS_WAITED,
     UNEXPLAINED,
     WORST,
     Results,
@@ -90,8 +90,8 @@ class Engine(StepEngine):
                 "entities= counts values in what attacks on words, texts or the trained weights "
                 "read. Add one, such as Combined(); and give planted kinds other names"
             )
-        most_waited = MAX_WAITS if in_rounds else MOST_STEPS_WAITED
-        self.results = Results(self.series, most_waited=most_waited)
+        max_steps_waited = MAX_WAITS if in_rounds else MAX_STEPS_WAITED
+        self.results = Results(self.series, max_steps_waited=max_steps_waited)
         self.fit = self.weights = self.report = None
         self.jsonl: log.JsonLines | None = None
         self.earlier: Mapping[str, object] = {}
@@ -445,7 +445,7 @@ class Engine(StepEngine):
     @contained
     def _publish_rest(self) -> None:
         step = self._fit.run.step
-        missing = self.results.missing(due=self.options.cadence.due(step - 1))
+        missing = self.results.unknown_at_end(due=self.options.cadence.due(step - 1))
         if missing:
             self._publish(Look(step), missing)
         self._log_last()

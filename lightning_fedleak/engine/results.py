@@ -1,4 +1,8 @@
-"""Results of all looks of a run, and what they are worth at a gate's threshold."""
+"""The results of all looks of a run, and their interpretation at a gate's threshold.
+
+A look is due at some steps or rounds; its result for a series may be *pending*, and then is tried
+again at the next look, or in the next step if it comes *soon*.
+"""
 
 from __future__ import annotations
 
@@ -17,57 +21,59 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.report import records
 
 MAX_WAITS = 20
-"""Looks (or rounds) that a result may be pending before it is unknown; not tuned."""
-MOST_STEPS_WAITED = 1000
-"""Optimizer steps in which an attack is tried again at once, see :class:`Waiting`; then unknown.
+"""Looks (or rounds) that a result may be pending, or steps in a row that may share nothing where a
+look is due, before the result is unknown; not tuned."""
+MAX_STEPS_WAITED = 1000
+"""Optimizer steps in which an attack without a result yet is retried, until it is unknown (see
+:class:`~lightning_fedleak.engine.outcomes.Waiting`).
 
-A warm-up from rate 0 takes two of them; one whose rate changes with the epoch, as Lightning's do
-by default, a whole epoch. Larger: longer runs without a result; a try that finds nothing is cheap.
+A learning-rate warm-up from 0 takes two steps, or a whole epoch if the rate changes once per epoch,
+as is Lightning's default. A larger value lets runs go on longer without a result; an attempt
+without a result is cheap.
 """
 UNEXPLAINED = f"{PREFIX[Stage.SHARED]}/step/unexplained"
-"""Name of the share of a gradient that the step made again does not explain, from 0 to 1."""
+"""Log name of the share (0 to 1) of a gradient that recomputing the step does not explain."""
 WORST = f"{PREFIX[Stage.SHARED]}/worst"
-"""Begins the names of the highest headlines, ``leakage/worst/<family>``."""
+"""Prefix of the log names of the highest headlines, ``leakage/worst/<family>``."""
 
 
 class Results:
     """Collect the results of all fits of a monitor, and save them in checkpoints.
 
     Args:
-        channels: the channel of each series, in the order of the logs.
-        most_waited: steps (or rounds) after which an attack that is tried again and again is
-            unknown.
+        channels: The channel of each series, in logging order.
+        max_steps_waited: The number of steps (or rounds) after which a retried attack is unknown.
 
     Attributes:
-        playing: the series that have results in this fit.
-        families: those of which the worst is logged.
-        untested: families with an attack that applies and is not played because texts are missing,
-            and why: their worst is unknown, unless another attack is certain.
-        latest: the newest value by log name; NaN is unknown. Empty before the first look.
-        look_values: the values of the newest look alone, by log name.
-        controls: the newest control of each series.
-        looks: looks finished.
-        failures: results that are unknown, but for those of methods that are not made for what was
-            shared, or for as much as it holds.
-        last_step: optimizer step of the newest values.
-        deferrals: steps in a row that were to be looked at and shared nothing.
+        playing: The series that have results in this fit.
+        families: The headline metric of each family whose worst value is logged.
+        untested: The families of which an applicable attack did not run for lack of texts, with the
+            reason. Their worst value is unknown unless another attack is certified.
+        latest: The newest value by log name; NaN is unknown. Empty before the first look.
+        look_values: The values computed from the newest look only, by log name.
+        controls: The newest control of each series.
+        looks: The number of finished looks.
+        failures: The number of unknown results, not counting attacks that do not apply to what was
+            shared, or to its size.
+        last_step: The optimizer step of the newest values.
+        deferrals: The number of consecutive steps that were due for a look and shared nothing.
     """
 
     def __init__(
-        self, channels: Mapping[Series, Channel], *, most_waited: int = MOST_STEPS_WAITED
+        self, channels: Mapping[Series, Channel], *, max_steps_waited: int = MAX_STEPS_WAITED
     ) -> None:
         self._channels = channels
-        self._most_waited = most_waited
+        self._max_steps_waited = max_steps_waited
         self.playing = set(channels)
         self.untested: Mapping[str, str] = {}
         self.reset_families()
-        self._waits: dict[Series, int] = {}
-        self._since: dict[Series, int] = {}
+        self._waits: dict[Series, int] = {}  # looks in a row that were pending
+        self._waiting_since: dict[Series, int] = {}  # first step of the retries
         self._newest: dict[Series, Outcome] = {}
         self.controls: dict[Series, Control] = {}
-        self._p_values: dict[Series, tuple[int, float]] = {}
-        self._reasons: dict[Series, str] = {}
-        self._answered: set[Series] = set()
+        self._p_values: dict[Series, tuple[int, float]] = {}  # looks, lowest p-value over them
+        self._pending_why: dict[Series, str] = {}
+        self._with_result: set[Series] = set()
         self.latest: dict[str, float] = {}
         self.look_values: dict[str, float] = {}
         self.looks = 0
@@ -77,7 +83,7 @@ class Results:
         self._looks_before = 0
 
     def reset_families(self) -> None:
-        """Log the worst of every family that has attacks."""
+        """Set ``families`` to all families that have attacks on what is shared."""
         self.families = {
             channel.family: channel.headline
             for series, channel in self._channels.items()
@@ -85,59 +91,59 @@ class Results:
         }
 
     def headlines(self, family: str) -> tuple[str, ...]:
-        """Return the log names of which a family's worst is the highest."""
+        """Return the log names whose maximum is the family's worst value."""
         return tuple(
             f"{series.log_name}/{channel.headline}"
             for series, channel in self._channels.items()
             if channel.family == family and _counts_for_worst(series)
         )
 
-    def names(self, series: Iterable[Series] | None = None) -> list[str]:
-        """Return the log names of the values of some series; of all without an argument."""
+    def names(self, some: Iterable[Series] | None = None) -> list[str]:
+        """Return the log names of the values of the given series (default: all)."""
         ends = ("", "_low", "_high", "_worst_client")
         names = []
-        for entry in self._channels if series is None else series:
-            names.append(f"{entry.log_name}/exposed")
-            metrics = self._channels[entry].metrics_of(entry)
-            names += [f"{entry.log_name}/{m}{end}" for m in metrics for end in ends]
-            if gives_control(self._channels[entry], entry.attack):
-                names += [f"{entry.log_name}/{name}" for name in ("control", "control_of_a_part")]
-            if self._channels[entry].tests_looks:
-                names += [f"{entry.log_name}/{name}" for name in ("p_of_this_look", "p_over_looks")]
-        worst = [f"{WORST}/{family}" for family in self.families] if series is None else []
+        for series in self._channels if some is None else some:
+            names.append(f"{series.log_name}/exposed")
+            metrics = self._channels[series].metrics_of(series)
+            names += [f"{series.log_name}/{m}{end}" for m in metrics for end in ends]
+            if gives_control(self._channels[series], series.attack):
+                names += [f"{series.log_name}/{name}" for name in ("control", "control_of_a_part")]
+            if self._channels[series].tests_looks:
+                names += [f"{series.log_name}/{p}" for p in ("p_of_this_look", "p_over_looks")]
+        worst = [f"{WORST}/{family}" for family in self.families] if some is None else []
         return names + worst
 
     # ---- what a gate asks -------------------------------------------------------------------
 
     def channel_of(self, name: str) -> Channel | None:
-        """Return the channel of a logged value, or of a family's worst; None: nobody's."""
+        """Return the channel that a log name belongs to; None if it belongs to none."""
         root, _, family = name.rpartition("/")
         for series, channel in self._channels.items():
             if root == series.log_name or (root == WORST and channel.family == family):
                 return channel
         return None
 
-    def is_looks_dependent(self, name: str) -> bool:
-        """Return whether the looks of a logged value are of the same texts."""
+    def repeats_texts(self, name: str) -> bool:
+        """Return whether all looks of a value query the same texts, so are not independent."""
         channel = self.channel_of(name)
         return channel is not None and channel.at_weights
 
     def headlines_of(self, name: str) -> tuple[str, ...]:
-        """Return the log names that ``leakage/worst/<family>`` is the highest of, or none."""
+        """Return the :meth:`headlines` of ``leakage/worst/<family>``; empty for another name."""
         root, _, family = name.rpartition("/")
         if root != WORST or name not in self.names():
             return ()
         return self.headlines(family)
 
     def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
-        """Return what a logged value counts for at a gate's threshold.
+        """Return how a gate interprets a logged value at its threshold.
 
         See :func:`~lightning_fedleak.report.records.judged`.
 
         Args:
-            name: of the value in the logs.
-            value: at the newest look.
-            at_most: the gate's threshold.
+            name: The log name of the value.
+            value: The value at the newest look.
+            at_most: The gate's threshold.
         """
         root, _, metric = name.removesuffix("_worst_client").rpartition("/")
         metric = metric.removesuffix("_low").removesuffix("_high")
@@ -160,38 +166,39 @@ class Results:
     # ---- looks ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget what belongs to an earlier fit."""
+        """Forget all of an earlier fit, also waits, controls and p-values."""
         self.deferrals = 0
         self._waits.clear()
-        self._since.clear()
-        self._reasons.clear()
-        self._answered.clear()
+        self._waiting_since.clear()
+        self._pending_why.clear()
+        self._with_result.clear()
         self._newest.clear()
         self.controls.clear()
         self._p_values.clear()
 
     def begin(self) -> None:
-        """Begin training: outcomes of an earlier fit are no result of this one."""
+        """Start a fit: forget earlier outcomes, and keep what a checkpoint may have restored."""
         self._looks_before = self.looks
-        self._reasons.clear()
-        self._answered.clear()
+        self._pending_why.clear()
+        self._with_result.clear()
         self._newest.clear()
 
     @property
     def waiting(self) -> frozenset[Series]:
-        """Return the series that are tried again in the next step."""
-        return frozenset(s for s in self._since if not self._is_late(s, self.last_step))
+        """Return the series that are retried in the next step."""
+        return frozenset(s for s in self._waiting_since if not self._is_late(s, self.last_step))
 
-    def settled(
+    def final_outcomes(
         self, look: Look, outcomes: dict[Series, Outcome] | None
     ) -> dict[Series, Outcome] | None:
-        """Return the outcomes that count; None where the next step is looked at instead.
+        """Return the outcomes that count; None if the next step is attacked instead.
 
         Args:
-            look: the look; its scope names the series where some alone are tried again.
-            outcomes: None where nothing was shared, which is *unknown* after too many such steps.
+            look: The look. Its scope is the set of retried series, or None for a regular look.
+            outcomes: The outcomes by series; None if nothing was shared. After too many such steps
+                in a row all series are *unknown*.
         """
-        if look.scope is not None:
+        if look.scope is not None:  # a series that is retried once more keeps its earlier outcome
             tried = (outcomes or {}).items()
             return {s: o for s, o in tried if not o.soon or self._is_late(s, look.step)} or None
         if outcomes is None:
@@ -203,18 +210,20 @@ class Results:
         self.deferrals = 0
         return outcomes
 
-    def missing(self, *, due: bool) -> dict[Series, Outcome]:
+    def unknown_at_end(self, *, due: bool) -> dict[Series, Outcome]:
         """Return the outcomes that are *unknown* when a fit ends.
 
         Args:
-            due: a look was due at its last step.
+            due: Whether a look was due at its last step.
         """
         looks = self.looks - self._looks_before
         if looks > 0:
-            why = "training ended before there was a first result: "
-            silent = (s for s in self._channels if s in self._reasons.keys() - self._answered)
+            why = "training ended before the first result: "
+            silent = self._pending_why.keys() - self._with_result
             return {
-                s: unknown(self._channels[s].metrics_of(s), why + self._reasons[s]) for s in silent
+                s: unknown(channel.metrics_of(s), why + self._pending_why[s])
+                for s, channel in self._channels.items()
+                if s in silent
             }
         if due or self.deferrals > 0:
             why = "training ended before anything that was shared could be looked at"
@@ -222,7 +231,7 @@ class Results:
         return {}
 
     def all_unknown(self, why: str) -> dict[Series, Outcome]:
-        """Return that every series that is played is unknown."""
+        """Return an unknown outcome for every series that runs in this fit."""
         return {
             s: unknown(channel.metrics_of(s), why)
             for s, channel in self._channels.items()
@@ -241,28 +250,28 @@ class Results:
         """Add a finished look.
 
         Args:
-            look: the look.
-            outcomes: outcomes by series.
-            utility: the user's metrics of that step, by name.
-            further: other values of that step, by log name.
-            shared: whether something is trained, and so shared.
+            look: The look.
+            outcomes: The outcomes by series.
+            utility: The user's metrics of that step, by name.
+            further: Other values of that step, by log name.
+            shared: Whether any parameter is trained, and therefore shared.
 
         Returns:
-            The outcomes, *unknown* where one has been pending for too long.
+            The outcomes, *unknown* if one has been pending for too long.
         """
         self.playing |= outcomes.keys()
         waited = self._wait(outcomes, look.step)
         counted = {s: self._tested(s, self._controlled(s, o)) for s, o in waited.items()}
         self._newest |= counted
         values: dict[str, float] = {}
-        now: dict[str, float] = {}
+        values_of_look: dict[str, float] = {}
         for series, outcome in counted.items():
             values |= outcome.values(series.log_name)
-            now |= outcome.values_now(series.log_name)
+            values_of_look |= outcome.values_now(series.log_name)
             values |= control_values(series, self._channels[series], outcome)
         families_read = {self._channels[s].family for s in outcomes}
         for family, headline in self.families.items():
-            # A look may run only some attacks of a family: of the rest the newest result counts.
+            # A look may run only some attacks of a family; the rest count by their newest result.
             members = [
                 (series.log_name, outcome)
                 for series, outcome in self._newest.items()
@@ -274,27 +283,27 @@ class Results:
                 o.extra.get("certified") == 1.0 for _, o in members if o.exposed
             )
             values |= _worst(family, headline, members, shared, complete, of_look=False)
-            now |= _worst(family, headline, members, shared, complete, of_look=True)
+            values_of_look |= _worst(family, headline, members, shared, complete, of_look=True)
         self.failures += sum(o.unknown is not None and o.applies for o in counted.values())
-        again = [o.control.unexplained for o in outcomes.values() if o.control is not None]
-        if known := [share for share in again if not math.isnan(share)]:
-            values[UNEXPLAINED] = max(known)
+        shares = [o.control.unexplained for o in outcomes.values() if o.control is not None]
+        if known_shares := [share for share in shares if not math.isnan(share)]:
+            values[UNEXPLAINED] = max(known_shares)
         values |= {f"utility/{name}": float(value) for name, value in utility.items()}
         values |= further
         values["monitor/failures"] = float(self.failures)
         values["monitor/seconds"] = look.seconds
         self.looks += 1
         self.last_step = look.step
-        self.latest = self._without_news(outcomes, families_read) | values
-        self.look_values = values | now
+        self.latest = self._values_to_keep(outcomes, families_read) | values
+        self.look_values = values | values_of_look
         return counted
 
     def new_values(self) -> dict[str, float]:
-        """Return the newest values by log name, of what the newest look is of."""
+        """Return the values that the newest look updated, by log name."""
         return {name: value for name, value in self.latest.items() if name in self.look_values}
 
     def lose_look(self, names: Sequence[str]) -> None:
-        """Count a look whose results could not even be added: values of these names are unknown."""
+        """Count a look whose results could not be added, and set the named values to unknown."""
         self.latest = dict.fromkeys(names, math.nan)
         self.failures += len(self.playing)
         self.latest["monitor/failures"] = float(self.failures)
@@ -318,47 +327,44 @@ class Results:
             return replace(outcome, p_over_looks=lowest)
         return outcome
 
-    def _without_news(
+    def _values_to_keep(
         self, outcomes: Mapping[Series, Outcome], families_read: Collection[str]
     ) -> dict[str, float]:
-        """Return the newest values of what a look did not ask."""
-        others = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
-        others += (UNEXPLAINED,)  # as long as the controls that it belongs to
-        others += tuple(
+        """Return the latest values of the series and families that a look did not run."""
+        prefixes = tuple(f"{s.log_name}/" for s in self._channels if s not in outcomes)
+        prefixes += (UNEXPLAINED,)  # kept as long as its controls
+        prefixes += tuple(
             f"{WORST}/{family}" for family in self.families if family not in families_read
         )
         if any(s.stage == Stage.RELEASED and s not in outcomes for s in self._channels):
-            others += tuple(f"{PREFIX[Stage.RELEASED]}/{name}/" for name in ("bound", "blind"))
-        return {n: v for n, v in self.latest.items() if n.startswith(others)}
+            prefixes += tuple(f"{PREFIX[Stage.RELEASED]}/{name}/" for name in ("bound", "blind"))
+        return {n: v for n, v in self.latest.items() if n.startswith(prefixes)}
 
     def _wait(self, outcomes: Mapping[Series, Outcome], step: int) -> dict[Series, Outcome]:
-        """Count the waits; return outcomes, *unknown* where one was pending for too long."""
+        """Count the waits, and replace outcomes that were pending for too long by unknown ones."""
         for series, outcome in outcomes.items():
-            waited, since = self._waits.pop(series, 0), self._since.pop(series, step)
+            waited, since = self._waits.pop(series, 0), self._waiting_since.pop(series, step)
             if outcome.pending:
                 self._waits[series] = waited + 1
             if outcome.soon:
-                self._since[series] = since
-        self._reasons |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
+                self._waiting_since[series] = since
+        self._pending_why |= {series: outcome.pending or "" for series, outcome in outcomes.items()}
         late = {series for series in outcomes if self._is_late(series, step)}
-        self._answered |= {s for s, o in outcomes.items() if not o.pending} | late
-        return {
-            s: unknown(
-                self._channels[s].metrics_of(s), f"{o.pending}, for more than {self._limit(s)}"
-            )
-            if s in late
-            else o
-            for s, o in outcomes.items()
-        }
+        self._with_result |= {series for series in outcomes if not outcomes[series].pending} | late
+        final = dict(outcomes)
+        for series in late:
+            why = f"{outcomes[series].pending}, for more than {self._limit(series)}"
+            final[series] = unknown(self._channels[series].metrics_of(series), why)
+        return final
 
     def _is_late(self, series: Series, step: int) -> bool:
-        if series in self._since:
-            return step - self._since[series] > self._most_waited
+        if series in self._waiting_since:
+            return step - self._waiting_since[series] > self._max_steps_waited
         return self._waits.get(series, 0) > MAX_WAITS
 
     def _limit(self, series: Series) -> str:
-        steps = f"{self._most_waited} steps (or rounds)"
-        return steps if series in self._since else f"{MAX_WAITS} looks"
+        steps = f"{self._max_steps_waited} steps (or rounds)"
+        return steps if series in self._waiting_since else f"{MAX_WAITS} looks"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, strings and tensors."""
@@ -375,7 +381,7 @@ class Results:
         control, tested = self.controls.get(series), self._p_values.get(series)
         return {
             "waits": self._waits.get(series),
-            "since": self._since.get(series),
+            "since": self._waiting_since.get(series),
             "control": None if control is None else asdict(control),
             "p_value": None if tested is None else [*tested],
         }
@@ -384,12 +390,12 @@ class Results:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: an earlier version wrote the state.
+            ValueError: An earlier version wrote the state.
         """
         if "series" not in state:
             raise ValueError(
-                "the checkpoint is of an earlier version of lightning-fedleak: load the model's "
-                "weights alone and begin a new run"
+                "the checkpoint was written by an earlier version of lightning-fedleak: load the "
+                "model's weights only and start a new run"
             )
         self.looks = state["looks"]
         self.failures = state["failures"]
@@ -398,21 +404,21 @@ class Results:
         self.latest = dict(state["latest"])
         saved = {s: state["series"].get(s.log_name, {}) for s in self._channels}
 
-        def known(name: str) -> dict[Series, Any]:
-            return {s: each[name] for s, each in saved.items() if each.get(name) is not None}
+        def values_of(name: str) -> dict[Series, Any]:
+            return {s: values[name] for s, values in saved.items() if values.get(name) is not None}
 
-        self._waits, self._since = known("waits"), known("since")
-        self._p_values = {s: (int(n), float(p)) for s, (n, p) in known("p_value").items()}
-        self.controls = {s: Control(**one) for s, one in known("control").items()}
+        self._waits, self._waiting_since = values_of("waits"), values_of("since")
+        self._p_values = {s: (int(n), float(p)) for s, (n, p) in values_of("p_value").items()}
+        self.controls = {s: Control(**fields) for s, fields in values_of("control").items()}
 
 
 def _counts_for_worst(series: Series) -> bool:
-    """Return whether a series is of an attack on what is shared, not of canaries or a part."""
+    """Return whether a series is an attack on what is shared: no canary, no sub-result."""
     return series.prefix == PREFIX[Stage.SHARED] and series.name == series.attack
 
 
 def control_values(series: Series, channel: Channel, outcome: Outcome) -> dict[str, float]:
-    """Return the control of an attack's headline, by log name; unknown ones and none left out."""
+    """Return the control of an attack's headline, by log name, without unknown values."""
     if outcome.control is None:
         return {}
     headline = channel.headline_of(series)
@@ -432,9 +438,14 @@ def _worst(
     *,
     of_look: bool,
 ) -> dict[str, float]:
-    """Return the highest headline of a family, or a lower bound; nothing where none is played.
+    """Return the worst value of a family by log name, and a lower bound of it.
 
-    The value is unknown where an attack that is not played may read more (not ``complete``).
+    - No attack of the family has run: empty.
+    - What they attack does not leave the client: 0, or unknown if something else is ``shared``.
+    - A result is pending: the lower bound alone.
+    - A result is unknown, or an attack that did not run might recover more (not ``complete``) than
+      a highest headline below 1: unknown, with the lower bound.
+    - Otherwise: the highest headline.
     """
     exposed = [(root, outcome) for root, outcome in members if outcome.exposed]
     name = f"{WORST}/{family}"
@@ -443,7 +454,7 @@ def _worst(
     if not exposed:
         return {name: math.nan if shared else 0.0}
     headlines = []
-    waits = any(outcome.pending is not None for _, outcome in exposed)
+    is_pending = any(outcome.pending is not None for _, outcome in exposed)
     for root, outcome in exposed:
         if outcome.pending is not None:
             continue
@@ -451,16 +462,16 @@ def _worst(
         if not math.isnan(value := values.get(f"{root}/{headline}", math.nan)):
             headlines.append(value)
     missing = any(o.unknown is not None and o.applies for _, o in exposed) or not headlines
-    if not missing and not waits and (complete or max(headlines) >= 1.0):
+    if not missing and not is_pending and (complete or max(headlines) >= 1.0):
         return {name: max(headlines)}
-    at_least = {f"{name}_at_least": max(headlines)} if headlines else {}
-    return at_least if waits else {name: math.nan} | at_least
+    lower_bound = {f"{name}_at_least": max(headlines)} if headlines else {}
+    return lower_bound if is_pending else {name: math.nan} | lower_bound
 
 
 def series_of(
     attacks: Sequence[Attack], channels: Sequence[Channel], stages: Sequence[Stage]
 ) -> dict[Series, Channel]:
-    """Return the channel of each series, in the order of the logs; each channel gets its own."""
+    """Return the channel of each series, in logging order, and set channels' ``all_series``."""
     owner = {attack.name: channel for channel in channels for attack in channel.attacks}
     series: dict[Series, Channel] = {}
     for stage in (*stages, Stage.RELEASED):
@@ -468,5 +479,5 @@ def series_of(
             channel = owner[attack.name]
             series |= dict.fromkeys(channel.series(attack, (stage,)), channel)
     for channel in channels:
-        channel.all_series = tuple(one for one, its in series.items() if its is channel)
+        channel.all_series = tuple(key for key, owned in series.items() if owned is channel)
     return series

@@ -183,7 +183,7 @@ class Threshold:
         if self.action == "harden":
             self._defenses = defenses_to_harden(actions.defenses)
         self._watched = engine.results.headlines_of(self.metric) or (self.metric,)
-        self.on_weights = engine.results.is_looks_dependent(self.metric)
+        self.on_weights = engine.results.repeats_texts(self.metric)
         is_end = self.metric.endswith(("_low", "_high"))
         self.bound = "lower" if self.on_weights and not is_end else "value"
         if not self.on_weights:

@@ -1,4 +1,4 @@
-"""NVFlare: a filter for a client's results, and private averaging.
+"""Integration with NVFlare: a filter for client results, and private federated averaging.
 
 No other module imports NVFlare. It needs ``pip install lightning-fedleak[nvflare]``.
 """
@@ -46,10 +46,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class LoadedModels(Filter):  # type: ignore[misc, unused-ignore]
-    """A filter of task data that changes nothing. A :class:`FedLeakFilter` needs it.
+    """A filter that returns task data unchanged. :class:`FedLeakFilter` requires it.
 
     If the training script runs in its own process, NVFlare gives the client only references to the
-    model that was sent, unless the client filters the task data. This filter has the model loaded.
+    model that was sent, unless the client filters the task data. If this filter is installed,
+    NVFlare loads the model before it calls the filters.
     """
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
@@ -58,7 +59,7 @@ class LoadedModels(Filter):  # type: ignore[misc, unused-ignore]
 
 
 class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
-    """A filter of task results that attacks, gates and defends an update before it leaves.
+    """A filter of task results that defends, attacks and gates an update before it leaves.
 
     ::
 
@@ -66,36 +67,36 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         job.to(FedLeakFilter("watch.make_observer", [{"metric": "leakage/worst/words",
                                                       "at_most": 0.3}]), "site-1")
 
-    It reads whole models, adapters, and differences of either, in numpy or torch. Make it the last
-    of a client's filters, so that no other filter changes what it has looked at. It notes the model
-    that was sent when the task begins, after the filters of task data.
+    It accepts full models, adapters, and differences of either, in numpy or torch. Make it the last
+    of a client's filters, so that no later filter changes the update after it was attacked. It
+    stores the received model when the task begins, after the filters of task data.
 
     The training script reports its batches: with ``TrainedOn()`` among the callbacks of a Lightning
     Trainer, ``report_batches(trainer)`` for a Trainer of transformers or TRL, or
     :func:`~lightning_fedleak.federation.trained_on` in a loop. NVFlare may run the script in a
     thread or in a process. If it reports no batches, every result is unknown and passes no gate.
 
-    **A withheld update** leaves as zero by default (the model that was sent, or a difference of
-    zero), because a workflow may end at a client's error, or at a round without any result. The
-    zero counts in the mean with this client's weight, which the log names. ``withheld="error"`` is
-    for workflows with ``ignore_result_error=True``, or if ``min_clients`` is reached without this
-    client: the mean is then that of the remaining clients. Metrics and other values beside a
-    withheld model do not leave.
+    By default a **withheld update** is replaced by zero, that is, by the model that was sent or by
+    a zero difference, because a workflow may abort on a client error or on a round without results.
+    The zero enters the mean with this client's weight, which the log states (but not under secure
+    aggregation). ``withheld="error"`` is for workflows with ``ignore_result_error=True``, or if
+    ``min_clients`` is reached without this client: the mean is then taken over the remaining
+    clients. Metrics and other values that accompany a withheld model are not sent.
 
     Under a ``dp`` whose noise the client adds, every result has the same form: the model with
-    noise, and a weight of 1. A result that cannot be read leaves as zero with that noise, and so
-    does an error of the training script that NVFlare passes to its filters. Results of other tasks
-    are refused. A job is ended if its results do not pass
-    through this filter.
+    noise, and a weight of 1. A result that cannot be parsed, or an error of the training script
+    that NVFlare passes to its filters, is replaced by zero plus that noise. Results of other tasks
+    are refused. The job is aborted if its results do not pass through this filter.
 
     Args:
-        observer: ``"module.function"`` in the job's own code. The function gets a client's name and
+        observer: The ``"module.function"`` in the job's own code that gets a client's name and
             returns the client's :class:`~lightning_fedleak.federation.RoundObserver`.
-        gates: the arguments of :class:`~lightning_fedleak.federation.RoundGate`, for each gate.
-        dp: ``"module.function"``. The function gets a client's name and returns the client's own
+        gates: The arguments of :class:`~lightning_fedleak.federation.RoundGate`, one mapping for
+            each gate.
+        dp: The ``"module.function"`` that gets a client's name and returns the client's own
             :class:`~lightning_fedleak.federation.ClientDP`, with a ledger.
-        withheld: ``"zero"`` or ``"error"``, see above.
-        secure_aggregation: whether a later filter encrypts the result, so that the server sees only
+        withheld: The answer in place of a withheld update, ``"zero"`` or ``"error"``, see above.
+        secure_aggregation: Whether a later filter encrypts the result, so that the server sees only
             the sum of all clients.
     """
 
@@ -110,7 +111,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         super().__init__()
         check_choice("withheld", withheld, get_args(Withheld))
         _make_gates(gates)
-        # NVFlare writes these into a job by the arguments' names, and as plain values only.
+        # NVFlare writes attributes named like the arguments into the job; plain values only.
         self.observer = observer
         self.gates = [dict(settings) for settings in gates]
         self.dp = dp
@@ -132,7 +133,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         tasks: Sequence[str] = TASKS,
         filter_type: str = FilterType.TASK_RESULT,
     ) -> None:
-        """Add the filter to the task results of a job's client. NVFlare calls this method."""
+        """Add the filter and :class:`LoadedModels` to a client of a job. NVFlare calls this method.
+
+        ``filter_type`` is ignored: this is a filter of task results.
+        """
         _exclude_package(job)
         job.add_filter(LoadedModels(), FilterType.TASK_DATA, list(tasks), ctx)
         job.add_filter(self, FilterType.TASK_RESULT, list(tasks), ctx)
@@ -140,7 +144,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     # ---- events -----------------------------------------------------------------------------
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Set up at the start of the run, note the model that a task sends, and end."""
+        """Set up at the start of the run, store each task's model, and close at the end."""
         if event_type == EventType.ABOUT_TO_START_RUN:
             try:
                 self._set_up(fl_ctx)
@@ -148,7 +152,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 self.system_panic(f"FedLeakFilter: {error}", fl_ctx)
                 raise
         elif event_type == EventType.BEFORE_TASK_EXECUTION:
-            self._note_sent(fl_ctx)
+            self._store_sent(fl_ctx)
         elif event_type == EventType.END_RUN and self._hand_over is not None:
             self._hand_over.close()
             assert self._outgoing is not None
@@ -162,7 +166,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         if dp is not None and dp.trust != "central":
             dp.check_client(
                 masked=self.secure_aggregation,
-                mend="put NVFlare's encrypting filter after this one and say "
+                mend="put NVFlare's encryption filter after this one and set "
                 "FedLeakFilter(secure_aggregation=True)",
             )
         self._outgoing = federation.OutgoingUpdates(
@@ -179,16 +183,16 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         self._hand_over = federation.HandOver(folder / "fedleak_local_steps")
         self._hand_over.open()
 
-    def _note_sent(self, fl_ctx: FLContext) -> None:
-        """Remember the model that a task sends. End the job if its result would miss the noise."""
+    def _store_sent(self, fl_ctx: FLContext) -> None:
+        """Store the model that a task sends. Abort the job if its result would miss the noise."""
         self._sent = None
         task, runner = fl_ctx.get_prop(FLContextKey.TASK_NAME), fl_ctx.get_prop(FLContextKey.RUNNER)
         table, chain = runner.task_result_filters, Scope.TASK_RESULT_FILTERS_NAME
         if self not in get_filters(chain, fl_ctx, table, task, FilterKey.OUT):
-            why = f"results of task '{task}' do not pass FedLeakFilter: add the task to tasks="
+            problem = f"results of task '{task}' do not pass FedLeakFilter: pass the task in tasks="
             if self._adds_noise:
-                self.system_panic(f"{why}, so that the ClientDP covers them", fl_ctx)
-            self.log_warning(fl_ctx, f"{why}. They leave as they are")
+                self.system_panic(f"{problem}, so that the ClientDP covers them", fl_ctx)
+            self.log_warning(fl_ctx, f"{problem}. They are sent unchanged and unobserved")
             return
         shareable = fl_ctx.get_prop(FLContextKey.TASK_DATA)
         sent = _model_of(shareable)
@@ -196,10 +200,10 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return
         assert self._hand_over is not None
         self._hand_over.take()  # discards the batches of a task that failed
-        like = self._outgoing.observer.model.state_dict()
+        own = self._outgoing.observer.model.state_dict()
         # The mean over clients may have another dtype than the model that the client trains.
         state = {
-            n: t.to(like[n].dtype if n in like else t.dtype, copy=True)
+            n: t.to(own[n].dtype if n in own else t.dtype, copy=True)
             for n, t in read_state(sent.data).items()
         }
         self._sent_arrays = sent.data
@@ -213,22 +217,22 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
     # ---- results ----------------------------------------------------------------------------
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the part of a result that may leave. If this raises, NVFlare sends an error.
+        """Return the result that may leave. If this raises, NVFlare sends an error instead.
 
         Raises:
-            UpdateError: what was sent does not fit the observer's model.
-            BudgetSpent: one more release would cost more than the client's budget.
+            UpdateError: The model that was sent does not fit the observer's model.
+            BudgetSpent: One more release would cost more than the client's budget.
         """
         with self._lock:
             assert self._outgoing is not None, "the job was not set up; see its log"
             task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
             sent, self._sent = self._sent, None
             if task != AppConstants.TASK_TRAIN:
-                return self._answer_other(task, shareable, fl_ctx)
+                return self._answer_non_training(task, shareable, fl_ctx)
             if sent is None or sent[0] != fl_ctx.get_prop(FLContextKey.TASK_ID) or sent[1] is None:
                 return self._refuse(
                     fl_ctx,
-                    "the round and the model that this task has sent are not known: it must send a "
+                    "the server's model or the round number of this task is unknown: send a "
                     f"model and the header '{AppConstants.CURRENT_ROUND}', and pass LoadedModels",
                 )
             reply = self._answer_training(shareable, fl_ctx, int(sent[1]), sent[2], sent[3])
@@ -236,8 +240,8 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             write_secret(self._memory_file, self._outgoing.memory(), replace=True)
             return reply
 
-    def _answer_other(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result of a task that trains nothing, or an error in its place."""
+    def _answer_non_training(self, task: str, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the result of a task that trains nothing, or an error instead."""
         result = _dxo_of(shareable)
         is_metrics = result is not None and result.data_kind == DataKind.METRICS
         has_failed = shareable.get_return_code() != ReturnCode.OK
@@ -245,7 +249,7 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
             return shareable
         return self._refuse(
             fl_ctx,
-            f"the result of task '{task}' is not covered: it is no update of a round, or would "
+            f"the result of task '{task}' is refused: it is not a training update, or it would "
             "leave without noise",
         )
 
@@ -269,10 +273,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
         def train() -> tuple[State, Sequence[Any]]:
             if result is None:
-                raise federation.UpdateError(f"no model came back ({shareable.get_return_code()})")
+                code = shareable.get_return_code()
+                raise federation.UpdateError(f"the training script returned no model ({code})")
             if (outgoing.gates or outgoing.dp) and (name := array_in(meta)):
                 raise federation.UpdateError(
-                    f"'{name}' was to leave beside the model; no attack reads it"
+                    f"'{name}' is an array that no attack covers: remove it from the meta data"
                 )
             before = sent if result.data_kind == DataKind.WEIGHT_DIFF else None
             return read_state(result.data, before), hand_over.take()
@@ -301,13 +306,13 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
         if leaving.withheld or self._adds_noise:
             weight = 1 if self._adds_noise else meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND, 1)
             meta = {MetaKey.NUM_STEPS_CURRENT_ROUND: weight}
-            reply = Shareable()
+            reply = Shareable()  # a new message, so that nothing else of the result leaves
             for header in (AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS):
                 if (value := shareable.get_header(header)) is not None:
                     reply.set_header(header, value)
             if leaving.withheld and not self._adds_noise and not self.secure_aggregation:
                 self.log_warning(
-                    fl_ctx, f"zero leaves with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
+                    fl_ctx, f"zero is sent with weight {weight} ({MetaKey.NUM_STEPS_CURRENT_ROUND})"
                 )
         result = DXO(self._data_kind, convert_like(data, self._sent_arrays), meta)
         result.add_filter_history(type(self).__name__)
@@ -315,37 +320,38 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
 
 
 class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
-    """NVFlare's ``FedAvg`` on a trusted server, under a :class:`ClientDP` of central trust.
+    """NVFlare's ``FedAvg`` on a trusted server, with a :class:`ClientDP` of ``trust="central"``.
 
-    It draws clients as the :class:`ClientDP` says, and publishes the noised mean of their updates.
-    A client counts as zero if it fails, withholds, is gone or returns what cannot be read. All
-    clients have the same weight. Metrics of training are not published, because no epsilon covers
-    them. The clients are the sites that are connected in the first round. Their number must be that
-    of the :class:`ClientDP`.
+    It samples clients according to the :class:`ClientDP` and publishes the noisy mean of their
+    updates. A client's update counts as zero if the client fails, withholds it, has disconnected,
+    or returns an unreadable result. All clients have the same weight. Metrics of training are not
+    published, because no epsilon covers them. The clients are the sites that are connected in the
+    first round. Their number must equal ``clients`` of the :class:`ClientDP`.
 
     Args:
-        dp: ``"module.function"`` in the job's own code. The function returns the
+        dp: The ``"module.function"`` in the job's own code that returns the
             :class:`~lightning_fedleak.federation.ClientDP` with ``trust="central"`` and a ledger.
-        args: arguments of ``FedAvg``.
-        kwargs: keyword arguments of ``FedAvg``: rounds, the persistor, the task.
+        args: The positional arguments of ``FedAvg``.
+        kwargs: The keyword arguments of ``FedAvg``: rounds, the persistor, the task.
 
     Raises:
-        DefenseError: an argument would weigh clients, choose by their metrics, or aggregate.
+        DefenseError: An argument would weight clients, select by their metrics, or replace the
+            aggregation.
     """
 
     def __init__(self, dp: str, *args: Any, **kwargs: Any) -> None:
         unsupported = ("aggregator", "aggregation_weights", "exclude_vars", "stop_cond")
-        refused = [name for name in unsupported if kwargs.get(name)]
-        if refused or kwargs.get("ignore_result_error") is False:
+        passed = [name for name in unsupported if kwargs.get(name)]
+        if passed or kwargs.get("ignore_result_error") is False:
             raise DefenseError(
-                f"PrivateFedAvg({(refused or ['ignore_result_error'])[0]}=...): all clients weigh "
-                "alike, all that is trained is noised, and a client that fails counts as zero"
+                f"PrivateFedAvg({(passed or ['ignore_result_error'])[0]}=...) has no guarantee: "
+                "it needs equal weights, noise on all that is trained, and zero for failed clients"
             )
         super().__init__(*args, **{**kwargs, "ignore_result_error": True})
         self.dp = dp
-        self._account: federation.ClientDP | None = None
+        self._client_dp: federation.ClientDP | None = None
         self._sites: list[str] = []
-        self._drawn_clients: list[str] = []
+        self._sampled_clients: list[str] = []
         self._sent_arrays: Mapping[str, object] = {}
         self._sent_state: State = {}
         self._update_sum: federation.UpdateSum[str] | None = None
@@ -356,41 +362,41 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         job.add_controller(self, ctx)
 
     def sample_clients(self, num_clients: int | None = None) -> list[str]:
-        """Draw the clients of a round, and return those of them that are connected.
+        """Sample the clients of a round, and return those of them that are connected.
 
         Raises:
-            DefenseError: the ClientDP is not for this server, or for another number of clients.
-            BudgetSpent: the ClientDP allows no more releases.
+            DefenseError: The ClientDP is not for this server, or for another number of clients.
+            BudgetSpent: The ClientDP allows no more releases.
         """
-        if self._account is None:
-            self._account = _call_job_code(self.dp, "server")
-            self._account.check_server("PrivateFedAvg")
-        self._account.check_affords_another()
+        if self._client_dp is None:
+            self._client_dp = _call_job_code(self.dp, "server")
+            self._client_dp.check_server("PrivateFedAvg")
+        self._client_dp.check_affords_another()
         connected = sorted(client.name for client in self.engine.get_clients())
         self._sites = self._sites or connected
-        self._drawn_clients = self._account.drawn(self._sites)
-        return [name for name in self._drawn_clients if name in connected]
+        self._sampled_clients = self._client_dp.drawn(self._sites)
+        return [name for name in self._sampled_clients if name in connected]
 
     def send_model(self, *args: Any, **kwargs: Any) -> None:
-        """Send the model to the clients that were drawn, if there are any."""
+        """Send the model to the clients that were sampled, if there are any."""
         self._sent_arrays = dict(kwargs["data"].params)
         self._sent_state = read_state(self._sent_arrays)
-        assert self._account is not None
+        assert self._client_dp is not None
         trained = {n: t for n, t in self._sent_state.items() if t.is_floating_point()}
-        self._update_sum = self._account.begin(self._drawn_clients, trained)
+        self._update_sum = self._client_dp.begin(self._sampled_clients, trained)
         if kwargs["targets"]:
             super().send_model(*args, **kwargs)
 
     def _aggregate_one_result(self, result: FLModel) -> bool:
         """Add one client's update to the sum of the round."""
-        name, sums = result.meta["client_name"], self._update_sum
-        if sums is None or name not in self._drawn_clients:
+        name, update_sum = result.meta["client_name"], self._update_sum
+        if update_sum is None or name not in self._sampled_clients:
             return False
         try:
             before = self._sent_state if result.params_type == ParamsType.DIFF else None
             state = read_state(result.params or {}, before)
-            sums.add_returned(name, self._sent_state, state)
-        except Exception as error:  # a client's bytes may cause any error
+            update_sum.add_returned(name, self._sent_state, state)
+        except Exception as error:  # a malformed message may raise any error
             self.info(f"a result of client {name} is ignored: {reason(error)}")
         self._received_count += 1
         return True
@@ -399,13 +405,15 @@ class PrivateFedAvg(FedAvg):  # type: ignore[misc, unused-ignore]
         """Return the next model, which counts as one release, without metrics."""
         assert self._update_sum is not None
         release, self._update_sum = self._update_sum.end(), None
-        self.info(f"{len(release.zeros)} of {len(self._drawn_clients)} drawn clients count as zero")
+        self.info(
+            f"{len(release.zeros)} of {len(self._sampled_clients)} sampled clients count as zero"
+        )
         params = convert_like(federation.moved(self._sent_state, release.update), self._sent_arrays)
         return FLModel(params=params, params_type=ParamsType.FULL, current_round=self.current_round)
 
 
 def _exclude_package(job: Any) -> None:
-    """Let NVFlare import this package where it is installed, and not copy it into a job."""
+    """Make NVFlare import the installed package instead of copying it into a job."""
     packages = list(job.job.app_packages)
     job.set_app_packages([*packages, *({_PACKAGE} - set(packages))])
 
@@ -417,8 +425,8 @@ def _call_job_code(path: str, site: str) -> Any:
         function: Callable[[str], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"'{path}' names no function of the job's code ({error}): job.to('watch.py', site) "
-            "sends it, and 'watch.make_observer' names it"
+            f"'{path}' is not a function in the job's code ({error}): job.to('watch.py', site) "
+            "adds the file to the job; then pass 'watch.make_observer'"
         ) from error
     return function(site)
 
@@ -428,7 +436,7 @@ def _make_gates(settings: Sequence[Mapping[str, Any]]) -> list[federation.RoundG
 
 
 def _dxo_of(shareable: Shareable | None) -> DXO | None:
-    """Return the content of a message; None if it has none that can be read."""
+    """Return the content of a message; None if it has no readable content."""
     try:
         return None if shareable is None else from_shareable(shareable)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Batches of preferences: pairs of answers, as DPO, ORPO and CPO have them, or rated ones (KTO)."""
+"""Preference batches: pairs of answers (DPO, ORPO, CPO) or rated single answers (KTO)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PADDING = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0}
 class PairBatch(TokenBatch):
     """Token ids of n pairs: n rows of prompt and chosen answer, then n of prompt and rejected one.
 
-    Row ``n + i`` is the rejected answer of the pair whose chosen one is row ``i``. Labels are the
-    ids of the answers, and -100 elsewhere. A ``batch_adapter`` returns it where a loss of one's own
+    Rows ``i`` and ``n + i`` are the chosen and the rejected answer of the same pair. Labels are the
+    ids of the answers, and -100 elsewhere. Return it from a ``batch_adapter`` if your own loss
     prefers one answer to another.
 
     Examples:
@@ -33,7 +33,7 @@ class PairBatch(TokenBatch):
         True
 
     Raises:
-        BatchError: the rows are odd in number or have no labels, or the model is not causal.
+        BatchError: The number of rows is odd, there are no labels, or the model is not causal.
     """
 
     preferences: bool = True
@@ -41,19 +41,20 @@ class PairBatch(TokenBatch):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind != "causal" or self.labels is None or len(self.input_ids) % 2:
+            missing = " without labels" if self.labels is None else ""
             raise BatchError(
-                "pairs are an even number of rows of a causal model, the chosen answers before the "
-                f"rejected ones, with labels; got {len(self.input_ids)} rows of a {self.kind} model"
-                f"{' without labels' * (self.labels is None)}: return them so from batch_adapter="
+                "a PairBatch needs a causal model, labels, and an even number of rows, the chosen "
+                f"answers before the rejected ones; got {len(self.input_ids)} rows of a "
+                f"{self.kind} model{missing}: fix what batch_adapter= returns"
             )
 
 
 @dataclass(frozen=True, repr=False)
 class RatedBatch(TokenBatch):
-    """Token ids of n answers behind their prompts, each of them desirable or not.
+    """Token ids of n prompts, each followed by an answer that is rated desirable or undesirable.
 
-    Labels are the ids of the answers, and -100 elsewhere. A ``batch_adapter`` returns it where a
-    loss of one's own makes some answers more likely and others less.
+    Labels are the ids of the answers, and -100 elsewhere. Return it from a ``batch_adapter`` if
+    your own loss makes some answers more likely and other answers less likely.
 
     Attributes:
         desirable: (n,) bool, the answers that the loss makes more likely.
@@ -67,7 +68,8 @@ class RatedBatch(TokenBatch):
         True
 
     Raises:
-        BatchError: there is not one rating for each row, or no labels, or the model is not causal.
+        BatchError: The number of ratings differs from the number of rows, there are no labels, or
+            the model is not causal.
     """
 
     preferences: bool = True
@@ -78,27 +80,27 @@ class RatedBatch(TokenBatch):
         rated = 0 if self.desirable is None else self.desirable.numel()
         if self.kind != "causal" or self.labels is None or rated != len(self.input_ids):
             raise BatchError(
-                "rated answers are rows of a causal model with labels, and desirable= has one bool "
-                f"for each; got {len(self.input_ids)} rows of a {self.kind} model, {rated} ratings"
+                "a RatedBatch needs a causal model, labels, and one bool per row in desirable=; "
+                f"got {len(self.input_ids)} rows of a {self.kind} model, {rated} ratings"
             )
 
 
 def read_pairs(batch: Any, kind: Kind) -> PairBatch | RatedBatch | None:
-    """Return the preferences of a batch in the form of TRL's DPO, of its ORPO and CPO, or its KTO.
+    """Return the preferences of a batch in the format of TRL's DPO, ORPO, CPO or KTO trainer.
 
     DPO has both halves in ``input_ids`` and marks answers by ``completion_mask``; KTO has single
-    answers so, each with a ``label``. ORPO and CPO have ``chosen_input_ids``,
-    ``rejected_input_ids`` and so on. Nothing of the batch is changed.
+    answers in the same form, each with a ``label``. ORPO and CPO have ``chosen_input_ids``,
+    ``rejected_input_ids``, and the corresponding labels and masks. The batch is not changed.
 
     Args:
-        batch: the argument of ``training_step``.
-        kind: meaning of the labels.
+        batch: The argument of ``training_step``.
+        kind: The meaning of the labels.
 
     Returns:
-        The pairs or rated answers, or None where the batch has no such form.
+        The pairs or rated answers, or None if the batch has none of these formats.
 
     Raises:
-        BatchError: it has the form, and its tensors do not fit each other.
+        BatchError: It has one of these formats, but the shapes of its tensors do not match.
     """
     if not isinstance(batch, Mapping) or kind != "causal":
         return None
@@ -107,17 +109,17 @@ def read_pairs(batch: Any, kind: Kind) -> PairBatch | RatedBatch | None:
     if len(values) == len(halves):
         width = max(value.shape[-1] for value in values)
         fills = [fill for fill in _PADDING.values() for _ in ("chosen", "rejected")]
-        padded = (
+        padded = [
             functional.pad(value, (0, width - value.shape[-1]), value=fill)
             for value, fill in zip(values, fills, strict=True)
-        )
-        ids, labels, mask = (torch.cat([chosen, next(padded)]) for chosen in padded)
+        ]
+        ids, labels, mask = map(torch.cat, zip(padded[::2], padded[1::2], strict=True))
         return PairBatch(ids, labels, mask, kind)
     if "input_ids" not in batch or "completion_mask" not in batch:
         return None
-    read = read_batch(batch, kind)
-    if not read.preferences:
+    tokens = read_batch(batch, kind)
+    if not tokens.preferences:
         return None
     if "label" in batch:
-        return RatedBatch(**vars(read), desirable=torch.as_tensor(batch["label"]).bool())
-    return None if len(read.input_ids) % 2 else PairBatch(**vars(read))
+        return RatedBatch(**vars(tokens), desirable=torch.as_tensor(batch["label"]).bool())
+    return None if len(tokens.input_ids) % 2 else PairBatch(**vars(tokens))

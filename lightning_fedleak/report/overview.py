@@ -14,7 +14,7 @@ from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSumma
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.utility import title_of
-from lightning_fedleak.report.series import are_apart, before_and_after, is_read, knee, utility
+from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
 
 # The min AUC at which the report says that members are recognized almost every time. Not tuned.
@@ -197,7 +197,7 @@ def of_what_left(fit: FitSummary, family: str = "") -> list[AttackSummary]:
 
 def _is_read(attack: AttackSummary) -> bool:
     conclusive = attack.conclusive is not False
-    return attack.quoted is not None and conclusive and is_read(attack.quoted.rate, attack.chance)
+    return attack.quoted is not None and conclusive and is_leak(attack.quoted.rate, attack.chance)
 
 
 def _excess(attack: AttackSummary) -> float:
@@ -339,7 +339,7 @@ def _why(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
     reason = "the interval still includes guessing"
     if quoted.rate.low is None:
         reason = "no interval was recorded"
-    elif is_read(quoted.rate, attack.chance):
+    elif is_leak(quoted.rate, attack.chance):
         reason = "over all looks guessing does so well too"
     return f"Not conclusive: {reason}."
 

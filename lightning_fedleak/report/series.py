@@ -1,4 +1,4 @@
-"""The data of the charts: lines of leakage and utility, tables of clients, pairs of stages."""
+"""The data of the charts: leakage and utility curves, heat maps of clients, pairs of stages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightning_fedleak.report.records.utility import is_lower_better, is_trainin
 from lightning_fedleak.report.wording import brief, brief_interval, measure
 
 MAX_ROUNDS, MAX_CLIENTS = 24, 20
-"""Largest numbers of columns and rows of a heat map at which its numbers can be read."""
-MAX_DRAWN = 1e300  # of larger values differences may be infinite
+"""Maximum number of columns (rounds) and rows (clients) of a heat map with legible numbers."""
+MAX_DRAWN = 1e300  # differences of larger values may overflow
 Span = tuple[float, float]
 
 
-def is_read(rate: MetricValue, chance: float) -> bool:
-    """Return whether an interval leaves guessing out, and the value is well above it."""
+def is_leak(rate: MetricValue, chance: float) -> bool:
+    """Return whether a leak shows: its interval lies above chance, and its value well above."""
     if rate.value is None or rate.low is None:
         return False
     return rate.low > chance and rate.value - chance > NEXT_TO_NONE
@@ -42,14 +42,14 @@ def are_apart(higher: MetricValue | None, lower: MetricValue | None) -> bool:
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its text, and how the page sets it off."""
+    """A cell of a table: its text, and the class of page.css that sets it off (``tone``)."""
 
     text: str
     tone: str = ""
 
 
 class Row(NamedTuple):
-    """A row of a table: its name, its cells, and its place on the axis."""
+    """A row of a table: its name, its cells, and its position on the axis (``place``)."""
 
     name: str
     cells: Sequence[Cell]
@@ -58,7 +58,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A line of leakage: its name, kind of leak, chance and points."""
+    """A leakage curve.
+
+    Attributes:
+        name: The name in the chart.
+        family: The name of the kind of leak.
+        chance: The value of guessing.
+        points: The looks, in order.
+        conclusive: Whether guessing is excluded, None if that does not apply; if False, no point is
+            shown as a leak.
+        dash: The class of page.css for a dashed line; empty for a solid one.
+    """
 
     name: str
     family: str
@@ -73,8 +83,8 @@ class Curve:
         return [point for point in self.points if point.value is not None][-1]
 
     def tone(self, point: Point) -> str:
-        """Return how a point is set off: red only where its interval leaves guessing out."""
-        read = self.conclusive is not False and is_read(point.rate, self.chance)
+        """Return ``"read"`` (red) if the point shows a visible leak, otherwise ``"calm"``."""
+        read = self.conclusive is not False and is_leak(point.rate, self.chance)
         return "read" if read else "calm"
 
     def cell(self, point: Point | None) -> Cell:
@@ -82,30 +92,30 @@ class Curve:
         if point is None or point.value is None:
             return Cell("" if point is None else "unknown")
         interval, n = brief_interval(point.rate), "" if point.n is None else f", n {point.n:,}"
-        text = f"{brief(point.value)}{interval and f' ({interval})'}{n}"
+        text = brief(point.value) + (f" ({interval})" if interval else "") + n
         return Cell(text, "read" if self.tone(point) == "read" else "")
 
 
 def curve_of(attack: AttackSummary, name: str, dash: str = "") -> Curve:
-    """Return the highest value of all clients at each step."""
+    """Return the highest value of all clients at each step, without withheld updates."""
     sent = [p for p in attack.points if not p.withheld]
     by_step = grouped(sent, lambda point: point.step).values()
-    points = [max(each, key=lambda p: -1.0 if p.value is None else p.value) for each in by_step]
+    points = [max(ps, key=lambda p: -1.0 if p.value is None else p.value) for ps in by_step]
     return Curve(name, attack.family.name, attack.chance, points, attack.conclusive, dash)
 
 
 class Bins:
-    """Steps side by side, of which each bin is shown by its highest value.
+    """Bins of neighbouring steps. A chart shows the highest value of each bin.
 
     Args:
-        steps: all of them.
-        max_bins: largest number of bins.
+        steps: The steps to bin; repeats are allowed.
+        max_bins: The largest number of bins.
     """
 
     def __init__(self, steps: Iterable[int], max_bins: int) -> None:
         distinct = sorted(set(steps))
         self.size = max(1, math.ceil(len(distinct) / max_bins))
-        self._bins = {step: number // self.size for number, step in enumerate(distinct)}
+        self._bins = {step: index // self.size for index, step in enumerate(distinct)}
         self.steps = [distinct[i : i + self.size] for i in range(0, len(distinct), self.size)]
         self.names = [str(p[0]) if len(p) == 1 else f"{p[0]}\u2013{p[-1]}" for p in self.steps]
 
@@ -113,45 +123,49 @@ class Bins:
         """Return the point with the highest value of each bin."""
         parts = grouped([p for p in points if p.step in self._bins], lambda p: self._bins[p.step])
         return {
-            number: max(part, key=lambda p: -math.inf if p.value is None else p.value)
-            for number, part in sorted(parts.items())
+            index: max(part, key=lambda p: -math.inf if p.value is None else p.value)
+            for index, part in sorted(parts.items())
         }
 
-    def thinned(self, line: Points) -> dict[int, tuple[int, float]]:
-        """Return the highest value of each bin; of the last bin the last."""
+    def downsample(self, line: Points) -> dict[int, tuple[int, float]]:
+        """Return the highest value of each bin; of the last bin the newest, where the run ended."""
         known_values = [(s, v) for s, v in line if v is not None and abs(v) < MAX_DRAWN]
         parts = sorted(grouped(known_values, lambda p: self._bins[p[0]]).items())
-        remaining = {number: max(part, key=lambda p: p[1]) for number, part in parts}
-        return remaining | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
+        highest = {index: max(part, key=lambda p: p[1]) for index, part in parts}
+        return highest | ({parts[-1][0]: parts[-1][1][-1]} if parts else {})
 
     def rows(self, cells: Callable[[int], Sequence[Cell]]) -> list[Row]:
         """Return a row of a table for each bin."""
         return [Row(n, cells(i), self.steps[i][-1]) for i, n in enumerate(self.names)]
 
     def span(self, length: int | None) -> Span:
-        """Return the first and the last step of an axis."""
+        """Return the range of an axis, from 0 to the last step or the run's length."""
         return 0.0, float(max([length or 0, 1, *(part[-1] for part in self.steps)]))
 
     @property
     def caption(self) -> str:
-        """What a bin shows; empty where each step has its own."""
+        """What a bin shows; empty if each bin is a single step."""
         return f" Each point is the highest of {self.size} looks." if self.size > 1 else ""
 
 
 def heat_maps(
     fit: FitSummary, attacks: Sequence[AttackSummary]
 ) -> tuple[Bins, dict[str, list[Row]]]:
-    """Return clients by rounds, with their sum as the last row: a table for each attack."""
+    """Return the bins, and for each attack a table of clients (rows) by rounds (columns).
+
+    The last row is the sum of the clients, if an attack read it.
+    """
     summed = {a.name: list(a.points) for a in fit.attacks if a.stage == "aggregate"}
     bins = Bins([p.step for a in attacks for p in a.points], MAX_ROUNDS)
     tables: dict[str, list[Row]] = {}
     for attack in sorted(attacks, key=lambda a: a.chance - (a.mean or 0.0)):
         by_client = grouped(attack.points, lambda point: f"client {point.client}")
-        clients = sorted(by_client.items(), key=lambda one: -_mean_value(one[1]))
-        if rest := clients[MAX_CLIENTS - 1 :] if len(clients) > MAX_CLIENTS else ():
-            points = [point for _, each in rest for point in each]
+        clients = sorted(by_client.items(), key=lambda item: -_mean_value(item[1]))
+        if len(clients) > MAX_CLIENTS:
+            rest = clients[MAX_CLIENTS - 1 :]
+            points = [point for _, of_client in rest for point in of_client]
             clients[MAX_CLIENTS - 1 :] = [(f"highest of {len(rest)} more", points)]
-        clients += [("their sum", summed[attack.name])] if attack.name in summed else []
+        clients += [("sum of all clients", summed[attack.name])] if attack.name in summed else []
         tables[f"{attack.name}, {measure(attack.headline)}"] = [
             Row(name, _heat_cells(attack, points, bins)) for name, points in clients
         ]
@@ -159,34 +173,40 @@ def heat_maps(
 
 
 def _heat_cells(attack: AttackSummary, points: Sequence[Point], bins: Bins) -> list[Cell]:
+    """Return the cells of a row of a heat map, and their mean.
+
+    Tones are classes of page.css: ``h0`` (guessing) to ``h10``, ``h`` unknown, ``b`` the mean.
+    """
     shown, cells = bins.highest(points), []
-    for number in range(len(bins.steps)):
-        point = shown.get(number)
+    for index in range(len(bins.steps)):
+        point = shown.get(index)
         if point is None or point.value is None:
             cells.append(Cell("" if point is None else "?", "" if point is None else "h"))
             continue
-        above = (point.value - attack.chance) / (1 - attack.chance)
-        if attack.conclusive is False or not is_read(point.rate, attack.chance):
-            above = 0.0
+        excess = (point.value - attack.chance) / (1 - attack.chance)
+        if attack.conclusive is False or not is_leak(point.rate, attack.chance):
+            excess = 0.0
         text = f"({brief(point.value)})" if point.withheld else brief(point.value)
-        cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, above)))}"))
-    return [*cells, Cell(brief(_mean_value(points)), "b")]
+        cells.append(Cell(text, f"h{round(10 * min(1.0, max(0.0, excess)))}"))
+    is_known = any(point.value is not None for point in points)
+    return [*cells, Cell(brief(_mean_value(points)) if is_known else "?", "b")]
 
 
 def _mean_value(points: Iterable[Point]) -> float:
+    """Return the mean of the known values; -1, which sorts last, if none is known."""
     values = [point.value for point in points if point.value is not None]
     return fmean(values) if values else -1.0
 
 
 @dataclass(frozen=True)
 class _Knee:
-    """The trained model's leakage against utility, look by look.
+    """The leakage of the trained model against utility, one point per look.
 
     Attributes:
-        curve: the leakage.
-        metric: name of the utility.
-        looks: utility and leakage of each.
-        sentence: what stopping at the best utility would have changed.
+        curve: The leakage.
+        metric: The name of the utility.
+        looks: The pairs (utility, leakage point), one per look.
+        sentence: The text on what stopping at the best utility would have changed.
     """
 
     curve: Curve
@@ -197,11 +217,14 @@ class _Knee:
     @property
     def best(self) -> tuple[float, Point]:
         """The look with the best utility."""
-        return min(self.looks, key=lambda one: one[0])
+        return min(self.looks, key=lambda look: look[0])
 
 
 def knee(fit: FitSummary) -> _Knee | None:
-    """Return the trained model's leakage against validation; None without two such looks."""
+    """Return the trained model's leakage against validation; None without two looks with both.
+
+    The knee is the look after which leakage grows without a gain in utility.
+    """
     attacks = [a for a in fit.attacks if a.stage == RELEASED and a.chance and a.quoted]
     metrics = ((n, p) for n, p in utility(fit).items() if is_validation(n) and is_lower_better(n))
     name, line = next(metrics, ("", []))
@@ -215,7 +238,7 @@ def knee(fit: FitSummary) -> _Knee | None:
             looks.append((values[-1], point))
     if len(looks) < 2:
         return None
-    best, last = min(looks, key=lambda one: one[0])[1], looks[-1][1]
+    best, last = min(looks, key=lambda look: look[0])[1], looks[-1][1]
     return _Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
 
 
@@ -223,17 +246,17 @@ def _advice(at: str, metric: str, best: Point, last: Point) -> str:
     """Return what stopping at the best utility would have changed."""
     if best.step >= last.step:
         return f"{metric} still improved at the last look: no knee within this run."
-    auc, end = best.value or 0.0, last.value or 0.0
-    if end - auc >= 0.01:
+    auc_at_best, auc_at_end = best.value or 0.0, last.value or 0.0
+    if auc_at_end - auc_at_best >= 0.01:
         return (
-            f"Stopping at {at}, the best {metric}, would have left an AUC of {brief(auc)} instead "
-            f"of {brief(end)}: what came after bought no utility."
+            f"Stopping at {at}, the best {metric}, would have left an AUC of {brief(auc_at_best)} "
+            f"instead of {brief(auc_at_end)}: later steps did not improve {metric}."
         )
-    return f"{metric} was best at {at}, where the AUC was {brief(auc)} already."
+    return f"{metric} was best at {at}, when the AUC was already {brief(auc_at_best)}."
 
 
 class _Pair(NamedTuple):
-    """What an attack read before a defence and after it; means of the looks that both have."""
+    """An attack's results before and after a defence, or their means over looks with both."""
 
     attack: str
     chance: float
@@ -244,25 +267,26 @@ class _Pair(NamedTuple):
 
 
 def before_and_after(fit: FitSummary) -> list[_Pair]:
-    """Return what each attack read before the defence and of what left."""
+    """Return each attack's result on the gradient before the defence and on the shared one."""
     shared = {a.name: a for a in fit.attacks if a.stage == "shared"}
     pairs = []
-    for local in fit.attacks:
-        after = shared.get(local.name)
-        if local.stage != "local" or not local.quoted or after is None or not after.quoted:
+    for before in fit.attacks:
+        after = shared.get(before.name)
+        if before.stage != "local" or not before.quoted or after is None or not after.quoted:
             continue
-        before, behind = local.quoted.rate, after.quoted.rate
-        if not local.quoted.is_latest:
-            steps = {p.step for p in local.points if p.value is not None}
+        rate_before, rate_after = before.quoted.rate, after.quoted.rate
+        is_mean, is_conclusive = not before.quoted.is_latest, after.conclusive is not False
+        if is_mean:
+            steps = {p.step for p in before.points if p.value is not None}
             steps &= {p.step for p in after.points if p.value is not None}
-            before, behind = _mean_of(local, steps), _mean_of(after, steps)
-        is_mean, is_conclusive = not local.quoted.is_latest, after.conclusive is not False
-        pairs.append(_Pair(local.name, local.chance, before, behind, is_mean, is_conclusive))
+            rate_before, rate_after = _mean_of(before, steps), _mean_of(after, steps)
+        rates = rate_before, rate_after
+        pairs.append(_Pair(before.name, before.chance, *rates, is_mean, is_conclusive))
     return [pair for pair in pairs if pair.before.value is not None]
 
 
 def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
-    """Return the mean of an attack over some steps, with the lowest and highest ends."""
+    """Return an attack's mean over some steps, with the lowest low end and highest high end."""
     points = [p for p in attack.points if p.step in steps]
     values = [p.value for p in points if p.value is not None]
     lows = [p.low for p in points if p.low is not None]
@@ -272,7 +296,7 @@ def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
 
 
 def utility(fit: FitSummary) -> dict[str, Points]:
-    """Return the user's metrics, validation first; of several clients their mean."""
+    """Return the user's metrics, validation first; of several clients the sum's, else the mean."""
     by_name: dict[str, dict[str, Points]] = {}
     for title, points in fit.utility.items():
         name, _, client = title.partition(", ")

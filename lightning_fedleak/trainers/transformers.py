@@ -1,4 +1,4 @@
-"""LeakageCallback: the engine under transformers' Trainer, and what is built on it."""
+"""LeakageCallback: run the engine under transformers' Trainer and trainers derived from it."""
 
 from __future__ import annotations
 
@@ -57,19 +57,21 @@ from lightning_fedleak.validate import explain_arguments
 
 FILE = "fedleak.safetensors"
 """File in a checkpoint with the state that a resumed run loads."""
-_LINE = "trainer.add_callback(LeakageCallback(trainer, ...))"
-_PREFERS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO", "Reward")}
-"""TRL's trainers that make texts less likely, or train on texts that the step itself writes."""
+_USAGE = "trainer.add_callback(LeakageCallback(trainer, ...))"
 _PAIRS = {f"{name}Trainer" for name in ("DPO", "KTO", "ORPO", "CPO")}
-"""TRL's trainers whose preferences the trained weights can be asked about."""
+"""TRL's trainers whose preference pairs can be queried on the trained weights."""
 _ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
-"""TRL's trainers whose prompts the trained weights can be asked about."""
+"""TRL's trainers whose prompts can be queried on the trained weights."""
+_NOT_LIKELIER = dict.fromkeys(_PAIRS, "makes rejected texts less likely")
+_NOT_LIKELIER |= dict.fromkeys(_ROLLOUTS, "trains on texts that it writes")
+_NOT_LIKELIER["RewardTrainer"] = "trains a score of texts and not their likelihood"
+"""TRL's trainers that do not make the texts of the data more likely, and what they do instead."""
 
 
 class LeakageCallback(TrainerCallback, Reported):
-    """Attack what a run of transformers' Trainer would share, log it, and gate the run.
+    """Attack the updates of a run of transformers' Trainer, log the results, and gate the run.
 
-    It takes the Trainer, because a callback gets neither the batch nor the Trainer. It wraps
+    Pass the Trainer, because its callbacks get neither the batch nor the Trainer. This one wraps
     ``training_step`` during training, and ``train`` permanently, so that the files are closed after
     any exception. Results go to ``trainer.log``, and to the same files as those of
     :class:`~lightning_fedleak.LeakageMonitor`. Losses, weights and random numbers are bit-identical
@@ -78,11 +80,12 @@ class LeakageCallback(TrainerCallback, Reported):
     It works with gradient accumulation and checkpointing, bf16, fp16, ``torch.compile``, DDP,
     accelerate's FSDP2, and DeepSpeed's ZeRO without offload. FSDP1 and optimizers that step inside
     backward are refused. Under a Trainer in which defences act, see
-    :func:`~lightning_fedleak.trainers.defended`, what is read is what they share.
+    :func:`~lightning_fedleak.trainers.defended`, attacks read the defended updates.
 
-    A gate stops the run after a checkpoint. A gate on the trained weights adds
-    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it allows the weights,
-    and infinity otherwise. ``metric_for_best_model="leakage/choose"`` keeps the best allowed model.
+    A gate saves a checkpoint and then stops the run. A gate on the trained weights adds
+    ``eval_leakage/choose`` to the metrics of each evaluation: the loss if it accepts the weights,
+    and infinity otherwise. ``metric_for_best_model="leakage/choose"`` with
+    ``greater_is_better=False`` keeps the best accepted model.
 
     Examples:
         >>> import torch
@@ -100,22 +103,23 @@ class LeakageCallback(TrainerCallback, Reported):
         1
 
     Args:
-        trainer: the Trainer to which the callback is added.
-        attacks: the attacks, each with a name of its own; or ``"auto"``: all that can read it.
-        gates: thresholds on logged metrics.
-        folder: the folder of the files; by default the Trainer's ``output_dir``.
-        every_n_steps: the same as in :class:`~lightning_fedleak.trainers.Watch`.
-        max_overhead: the same as in ``Watch``.
-        games: the same as in ``Watch``.
-        settings: the rarely changed settings: :class:`~lightning_fedleak.trainers.WatchSettings`.
+        trainer: The Trainer to which the callback is added.
+        attacks: The attacks, each with a unique name; or ``"auto"``: all that apply.
+        gates: The thresholds on logged metrics.
+        folder: The folder of the files; by default the Trainer's ``output_dir``.
+        every_n_steps: The same as in :class:`~lightning_fedleak.trainers.Watch`.
+        max_overhead: The same as in ``Watch``.
+        games: The same as in ``Watch``.
+        settings: The rarely changed settings: :class:`~lightning_fedleak.trainers.WatchSettings`.
             Precision and scaler are the Trainer's.
 
     Raises:
-        TypeError: no Trainer was passed. The message shows the line that passes one.
-        ValueError: arguments contradict each other, or attacks on the trained weights are listed
-            under a trainer of preferences or of reinforcement learning; but for attacks on pairs
-            under DPO, KTO, ORPO and CPO, and on prompts under GRPO and RLOO. When training begins
-            also: the Trainer, a gate or an attack does not fit.
+        TypeError: No Trainer was passed. The message shows the correct call.
+        ValueError: Arguments contradict each other, or attacks on the trained weights are listed
+            under TRL's trainers of preferences, rewards or reinforcement learning. Attacks on
+            preference pairs are allowed under DPO, KTO, ORPO and CPO, and on prompts under GRPO and
+            RLOO. When training begins also: the Trainer, a gate or an attack is not supported in
+            this run.
     """
 
     engine: Engine
@@ -133,7 +137,7 @@ class LeakageCallback(TrainerCallback, Reported):
         settings: WatchSettings | None = None,
     ) -> None:
         if not isinstance(trainer, transformers.Trainer):
-            raise TypeError(f"LeakageCallback needs the Trainer, which callbacks= has not: {_LINE}")
+            raise TypeError(f"LeakageCallback needs the Trainer, so make that first: {_USAGE}")
         self.trainer = trainer
         (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
         folder = folder or str(trainer.args.output_dir)
@@ -141,24 +145,24 @@ class LeakageCallback(TrainerCallback, Reported):
             trainer, attacks, gates, None, folder, every_n_steps, max_overhead, games, settings
         )
         self.engine = self.watch.engine
-        bases = _PREFERS.intersection(base.__name__ for base in type(trainer).__mro__)
-        weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
-        listed, mend = [attack.name for attack in weights], ""
+        bases = _NOT_LIKELIER.keys() & {base.__name__ for base in type(trainer).__mro__}
+        on_weights = [a for c in self.engine.channels if c.at_weights for a in c.listed_attacks]
+        listed, hint = [attack.name for attack in on_weights], ""
         if bases <= _PAIRS:
-            mend = "; PreferenceMargin() asks about its pairs"
-            listed = [a.name for a in weights if getattr(a, "part", None) != "pairs"]
+            hint = "; PreferenceMargin() attacks its preference pairs"
+            listed = [a.name for a in on_weights if getattr(a, "part", None) != "pairs"]
         elif bases <= _ROLLOUTS:
-            mend = "; PolicyDrift() and RewardGain() ask about its prompts"
-            listed = [a.name for a in weights if not isinstance(a, PromptAttack)]
+            hint = "; PolicyDrift() and RewardGain() attack its prompts"
+            listed = [a.name for a in on_weights if not isinstance(a, PromptAttack)]
         if bases and listed and attacks != "auto":
+            base = bases.pop()
             raise ValueError(
-                f"{bases.pop()} makes rejected texts less likely, or writes the texts itself, so "
-                "that likelihoods do not show what the weights were trained on: leave "
-                f"{', '.join(listed)} out of attacks={mend}"
+                f"{base} {_NOT_LIKELIER[base]}, so likelihoods do not show what the weights were "
+                f"trained on: remove {', '.join(listed)} from attacks={hint}"
             )
         train = trainer.train
 
-        def train_to_an_end(*args: Any, **kwargs: Any) -> Any:
+        def train_and_close(*args: Any, **kwargs: Any) -> Any:
             checkpoint = kwargs.get("resume_from_checkpoint", next(iter(args), None))
             self.watch.resumed_from = None if isinstance(checkpoint, bool) else checkpoint
             self.watch.has_optimizer = trainer.optimizer is not None
@@ -168,11 +172,11 @@ class LeakageCallback(TrainerCallback, Reported):
                 self.watch.end(type(error))
                 raise
 
-        trainer.train = train_to_an_end  # type: ignore[method-assign]
+        trainer.train = train_and_close  # type: ignore[method-assign]
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
-        """Refuse to be a callback of another Trainer than the one that it was given."""
-        raise ValueError(f"LeakageCallback is added to the Trainer that it is given: {_LINE}")
+        """Raise an error if it is passed in ``callbacks=`` of another Trainer than its own."""
+        raise ValueError(f"LeakageCallback is for the Trainer it was created with: {_USAGE}")
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Find the model's parts, calibrate the attacks, and wrap ``training_step``."""
@@ -183,18 +187,18 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.before_step()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """End a batch. After an optimizer step log the look, and let the gates decide."""
+        """Finish a batch. After an optimizer step, log the results and evaluate the gates."""
         self.watch.batch_ends()
 
     on_substep_end = on_step_end
 
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
-        """Take those of the Trainer's metrics that are logged next to leakage."""
+        """Record the Trainer's metrics that are to be logged next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
         self.watch.note(chosen_metrics(values, self.watch.engine.options.utility))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
-        """Add to the metrics the values that select a checkpoint; unknown is infinite."""
+        """Add the values by which a checkpoint is selected; an unknown value is infinity."""
         if metrics is not None and self.watch.engine.fit is not None:
             metrics.update(self.watch.choices(metrics))
 
@@ -203,13 +207,13 @@ class LeakageCallback(TrainerCallback, Reported):
         self.watch.save_state()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Log the spent budget; look at the last weights before the best ones are loaded."""
+        """Log the spent budget; attack the last weights before the best ones are loaded."""
         self.watch.engine.metrics_changed(epoch_ended=True)
         if self.trainer.control.should_training_stop:
             self.watch.engine.look_at_end()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """End the run, and put ``training_step`` back."""
+        """End the run, and restore ``training_step``."""
         weights = self.watch.engine.weights
         if weights is not None and self.trainer.args.load_best_model_at_end:
             weights.keep_last_look()
@@ -226,7 +230,7 @@ class _TransformersRun(LoopRun):
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
-        if self.defenses or self.loop.zero:  # which are read where a step is hooked
+        if self.defenses or self.loop.zero:  # observed by a hook on the optimizer's step
             return super().watch_release(stage_reached, before_defense)
         self.loop.stage_reached = stage_reached
         return [partial(setattr, self.loop, "stage_reached", None)]
@@ -253,12 +257,12 @@ class _TransformersWatch(Watch):
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
         zero = ZeROStep.of_engine(model, self.run.watcher)
-        casts = self._is_fsdp2 or zero is not None
+        casts_itself = self._is_fsdp2 or zero is not None  # by its own policy, not by autocast
         self.loop = Loop(
             model,
             [unwrapped(trainer.optimizer) if zero is None else zero],
             loader,
-            precision_of(None if casts else accelerator.mixed_precision, model),
+            precision_of(None if casts_itself else accelerator.mixed_precision, model),
             getattr(accelerator, "scaler", None),
             self.settings.tokenizer or trainer.processing_class,
             int(trainer.state.num_train_epochs),
@@ -266,13 +270,14 @@ class _TransformersWatch(Watch):
             steps=steps,
             watched=tuple(filter(None, [self._best_metric()])),
             zero=zero,
-            temperature=float(getattr(args, "temperature", None) or 1.0),  # of TRL's GRPO and RLOO
+            temperature=float(getattr(args, "temperature", None) or 1.0),  # GRPO, RLOO
             fit_copy=self._fit_copy,
             rollouts=Rollouts(trainer) if hasattr(args, "steps_per_generation") else None,
         )
         if steps and loader is not None and hasattr(loader, "__len__"):
-            updates = math.ceil(len(loader) / args.gradient_accumulation_steps)
-            epochs, remaining = divmod(steps, updates)
+            # The batches that a resumed run has seen already.
+            steps_per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
+            epochs, remaining = divmod(steps, steps_per_epoch)
             self.loop.batches = epochs * len(loader) + remaining * args.gradient_accumulation_steps
         self._saved = None
         if steps:
@@ -280,24 +285,26 @@ class _TransformersWatch(Watch):
             if path.exists():
                 self._saved = load_state(path)
             else:
-                rank_zero_info(f"LeakageCallback: without {path} looks and gates begin again")
+                rank_zero_info(
+                    f"LeakageCallback: {path} does not exist: looks and gates start anew"
+                )
         super()._begin()
         if (best := self._best_metric()) is None:
             return
-        logged = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
+        available = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
         start = f"metric_for_best_model='{best}'"
         if args.greater_is_better is not False:
             raise ValueError(
-                f"{start} is a leakage, of which less is better: greater_is_better=False"
+                f"{start} is a leakage metric, where lower is better: set greater_is_better=False"
             )
-        if best == CHOOSE and best not in logged:
+        if best == CHOOSE and best not in available:
             raise ValueError(
                 f"{start} needs a gate on the trained weights: LeakageCallback(trainer, "
                 "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
             )
-        if best not in logged:
+        if best not in available:
             raise ValueError(
-                f"{start} is not logged.{names_there_are(best, logged, self.run.watcher)}"
+                f"{start} is not logged.{names_there_are(best, available, self.run.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:
@@ -361,11 +368,11 @@ class _TransformersWatch(Watch):
         problem = None
         if any(name in optim.lower() for name in STEPS_IN_BACKWARD):
             problem = (
-                f"LeakageCallback finds no gradient with optim={optim}, which steps while backward "
-                "runs: use another"
+                f"LeakageCallback cannot observe gradients with optim={optim}, which updates "
+                "weights during backward: use another optimizer"
             )
         elif sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
-            problem = "two LeakageCallbacks borrow one training_step: use one for all"
+            problem = "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
         if problem:
             raise ValueError(problem)
 
@@ -379,7 +386,7 @@ class _TransformersWatch(Watch):
             with before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 
-        def put_back() -> None:
+        def restore() -> None:
             if vars(trainer).get("training_step") is training_step:
                 if is_attribute:
                     trainer.training_step = original  # type: ignore[method-assign]
@@ -387,20 +394,20 @@ class _TransformersWatch(Watch):
                     del trainer.training_step
 
         trainer.training_step = training_step  # type: ignore[method-assign]
-        self._removers.append(put_back)
+        self._removers.append(restore)
         for optimizer in self.loop.inner_optimizers if self._steps_inside else ():
-            steps = partial(self.engine.optimizer_steps, optimizer)
-            self._removers.append(before_real_step(optimizer, steps))
+            look = partial(self.engine.optimizer_steps, optimizer)
+            self._removers.append(before_real_step(optimizer, look))
 
     def before_step(self) -> None:
-        """Let the attacks read the gradients, unscaled, unless the step will be skipped."""
+        """Run the attacks on the unscaled gradients, unless the scaler will skip the step."""
         if not self._steps_inside:
             self.engine.optimizer_steps(self.loop.optimizers[0])
             self._let_read()
 
     @property
     def _steps_inside(self) -> bool:
-        """Whether a DP optimizer of another library makes its gradient inside its step."""
+        """Whether the shared gradient is made inside the step (DP optimizers, DeepSpeed ZeRO)."""
         return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
 
     @contained
@@ -408,10 +415,10 @@ class _TransformersWatch(Watch):
     def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
         if self._look is None:
-            return  # reading the scaler's infinities would wait for the device
+            return  # reading found_inf would synchronize with the device
         if scaler is not None and scaler.is_enabled():
             state = scaler._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:  # without clipping gradients are still scaled
+            if state["stage"] is OptState.READY:  # the Trainer unscales only to clip
                 scaler.unscale_(optimizer)
             if any(map(bool, state["found_inf_per_device"].values())):
                 return
@@ -432,44 +439,44 @@ class _TransformersWatch(Watch):
 
     @contained
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics of the Trainer next to leakage."""
+        """Log the Trainer's metrics next to the leakage metrics."""
         self.utility.update(metrics)
         self._log_utility()
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect values until :meth:`_flush`, but for the metrics that the Trainer logs itself."""
+        """Collect values until :meth:`_flush`, except metrics that the Trainer logs itself."""
         if not all(name.startswith("utility/") for name in metrics):
             self._values.update(metrics)
 
     def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
         """Send the settings to W&B if the Trainer reports to it; W&B keeps the highest leakage."""
         worst = [f"train/{WORST}/{family}" for family in self.engine.results.families]
-        for run in self._hosts("_wandb", "run"):
+        for run in self._callback_attributes("_wandb", "run"):
             run.config.update(dict(settings), allow_val_change=True)
             keep_highest(run, worst, step="train/global_step")
 
     def upload_report(self, page: Path) -> None:
-        """Attach the report to the runs of W&B and MLflow that the Trainer reports to."""
-        for run in self._hosts("_wandb", "run"):
+        """Upload the report to the runs of W&B and MLflow that the Trainer reports to."""
+        for run in self._callback_attributes("_wandb", "run"):
             upload_to_wandb(run, page)
-        for mlflow in self._hosts("_ml_flow"):  # its run has ended by now
+        for mlflow in self._callback_attributes("_ml_flow"):  # MLflow's run has ended by now
             run = mlflow.last_active_run()
             mlflow.MlflowClient().log_artifact(run.info.run_id, str(page))
 
-    def _hosts(self, *names: str) -> list[Any]:
-        """Follow a chain of attribute names from each callback, and return what is there."""
-        hosts: list[Any] = list(self.trainer.callback_handler.callbacks)
+    def _callback_attributes(self, *names: str) -> list[Any]:
+        """Follow a chain of attribute names from each callback; return the values that exist."""
+        values: list[Any] = list(self.trainer.callback_handler.callbacks)
         for name in names:
-            hosts = [getattr(host, name, None) for host in hosts]
-        return [host for host in hosts if host is not None]
+            values = [getattr(value, name, None) for value in values]
+        return [value for value in values if value is not None]
 
     def _flush(self) -> None:
         """Log the collected values, and leave ``control.should_log`` as it was."""
         values, self._values = self._values, {}
         if values:
             due = self.trainer.control.should_log
-            # The `log` of a subclass may log and clear its own means at the same time.
+            # The `log` of a subclass may also log and reset its own running means.
             transformers.Trainer.log(self.trainer, values)
             self.trainer.control.should_log = due
 
@@ -512,12 +519,10 @@ class _TransformersWatch(Watch):
             chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
         if best is not None and best != CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
-            is_old = (
-                self.engine.results.is_looks_dependent(best)
-                and weights
-                and weights.looked_at != step
+            is_stale = (
+                self.engine.results.repeats_texts(best) and weights and weights.looked_at != step
             )
-            value = math.nan if is_old else self.latest.get(best, math.nan)
+            value = math.nan if is_stale else self.latest.get(best, math.nan)
             chosen[best] = self.engine.run.broadcast(math.inf if math.isnan(value) else value)
         return {f"eval_{name}": value for name, value in chosen.items()}
 

@@ -103,6 +103,14 @@ def test_the_truth_is_what_was_trained_on() -> None:
     tap.close()
 
 
+def test_torch_compile_is_why_a_compiled_encoder_cannot_be_read() -> None:
+    model = encoder()
+    model.compile()
+    why_not = EncoderTap(find_anatomy(model)).why_not
+    assert why_not is not None
+    assert "torch.compile" in why_not
+
+
 class Embedding(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         return contrastive_loss(model, inputs)
@@ -133,6 +141,6 @@ def test_a_model_without_words_is_refused_in_a_sentence() -> None:
     )
     clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**small, image_size=32))
     for model in (vision, clip, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))):
-        with pytest.raises(AnatomyError, match="has no token embeddings, and ") as refusal:
+        with pytest.raises(AnatomyError, match="no token embeddings were found in ") as refusal:
             find_anatomy(model)
         assert "Name it" not in str(refusal.value)

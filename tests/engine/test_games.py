@@ -231,7 +231,7 @@ def test_a_run_that_ends_before_there_was_a_result_is_unknown(tmp_path):
     ):
         watched(tmp_path, RecordingAttack(), n=4, gates=[gate])
     [line] = lines_of(tmp_path)
-    assert line["unknown"].startswith("training ended before there was a first result")
+    assert line["unknown"].startswith("training ended before the first result")
     assert "games=Games(held_out=texts)" in line["unknown"]
 
 

@@ -181,7 +181,7 @@ def test_a_wait_that_ends_without_a_result_is_unknown(
     """It ends with the run, or beyond the largest number of steps."""
 
     def shorten(watch: Any) -> None:
-        watch.engine.results._most_waited = waits
+        watch.engine.results._max_steps_waited = waits
 
     gate = Threshold(WORST, at_most=0.5, strict=strict)
     settings = {"zero_steps": 99, "steps": 9, "gates": [gate], "configure": shorten}
@@ -280,5 +280,5 @@ def test_the_state_of_an_earlier_version_is_refused() -> None:
     results = Results({})
     state = results.state_dict()
     state["ledger"] = state.pop("series")
-    with pytest.raises(ValueError, match=r"of an earlier version .* begin a new run"):
+    with pytest.raises(ValueError, match=r"by an earlier version .* start a new run"):
         results.load_state_dict(state)

@@ -397,7 +397,7 @@ def test_a_ledger_of_other_terms_is_refused(tmp_path):
         with pytest.raises(DefenseError, match="other terms"):
             dp(ledger=path, **more)
     (tmp_path / "ledger.terms").unlink()
-    with pytest.raises(DefenseError, match="kept under other terms"):
+    with pytest.raises(DefenseError, match="written under other terms"):
         dp(clients=7, ledger=path)
 
 

@@ -108,7 +108,7 @@ def test_another_filter_s_arrays_beside_the_model_do_not_pass_a_gate(site, tmp_p
     assert same(values(reply), jobs.arrays(trained_state(model())))
     assert "scaffold_c_diff" not in meta(reply)
     [decision] = [x for x in lines(tmp_path / "site-1", "run.jsonl") if x.get("did")]
-    assert "'scaffold_c_diff' was to leave" in decision["why"]
+    assert "'scaffold_c_diff' is an array that no attack covers" in decision["why"]
 
 
 def test_a_script_that_reports_no_batch_is_unknown_and_passes_no_gate(site, monkeypatch):

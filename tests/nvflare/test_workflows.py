@@ -184,7 +184,7 @@ def test_a_trusted_server_noises_the_mean_of_clipped_updates(tmp_path, monkeypat
     std = 0.5 * 1.0 / 3
     assert float(noise.std()) == pytest.approx(std, rel=5 / (2 * len(noise)) ** 0.5)
     assert abs(float(noise.mean())) < 5 * std / len(noise) ** 0.5
-    assert workflow._account.accountant.steps == 1
+    assert workflow._client_dp.accountant.steps == 1
 
 
 def test_a_trusted_server_holds_one_update_at_a_time(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_a_round_that_draws_nobody_is_noise_and_a_release(tmp_path, monkeypatch)
     jobs.run(workflow, sites(tmp_path, OPEN, OPEN), tmp_path)
     sent = trained_state(model())
     assert all(not np.array_equal(workflow.saved[n], t.numpy()) for n, t in sent.items())
-    assert workflow._account.accountant.steps == 2
+    assert workflow._client_dp.accountant.steps == 2
 
 
 def test_another_number_of_sites_than_the_account_s_ends_the_job(tmp_path, monkeypatch):

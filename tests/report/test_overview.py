@@ -212,8 +212,8 @@ def test_the_knee_is_said_in_words(tmp_path):
     found = found_in(tmp_path, lines, record)
     assert found.verdict.sentence == "The trained model tells who was in its training data."
     knee = (
-        "Stopping at step 1, the best val_loss, would have left an AUC of .70 instead of .90: what "
-        "came after bought no utility."
+        "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
+        "0.90: later steps did not improve val_loss."
     )
     assert found.overviews[0].knee == knee
     assert knee in page(found)
@@ -349,7 +349,8 @@ def test_the_headline_of_a_defended_run_says_what_the_defence_bought(tmp_path):
     sentence = both_stages(tmp_path, UNSURE, WORDS_FELL).verdict.sentence
     assert sentence == (
         "The defence brought words from F1 0.84 down to 0.00. "
-        "It shows no difference for membership. Not conclusive: membership. More looks or texts would show it."
+        "It shows no difference for membership. Not conclusive: membership. "
+        "More looks or texts would show it."
     )
 
 

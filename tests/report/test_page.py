@@ -135,10 +135,19 @@ def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
     html = page(found_in(tmp_path, lines, record))
     table = html.partition('class="heat"')[2].partition("</table>")[0]
     rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
-    assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "their sum"]
+    assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "sum of all clients"]
     assert re.findall(r">([^<>]+)", rows[0][1]) == ["0.90", "(0.90)", "0.90"]
     assert "h9" in rows[0][1]
     assert re.findall(r">([^<>]+)", rows[3][1]) == ["0.20", "0.20"]
+
+
+def test_a_client_without_any_known_value_has_no_mean_in_the_heat_map(tmp_path):
+    lines = [result(1, f1=(0.3, 0.2, 0.4)), result(1) | {"client": 1}]
+    html = page(found_in(tmp_path, lines, [begin(training={"strategy": "federation"})]))
+    table = html.partition('class="heat"')[2].partition("</table>")[0]
+    rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
+    assert [name for name, _ in rows] == ["client 0", "client 1"]
+    assert re.findall(r">([^<>]+)", rows[1][1]) == ["?", "?"]
 
 
 SIZE = 150_000

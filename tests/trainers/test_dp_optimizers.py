@@ -202,7 +202,7 @@ def test_before_its_step_nothing_is_known_and_without_an_account_no_epsilon(tmp_
         stages=("local", "shared"),
         anatomy={"blocks": "_module.blocks"},
     )
-    with watch, pytest.warns(UserWarning, match="single examples"):
+    with watch, pytest.warns(UserWarning, match="per-example ones"):
         train(model, optimizer, watch)
     assert math.isnan(watch.latest["leakage_local/bag_of_words/f1"])
     assert not any("epsilon" in name for name in watch.latest)
@@ -236,7 +236,7 @@ def test_what_cannot_be_read_inside_is_unknown_and_never_the_raw_gradient(
     optimizer = make(model.parameters(), 0.1)
     stages = ("local", "shared", "aggregate")
     watch, probe = watch_of(model, optimizer, tmp_path, stages=stages)
-    with watch, pytest.warns(UserWarning, match="adds noise inside of its step"):
+    with watch, pytest.warns(UserWarning, match="adds noise inside its step"):
         train(model, optimizer, watch)
     assert math.isnan(watch.latest[F1])
     assert math.isnan(watch.latest["leakage_aggregate/bag_of_words/f1"])

@@ -300,7 +300,7 @@ def test_it_is_given_the_trainer(tmp_path: Path) -> None:
             [],
             "is not logged",
         ),
-        ({"optim": "adalomo"}, [], "while backward runs"),
+        ({"optim": "adalomo"}, [], "during backward"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(
@@ -318,7 +318,7 @@ def test_weights_trained_on_preferences_are_not_asked(tmp_path: Path) -> None:
     """A trainer of preferences is recognised by its class, and its steps are watched."""
     kind = type("CustomDPOTrainer", (type("DPOTrainer", (Sequential,), {}),), {})
     trainer = trainer_of(tmp_path, kind=kind)
-    with pytest.raises(ValueError, match=r"DPOTrainer .* leave loss_ratio out of attacks="):
+    with pytest.raises(ValueError, match=r"DPOTrainer .* remove loss_ratio from attacks="):
         LeakageCallback(trainer, [BagOfWords(), LossRatio()])
     callback = watched(trainer, [BagOfWords()])
     trainer.train()

@@ -386,8 +386,15 @@ def test_prompts_need_a_trainer_that_writes(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("name", ["GRPO", "Reward"])
-def test_other_trainers_have_no_pairs_to_ask_about(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("GRPO", "trains on texts that it writes"),
+        ("Reward", "trains a score of texts and not their likelihood"),
+    ],
+)
+def test_other_trainers_have_no_pairs_to_ask_about(name: str, why: str, tmp_path: Path) -> None:
     trainer = trainer_of(name, tmp_path)
-    with pytest.raises(ValueError, match=f"{name}Trainer .* leave preference_margin out"):
+    expected = f"{name}Trainer {why}, so .* remove preference_margin from attacks="
+    with pytest.raises(ValueError, match=expected):
         LeakageCallback(trainer, [PreferenceMargin()])

@@ -340,6 +340,6 @@ def test_weights_are_asked_about_pairs_by_attacks_on_pairs_alone(tmp_path: Path)
     trainer = dpo(tmp_path, copies=25)
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)
     settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    words = r"DPOTrainer .* leave loss_ratio out of attacks=; PreferenceMargin"
+    words = r"DPOTrainer .* remove loss_ratio from attacks=; PreferenceMargin"
     with pytest.raises(ValueError, match=words):
         LeakageCallback(trainer, [LossRatio(), PreferenceMargin()], settings=settings)

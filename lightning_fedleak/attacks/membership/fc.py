@@ -1,9 +1,11 @@
-"""The FC-based adversary: two fully connected layers that fire on one hidden state only.
+"""The FC-based adversary: two layers that are active only near one target hidden state.
 
 Vu et al. 2024, Sect. 4.1 and Appx. A (Algorithms 2 and 3, Eqs. 2 and 6). The layers compute
 ``relu(tau - ‖x - T‖_1)``. A gradient of the second bias that is not zero proves that an input of
-the batch lies within ``tau`` of the target; such an input gives one unless its upstream gradient is
-zero or contributions cancel. A server that trains adds the layers as real modules.
+the batch lies within ``tau`` of the target. Conversely, such an input gives a gradient that is not
+zero, unless its upstream gradient is zero or the contributions of several inputs cancel. A server
+inserts the layers into the model as real modules (:meth:`FCMembership.craft`);
+:meth:`FCMembership.gradient` computes the same result without them.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ from lightning_fedleak.validate import check_number, explain_arguments
 
 
 class CraftedFC(nn.Module):
-    """Two fully connected layers whose second has K neurons that differ in their bias alone.
+    """Two fully connected layers whose second has K neurons that differ only in their bias.
 
     ``bias`` (K,), b2 of Eq. 6, is the only parameter. ``first`` and ``second``, the row (1, width)
     of W2 that all neurons share, are frozen. The module computes in its own dtype, also under
     autocast.
 
     Args:
-        first: maps (..., D) to (..., width).
-        second: (1, width).
-        biases: (K,).
-        tokens: the number of positions of a sentence that are one input; None: each token is one.
+        first: The first layer, a module that maps (..., D) to (..., width).
+        second: The row of W2 that all neurons share, (1, width).
+        biases: The initial ``bias``, (K,).
+        tokens: The number of token positions that are concatenated into one input; None if each
+            token is one input.
     """
 
     def __init__(
@@ -66,8 +69,8 @@ class FrozenLinear(nn.Module):
     """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
 
     Args:
-        weight: (width, D).
-        bias: (width,).
+        weight: The frozen W, (width, D).
+        bias: The frozen b, (width,).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
@@ -83,7 +86,7 @@ class FrozenLinear(nn.Module):
 
 
 class _TwoIdentities(nn.Module):
-    """[I; -I] x + bias, of a matrix that is not stored: of a sentence of 32 x 768 it has 4.8 GB."""
+    """[I; -I] x + bias without storing the matrix: 4.8 GB for a sentence of 32 x 768 numbers."""
 
     def __init__(self, bias: Tensor) -> None:
         super().__init__()
@@ -96,13 +99,13 @@ class _TwoIdentities(nn.Module):
 
 
 def two_identities(target: Tensor, dead_zone: Tensor) -> nn.Module:
-    """Return Eq. 6's first layer: W1 = [I; -I], b1 = [-T - dead_zone; T - dead_zone], (2 D, D).
+    """Return Eq. 6's first layer: W1 = [I; -I], (2 D, D), and b1 = [-T - dead_zone; T - dead_zone].
 
-    The paper's rows of zeros are left out.
+    The rows of zeros in the paper's W1 are omitted, because they have no effect.
 
     Args:
-        target: T, (D,).
-        dead_zone: ().
+        target: The target T, (D,).
+        dead_zone: The dead zone, a scalar tensor.
     """
     d, bias = len(target), torch.cat([-target, target]) - dead_zone
     if 2 * d * d > MAX_STORED_WEIGHTS:
@@ -117,13 +120,13 @@ def batch_inputs(
     """Return the inputs that crafted layers read from a batch, without padding.
 
     Args:
-        hidden: (B, L, d).
-        mask: (B, L) or None.
-        upstream: (B, L); with ``tokens`` (B, 1).
-        tokens: positions of a sentence that are read as one input; None: each token is one.
+        hidden: The hidden states, (B, L, d).
+        mask: The attention mask, (B, L); None without padding.
+        upstream: The upstream gradient of each input: (B, L), or (B, 1) if ``tokens`` is set.
+        tokens: As in :class:`CraftedFC`.
 
     Returns:
-        Inputs (N, D), the sample of each (N,), the upstream gradient of each (N,).
+        The inputs (N, D), and for each the index of its sample (N,) and its upstream gradient (N,).
     """
     inputs, real = _select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
@@ -136,7 +139,7 @@ def batch_inputs(
 def _select_inputs(
     hidden: Tensor, mask: Tensor | None, tokens: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return inputs (B, R, D), and which of them are not only padding, (B, R)."""
+    """Return the inputs (B, R, D), and a mask (B, R) of those with a token; None without a mask."""
     real = None if mask is None else mask.to(hidden.device) != 0
     if tokens is None:
         return hidden, real
@@ -162,78 +165,80 @@ SAFE_DISTANCES: dict[Precision, tuple[float, float]] = {
 }
 """(tau, dead zone) of ``"auto"`` by precision of the hidden states, finest precision first.
 
-tau is in units of ``‖T‖_1``, the dead zone in units of the mean size of T's non-zero coordinates.
-The class says on which models they were measured.
+tau is in units of ``‖T‖_1``, the dead zone in units of the mean absolute value of T's non-zero
+coordinates. The docstring of :class:`FCMembership` lists the models they were measured on.
 """
 
-MAX_STORED_WEIGHTS = 1 << 26  # weights of the first layer that are stored: 256 MiB
-MAX_NUMBERS_AT_ONCE = 1 << 20  # numbers summed at once (4 MiB in float32), which bounds the memory
+MAX_STORED_WEIGHTS = 1 << 26  # weights of a stored first layer: 256 MiB in float32
+MAX_NUMBERS_AT_ONCE = 1 << 20  # per chunk of the distances, 4 MiB in float32: bounds memory
 
 MAX_RELATIVE_TAU = 0.5
 """The highest rung of an automatic ladder, in units of ``‖T‖_1``; not tuned."""
+_RUNGS_BELOW, _RUNGS_ABOVE = 5, 8  # of an automatic ladder, below and above ``tau``; not tuned
 
 RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
 """A ladder for text with replaced tokens: with fp32's ``tau`` it reaches twice ``‖T‖_1``."""
 
 
 class FCMembership(MembershipAttack):
-    """Algorithms 2 and 3 of Vu et al. 2024, with a ladder of ``tau`` in place of one value.
+    """Algorithms 2 and 3 of Vu et al. 2024, with a ladder of values of ``tau`` instead of one.
 
-    Two crafted layers fire only on inputs within the L1 distance ``tau`` of a target. Every rung of
+    Two crafted layers fire only on inputs within the L1 distance ``tau`` of a target. Each rung of
     the ladder is one more entry of the second bias with the same row of weights, so the gradient
     shows between which two values of ``tau`` the nearest input lies: one run gives a whole ROC. The
-    paper's decision b' is read at the rung ``tau``.
+    paper's decision b' corresponds to the rung ``tau``.
 
-    **tau.** ``tau="auto"`` is in units of ``‖T‖_1``, because the scale of hidden states differs by
+    **tau.** ``tau="auto"`` is in units of ``‖T‖_1``, because the norm of hidden states differs by
     a factor of a thousand between models and layers. It lies between two L1 distances from the
     target, in these units, at layers >= 1 of MiniLM-L6, stories15M and SmolLM2-135M:
 
     ==================== ============================ ==========================================
-    hidden states        the same text, rounded       the nearest token of another sentence
-                         otherwise in another batch
+    hidden states        distance to the same text,   distance to the nearest token of another
+                         computed in another batch    sentence
     ==================== ============================ ==========================================
     float32              at most 2e-6                 .04 or more, rarely less in first layers
     float16, TF32        at most .004                 the same
     bfloat16             at most .029                 the same
     bfloat16, dead zone  mostly below .005 (below     .0126 or more; at layer 1 once .0016, of
     of a 20th of T's     .0003 in MiniLM's first      two sentences that differ only in their
-    mean coordinate      layers), once .015           last punctuation mark
+    mean coordinate      layers), .015 in one case    last punctuation mark
     ==================== ============================ ==========================================
 
-    The .015 is a token with a massive activation (SmolLM2, layer 3), and that member is missed. In
-    half precision the first layers round far less than the last ones, and other tokens come near:
-    give ``tau`` there. A number is an absolute distance, as in the paper. The server must embed its
-    targets in the client's precision: from float32 to bfloat16 the distance is up to .07.
+    The case of .015 is a token with a massive activation (SmolLM2, layer 3), and that member is
+    missed. In half precision the first layers have a far smaller rounding error than the last ones,
+    and other tokens are close to the target: set ``tau`` yourself there. A numeric ``tau`` is an
+    absolute distance, as in the paper. The server must embed its targets in the client's precision:
+    from float32 to bfloat16 the distance is up to .07.
 
-    No ``tau`` separates two texts with the same hidden state: at layer 0 the same word at the same
-    position, and in a causal model positions whose whole prefix occurs in another sentence. Dropout
-    changes the hidden states of a text, so a dishonest server turns it off.
+    No ``tau`` separates two texts with the same hidden state: for example, at layer 0, the same
+    word at the same position, and in a causal model positions whose whole prefix occurs in another
+    sentence. Dropout changes the hidden states of a text, so a dishonest server turns it off.
 
     **Dead zone.** The layers compute ``relu(tau - sum_i relu(|x_i - T_i| - dead_zone))``. The dead
-    zone is part of the first bias, ``[-T - dead_zone; T - dead_zone]``. Within it the first layer
-    is silent, as for an exact copy.
+    zone is part of the first bias, ``[-T - dead_zone; T - dead_zone]``. If no coordinate differs
+    from T by more, the first layer outputs zero, as for an exact copy.
 
     If the gradient at the target's token is exactly zero, for example because its label is ignored,
     the rung stays zero and the guess is "no".
 
-    Under noise of a known standard deviation only the rung ``tau`` is read. Rungs share the norm
-    under clipping. So if a defence acts on gradients (:meth:`meet`), only that rung is crafted,
-    whatever ``ladder`` says.
+    If a defence acts on gradients (:meth:`meet`), only the rung ``tau`` is crafted, whatever
+    ``ladder`` says: under noise of a known standard deviation only that rung is read, and under
+    clipping further rungs would use up part of the clip norm.
 
     Args:
-        layer: as in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
+        layer: As in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         granularity: ``"token"`` (FC-Token) or ``"full"`` (FC-Full).
-        tau: the L1 distance below which an input counts as the target, or ``"auto"``, which depends
+        tau: The L1 distance below which an input counts as the target, or ``"auto"``, which depends
             on the precision.
-        dead_zone: the difference up to which a coordinate counts as equal, or ``"auto"``.
-        ladder: the rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5
-            below, halving, and 8 above, up to half of ``‖T‖_1`` (with an absolute ``tau``: 32 times
-            ``tau``).
-        tokens: as in the base class.
-        name: in the logs.
+        dead_zone: The difference up to which a coordinate counts as equal, or ``"auto"``.
+        ladder: The rungs as multiples of ``tau``, ascending, with 1 among them. ``"auto"``: 5 rungs
+            below ``tau``, each half of the next, and 8 above it, up to half of ``‖T‖_1`` (with an
+            absolute ``tau``: 32 times ``tau``).
+        tokens: As in the base class.
+        name: The name of the attack in the logs.
 
     Raises:
-        ValueError: a setting outside of its range.
+        ValueError: An argument is outside of its range.
 
     Examples:
         >>> from lightning_fedleak.attacks import FCMembership
@@ -269,22 +274,22 @@ class FCMembership(MembershipAttack):
             ladder = self.ladder
             ascending = all(a < b for a, b in pairwise(ladder))
             if 1.0 not in ladder or not ascending or ladder[0] <= 0 or ladder[-1] == math.inf:
-                raise ValueError(f"ladder must be positive, ascending multiples with 1: {ladder}")
-        self._hints: dict[str, Precision] = {}
+                raise ValueError(f"ladder must be positive, ascending and include 1.0: {ladder}")
+        self._precisions: dict[str, Precision] = {}
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: check the layer, and note the precision of the parameters."""
         super().prepare(anatomy)
         parameter = next(anatomy.model.parameters())
-        self._hints["model"] = _dtype_precision(parameter.dtype, parameter.device)
+        self._precisions["model"] = _dtype_precision(parameter.dtype, parameter.device)
 
     def set_precision(self, precision: str) -> None:
-        """Set the precision in which the client runs, in the Trainer's words (``"bf16-mixed"``).
+        """Set the precision in which the client runs, in Lightning's notation (``"bf16-mixed"``).
 
-        The coarser of this one and the parameters' is used.
+        The coarsest of this precision, the parameters' and the targets' is used.
 
         Raises:
-            ValueError: the precision is unknown.
+            ValueError: The precision is unknown.
         """
         name = str(precision)
         prefixes: dict[str, Precision] = dict(zip(SAFE_DISTANCES, SAFE_DISTANCES, strict=True))
@@ -292,42 +297,44 @@ class FCMembership(MembershipAttack):
         current = next((p for prefix, p in prefixes.items() if name.startswith(prefix)), None)
         if current is None:
             raise ValueError(
-                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)}, or a Trainer's"
+                f"unknown precision {precision!r}: pass {', '.join(SAFE_DISTANCES)} or a Trainer's"
             )
-        self._hints["trainer"] = current
+        self._precisions["trainer"] = current
 
     def meet(self, facts: RunFacts) -> None:
-        """Store the precision; against defended gradients the ladder is the rung ``tau`` alone."""
+        """Store the precision; against defended gradients the ladder is only the rung ``tau``."""
         super().meet(facts)
         if facts.precision is not None:
             self.set_precision(facts.precision)
 
     @property
     def _ladder_steps(self) -> tuple[float, ...] | Literal["auto"]:
-        """Return the ladder; ``"auto"`` where it depends on ``tau``."""
+        """Return the ladder; ``"auto"`` if its multiples depend on ``tau``."""
         return (1.0,) if self._defended else self.ladder
 
     @property
     def rungs(self) -> int:
         """Return K, the length of the ladder."""
-        return 14 if self._ladder_steps == "auto" else len(self._ladder_steps)
+        automatic = _RUNGS_BELOW + 1 + _RUNGS_ABOVE
+        return automatic if self._ladder_steps == "auto" else len(self._ladder_steps)
 
     @property
     def guess_rung(self) -> int:
         """Return the rung whose bias is ``tau``."""
-        return 5 if self._ladder_steps == "auto" else self._ladder_steps.index(1.0)
+        return _RUNGS_BELOW if self._ladder_steps == "auto" else self._ladder_steps.index(1.0)
 
     def settings(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers that are crafted for each target.
+        """Return the thresholds and the dead zone for each target.
 
         Args:
-            targets: (G, D).
+            targets: The targets, (G, D).
 
         Returns:
-            (G, K) ladder of ``tau``, ascending, and (G,) dead zones, at least in float32.
+            The ladder of ``tau`` (G, K), ascending, and the dead zones (G,), at least in float32.
 
         Raises:
-            ValueError: a target is not finite, or all zero where ``tau`` is to follow its size.
+            ValueError: A target is not finite, or it is all zero and ``tau`` or ``dead_zone`` is
+                ``"auto"``.
         """
         safe_tau, safe_zone = SAFE_DISTANCES[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
@@ -347,20 +354,20 @@ class FCMembership(MembershipAttack):
         if self._ladder_steps != "auto":
             return torch.tensor(self._ladder_steps, dtype=torch.float64)
         top = MAX_RELATIVE_TAU / safe_tau if self.tau == "auto" else 32.0
-        lower = [0.5**i for i in range(5, 0, -1)]
-        higher = [top ** (i / 8) for i in range(1, 9)]
+        lower = [0.5**i for i in range(_RUNGS_BELOW, 0, -1)]
+        higher = [top ** (i / _RUNGS_ABOVE) for i in range(1, _RUNGS_ABOVE + 1)]
         return torch.tensor([*lower, 1.0, *higher], dtype=torch.float64)
 
     def _resolve_precision(self, dtype: torch.dtype) -> Precision:
         order = list(SAFE_DISTANCES)
-        hints = [*self._hints.values(), _dtype_precision(dtype, torch.device("cpu"))]
-        return max(hints, key=order.index)
+        precisions = [*self._precisions.values(), _dtype_precision(dtype, torch.device("cpu"))]
+        return max(precisions, key=order.index)
 
     def craft(self, target: Tensor) -> CraftedFC:
         """Run A_attack, Algorithm 2: return the layers of Eq. 6 for one target, (D,).
 
         Raises:
-            ValueError: the target is not a finite vector.
+            ValueError: The target is not a finite vector.
         """
         taus, zones = self.settings(target[None])
         target = target.detach().to(taus.dtype)
@@ -380,18 +387,19 @@ class FCMembership(MembershipAttack):
         if len(targets) and len(rows):
             taus, zones = (x.to(dtype) for x in self.settings(targets))
             distances = l1_distances(rows.to(dtype), targets.to(dtype), zones)
+            # Not (>=), so that NaN distances stay.
             target_index, row = (~(distances >= taus[:, -1:])).nonzero(as_tuple=True)
             distance = distances[target_index, row]
             fires = distance[:, None] < taus[target_index]
-            parts = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
-            parts.masked_fill_(distance.isnan()[:, None], torch.nan)
-            gradient.index_add_(0, samples[row] * len(targets) + target_index, parts)
+            shares = torch.where(fires, weights[row].to(dtype)[:, None], 0.0)
+            shares.masked_fill_(distance.isnan()[:, None], torch.nan)
+            gradient.index_add_(0, samples[row] * len(targets) + target_index, shares)
         return gradient.view(b, len(targets), self.rungs)
 
     def config(self) -> dict[str, object]:
         """Return the settings for reports.
 
-        ``tau_relative`` is the value of ``tau="auto"`` in the present precision, in units of
+        ``tau_relative`` is the value of ``tau="auto"`` in the current precision, in units of
         ``‖T‖_1``.
         """
         relative = SAFE_DISTANCES[self._resolve_precision(torch.float32)][0]
@@ -411,18 +419,19 @@ def l1_distances(rows: Tensor, targets: Tensor, dead_zones: Tensor) -> Tensor:
     """Return (G, N) ``sum_i relu(|x_i - T_i| - dead_zone)``; NaN for rows that are not finite.
 
     Args:
-        rows: (N, D).
-        targets: (G, D), of the same floating dtype.
-        dead_zones: (G,), 0 for the plain L1 distance.
+        rows: The inputs, (N, D).
+        targets: The targets, (G, D), of the same floating dtype.
+        dead_zones: The dead zones, (G,); 0 for the plain L1 distance.
     """
     distances = rows.new_empty(len(targets), len(rows))
-    parts = torch.split(rows, max(1, MAX_NUMBERS_AT_ONCE // max(1, rows.shape[1])))
+    chunks = torch.split(rows, max(1, MAX_NUMBERS_AT_ONCE // max(1, rows.shape[1])))
     for k, (target, zone) in enumerate(zip(targets, dead_zones.tolist(), strict=True)):
-        differences = ((part - target).abs_() for part in parts)
+        differences = ((chunk - target).abs_() for chunk in chunks)
         sums = [(x.sub_(zone).clamp_min_(0) if zone > 0 else x).sum(1) for x in differences]
         torch.cat(sums, out=distances[k])
-    sizes = torch.linalg.vector_norm(rows, ord=1, dim=1)
-    return distances.masked_fill(~sizes.isfinite(), torch.nan)
+    # A row's norm is finite if all of the row is, and takes no memory of the rows' size.
+    row_norms = torch.linalg.vector_norm(rows, ord=1, dim=1)
+    return distances.masked_fill(~row_norms.isfinite(), torch.nan)
 
 
 def _promote(dtype: torch.dtype) -> torch.dtype:

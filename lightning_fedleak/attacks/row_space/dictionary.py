@@ -1,9 +1,9 @@
-"""The atoms of a known input: what every token looks like there.
+"""The dictionary of a known input: the input vector (atom) of every token of the vocabulary.
 
-Without positions an atom is the input itself. With absolute positions an input is, up to its
-length, ``gain * centred(word + position) + bias`` where a layer norm reads the sum of the
-embeddings: once the span of the positions and of the bias is projected out, the word is left, so
-that V atoms do in place of V x P.
+If the input does not depend on the position, an atom is the input vector itself. With absolute
+position embeddings, an input is, up to a scalar factor, ``gain * centred(word + position) + bias``
+if a layer norm is applied to the sum of the embeddings. After the span of the positions and of the
+bias is projected out, only the word remains, so that V atoms suffice instead of V x P.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ from lightning_fedleak.model.model_runs import (
 )
 from lightning_fedleak.model.snapshots import whole_tensor
 
-_ADDITIVE = 1e-4  # relative error up to which word and position count as summands; not tuned
+_ADDITIVE = 1e-4  # relative error up to which an input is a sum of word and position; not tuned
 
 
 class NotAdditive(ValueError):
-    """The input depends on positions, but is no scaled sum of word and position."""
+    """The input depends on positions, but is not a scaled sum of a word and a position vector."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """The atoms of a known input.
+    """The atoms of a known input, and the directions that are not of its word.
 
     Attributes:
-        rows: (V, d) the input of each token, at the first position.
-        constants: (k, d) float64, what any input may hold besides its word: bias, token types.
-        positions: (P, d) float64, what the first P positions add; None if they add nothing.
-        mean: (e,) float64, the mean word that each of ``positions`` holds, before the norm.
+        rows: (V, d), the input vector of each token at the first position.
+        constants: (k, d) float64, the directions that any input may contain besides its word: the
+            norm's bias and the token types.
+        positions: (P, d) float64, the directions of the first P positions: the mean word plus the
+            position's difference to the first one, after the norm's centring and gain. None if the
+            input does not depend on positions.
+        mean: (e,) float64, the mean word vector in each of ``positions``, before the norm; e is the
+            width there.
     """
 
     rows: Tensor
@@ -49,84 +53,91 @@ class Dictionary:
     positions: Tensor | None
     mean: Tensor | None = None
 
-    def weighed(self, weights: Tensor) -> Dictionary:
-        """Return the same with coordinates multiplied by (d,) weights."""
+    def scale_columns(self, weights: Tensor) -> Dictionary:
+        """Return a dictionary, without ``mean``, whose columns are multiplied by (d,) weights."""
         positions = None if self.positions is None else self.positions * weights.double()
         rows = self.rows * weights.to(self.rows.dtype)
         return Dictionary(rows, self.constants * weights.double(), positions)
 
-    def follow(
+    def refresh(
         self,
         anatomy: Anatomy,
         known_input: linear_maps.KnownInput,
         *,
         autocast: torch.dtype | None = None,
     ) -> tuple[Dictionary, Tensor]:
-        """Return the atoms as the model is now, and (V,) bool which tokens' rows are others.
+        """Return the dictionary of the current model, and a (V,) mask of the rows that changed.
 
         Every input is computed again and compared, and those that changed are replaced in place,
-        so that nothing an input is computed from can change unnoticed. All rows count as others
-        where positions or the form of the inputs have changed.
+        so that no change of any module before the input is missed. All rows count as changed if
+        positions, constants, or the shape, dtype or device of the inputs have changed.
 
         Raises:
-            NotAdditive: see :func:`build_dictionary`.
+            NotAdditive: See :func:`build_dictionary`.
         """
-        every = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
-        moved = torch.zeros(len(every), dtype=torch.bool, device=anatomy.device)
-        blocks = linear_maps.input_blocks(anatomy, known_input, every, autocast=autocast)
+        all_ids = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
+        changed = torch.zeros(len(all_ids), dtype=torch.bool, device=anatomy.device)
+        blocks = linear_maps.input_blocks(anatomy, known_input, all_ids, autocast=autocast)
         with closing(blocks):
             for part, x in blocks:
-                form = (x.dtype, x.device, len(every), x.shape[-1])
+                form = (x.dtype, x.device, len(all_ids), x.shape[-1])
                 if form != (self.rows.dtype, self.rows.device, *self.rows.shape):
-                    again = build_dictionary(anatomy, known_input, autocast=autocast)
-                    return again, torch.ones_like(moved)
-                moved[part] = (x[:, 0] != self.rows[part]).any(1)
+                    rebuilt = build_dictionary(anatomy, known_input, autocast=autocast)
+                    return rebuilt, torch.ones_like(changed)
+                changed[part] = (x[:, 0] != self.rows[part]).any(1)
                 self.rows[part] = x[:, 0]
         if not known_input.positional:
             constants = self.constants[:0]
-            return Dictionary(self.rows, constants, None), moved | (self.positions is not None)
-        mean = None if bool(moved.any()) else self.mean
-        positions, constants, mean = _positions(anatomy, known_input, mean)
+            return Dictionary(self.rows, constants, None), changed | (self.positions is not None)
+        mean = None if bool(changed.any()) else self.mean
+        positions, constants, mean = _position_directions(anatomy, known_input, mean)
         same = self.positions is not None and torch.equal(positions, self.positions)
-        if same and torch.equal(constants, self.constants) and not bool(moved.any()):
-            return self, moved
-        return Dictionary(self.rows, constants, positions, mean), torch.ones_like(moved)
+        if same and torch.equal(constants, self.constants) and not bool(changed.any()):
+            return self, changed
+        return Dictionary(self.rows, constants, positions, mean), torch.ones_like(changed)
 
-    def count_positions(self, rows: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> int:
-        """Return how many of the first positions gradients hold, at least 1; 0 without positions.
+    def count_positions(self, gradients: Sequence[Tensor], others: Sequence[Tensor] = ()) -> int:
+        """Return how many leading positions occur in the texts, estimated from gradients.
 
-        A position that texts have takes more of the rows' energy than a direction does by chance.
-        The count is where the sum of the logarithms of these ratios, less that of 2, is highest.
+        A position that occurs explains more of the gradients' energy than a random direction would.
+        The count maximizes the cumulative sum of ``log(ratio / 2)``, where ``ratio`` is the energy
+        that a position explains over that of a random direction.
 
         Args:
-            rows: each (n_i, d), gradients of maps that read this input, none all zero.
-            beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
+            gradients: Gradients (n_i, d) of the maps that read this input; none may be all zero.
+            others: Further directions (k_i, d), float64, that the gradients may contain.
+
+        Returns:
+            At least 1; 0 if the input does not depend on positions.
         """
         if self.positions is None:
             return 0
-        basis = orthonormal(torch.cat([self.constants, *beside]))
-        g = torch.cat([r.double() / r.double().norm() for r in rows])
+        basis = orthonormal(torch.cat([self.constants, *others]))
+        g = torch.cat([x.double() / x.double().norm() for x in gradients])
         g = g - (g @ basis.T) @ basis
         max_count = min(len(self.positions), (self.rows.shape[1] - len(basis)) // 2)
         positions = self.positions[:max_count]
         positions = positions - (positions @ basis.T) @ basis
-        gain = (g @ torch.linalg.qr(positions.T).Q).square().sum(0)
-        remaining = g.square().sum() - gain.cumsum(0) + gain
+        # The energy that each position explains beyond the positions before it, and all that is
+        # left for it and the later dimensions: a random direction explains remaining / dims.
+        explained = (g @ torch.linalg.qr(positions.T).Q).square().sum(0)
+        remaining = g.square().sum() - explained.cumsum(0) + explained
         dims = g.shape[1] - len(basis) - torch.arange(max_count, device=g.device)
-        ratio = (gain * dims / remaining.clamp_min(1e-300)).clamp_min(1e-12)
+        ratio = (explained * dims / remaining.clamp_min(1e-300)).clamp_min(1e-12)
         return int((ratio / 2).log().cumsum(0).argmax()) + 1
 
     def atoms(
-        self, positions: int, beside: Sequence[Tensor] = ()
+        self, positions: int, others: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the rows of tokens, an orthonormal basis (k, d) of the rest, and further atoms.
+        """Return the rows, an orthonormal basis (k, d) of what to project out, and further atoms.
 
         Args:
-            positions: number of positions that texts surely have; they are projected out. The next
-                positions are the further atoms.
-            beside: each (k_i, d) float64, directions that the gradients hold besides inputs.
+            positions: The number of positions that occur in the texts; they are projected out. The
+                next ``positions + 16``, which longer texts may have, are the further atoms: the
+                count is an estimate and may be too low.
+            others: Further directions (k_i, d), float64, that the gradients may contain.
         """
-        directions = [self.constants, *beside]
+        directions = [self.constants, *others]
         if self.positions is None:
             return self.rows, orthonormal(torch.cat(directions)), None
         directions.append(self.positions[:positions])
@@ -145,21 +156,21 @@ def orthonormal(rows: Tensor, tolerance: float = 1e-9) -> Tensor:
 def build_dictionary(
     anatomy: Anatomy, known_input: linear_maps.KnownInput, *, autocast: torch.dtype | None = None
 ) -> Dictionary:
-    """Return the atoms of an input, from a run of the model on every token.
+    """Compute the dictionary of an input by running the model on every token.
 
     Args:
-        anatomy: the model.
-        known_input: the input.
-        autocast: dtype that the client's forward is cast to.
+        anatomy: The model.
+        known_input: The input.
+        autocast: The autocast dtype of the client's forward; None without autocast.
 
     Raises:
-        NotAdditive: positions are no summand, or more than one norm follows the sum.
+        NotAdditive: The position is not an additive term, or more than one norm follows the sum.
     """
-    every = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
-    rows = linear_maps.input_rows(anatomy, known_input, every, autocast=autocast)[:, 0]
+    all_ids = torch.arange(linear_maps.vocabulary_size(anatomy), device=anatomy.device)[:, None]
+    rows = linear_maps.input_rows(anatomy, known_input, all_ids, autocast=autocast)[:, 0]
     if not known_input.positional:
         return Dictionary(rows, rows.new_zeros(0, known_input.width, dtype=torch.float64), None)
-    positions, constants, mean = _positions(anatomy, known_input)
+    positions, constants, mean = _position_directions(anatomy, known_input)
     return Dictionary(rows, constants, positions, mean)
 
 
@@ -167,24 +178,26 @@ def factor_rows(anatomy: Anatomy, maps: Sequence[linear_maps.LinearMap]) -> dict
     """Return the rows of AdaLoRA's factors A among maps, by name, each (r, d) float64.
 
     The loss term of its orthogonality adds combinations of these rows to the gradient of A.
-    Projecting these rows off removes the term whatever its weight is.
+    Projecting onto their complement removes the term, whatever its weight is.
     """
     weights = {m.name: anatomy.parameter(m.name) for m in maps if m.regularised}
     return {n: whole_tensor(w).double().clone() for n, w in weights.items() if w is not None}
 
 
-def _positions(
+def _position_directions(
     anatomy: Anatomy, known_input: linear_maps.KnownInput, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return directions (P, d) of positions, constants (k, d), and the mean word in each direction.
+    """Return directions (P, d) of positions, constants (k, d), and the mean word they contain.
 
-    Any word serves as the mean, and so one of other weights does.
+    Any reference word is correct here, so a ``mean`` from before a weight update can be reused.
     """
-    rows = linear_maps.vocabulary_size(anatomy)
+    size = linear_maps.vocabulary_size(anatomy)
     length = context_length(anatomy) or 512
     device = anatomy.device
-    words = torch.arange(4, device=device) * max(1, rows // 7) + min(5, rows - 1)
-    probe = torch.stack([words % rows, words.flip(0) % rows])
+    # Four tokens spread over the vocabulary but for its first ids, which are often special; the
+    # second text has them in reverse.
+    words = torch.arange(4, device=device) * max(1, size // 7) + min(5, size - 1)
+    probe = torch.stack([words % size, words.flip(0) % size])
     norm = norm_before(anatomy, known_input, probe)
 
     def states(ids: Tensor) -> Tensor:
@@ -194,18 +207,20 @@ def _positions(
 
     sums, position_inputs = states(probe), states(words[:1].expand(1, length))
     if mean is None:
-        every = torch.arange(rows, device=device)[:, None]
-        parts = (every[start : start + TOKENS_AT_ONCE] for start in range(0, rows, TOKENS_AT_ONCE))
-        mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / rows
+        all_ids = torch.arange(size, device=device)[:, None]
+        parts = torch.split(all_ids, TOKENS_AT_ONCE)
+        mean = torch.stack([states(ids).sum((0, 1)) for ids in parts]).sum(0) / size
     linear, bias, tolerance = _Linear(), None, _ADDITIVE
     if norm is not None:
         outputs = linear_maps.input_rows(anatomy, known_input, probe)
         tolerance = max(_ADDITIVE, 4 * torch.finfo(outputs.dtype).eps)
         linear = _Linear.fit(norm, sums, outputs.double(), tolerance)
         bias = getattr(norm, "bias", None)
-    more = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
-    other = (sums[0] - sums[1]).flip(0)
-    if float((sums[0] - sums[1] + other).abs().max()) > tolerance * float(sums.abs().max()):
+    offset = mean.new_zeros(0, known_input.width) if bias is None else bias.detach().double()[None]
+    # In a sum of word and position the positions cancel in the difference of the two texts, and the
+    # words in its sum with its own reverse.
+    difference = sums[0] - sums[1]
+    if float((difference + difference.flip(0)).abs().max()) > tolerance * float(sums.abs().max()):
         raise NotAdditive("the input is no sum of a part of the word and a part of the position")
     types = [
         m.weight.detach().double()
@@ -214,8 +229,9 @@ def _positions(
         and n.endswith("token_type_embeddings")
         and m.embedding_dim == known_input.width
     ]
+    # One word at every position: its differences to the first position are the positions'.
     positions = linear(mean + position_inputs[0] - position_inputs[0, :1])
-    return positions, torch.cat([more, *(linear((t - t[:1])[1:]) for t in types)]), mean
+    return positions, torch.cat([offset, *(linear((t - t[:1])[1:]) for t in types)]), mean
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,7 @@ class _Linear:
 
     @classmethod
     def fit(cls, norm: nn.Module, inputs: Tensor, outputs: Tensor, tolerance: float) -> _Linear:
-        """Return the linear part that explains a norm's outputs."""
+        """Return the linear part of a norm, centred (LayerNorm) or not (RMSNorm)."""
         weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
         gain = None if weight is None else weight.detach().double()
         shift = 0.0 if bias is None else bias.detach().double()
@@ -243,11 +259,11 @@ class _Linear:
             errors.append(float((x * scale - y).abs().max() / y.abs().max()))
         if min(errors) <= tolerance:
             return cls(gain, errors[0] <= errors[1])
-        raise NotAdditive(f"the norm before the input ({type(norm).__name__}) is of no known kind")
+        raise NotAdditive(f"the input's norm ({type(norm).__name__}) is no LayerNorm or RMSNorm")
 
 
 def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
-    """Return the states at a place for short texts, (B, L, d) float64."""
+    """Return the hidden states (B, L, d) at a place in the model for short texts, float64."""
     run = stop_at(anatomy.model, place)
     with undisturbed(anatomy), torch.no_grad(), only_needed_hooks(anatomy.root):
         x: Tensor = run(**linear_maps.text_for(anatomy, ids))
@@ -257,7 +273,7 @@ def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
 def norm_before(
     anatomy: Anatomy, known_input: linear_maps.SharedInput, ids: Tensor
 ) -> nn.Module | None:
-    """Return the norm whose output an input is for (B, L) texts; None if it has none."""
+    """Return the norm whose output equals the input on (B, L) ids; None if there is none."""
     x = linear_maps.input_rows(anatomy, known_input, ids)
     outputs: dict[nn.Module, list[Tensor]] = {}
     handles = [

@@ -220,7 +220,7 @@ class ReadableInput:
             NotAdditive: the input depends on positions in an unknown way.
         """
         self.known_input, self.maps = known_input, maps
-        self.dictionary, moved = self.dictionary.follow(anatomy, known_input, autocast=autocast)
+        self.dictionary, moved = self.dictionary.refresh(anatomy, known_input, autocast=autocast)
         self.store_factors(anatomy)
         if bool(moved.any()):
             self._weighed = None
@@ -367,7 +367,7 @@ class ReadableInput:
         if self._weighed is None:
             sizes = torch.linalg.vector_norm(self.dictionary.rows, dim=0, dtype=torch.float32)
             weights = (sizes / sizes.amax()).clamp_min(_SMALLEST_SIZE).reciprocal()
-            twin = replace(self, dictionary=self.dictionary.weighed(weights))
+            twin = replace(self, dictionary=self.dictionary.scale_columns(weights))
             self._weighed = twin, weights.double()
         twin, weights = self._weighed
         rows, levels, shares = [], [], []

@@ -1,7 +1,7 @@
-"""The gradients that public text would give.
+"""Gradients of public text, computed as a client would compute them.
 
-The adversary knows the model and has text of its own. It can compute the update that a client
-*would* share for a batch whose words are known, and fit its attack on that. Nothing here changes
+The adversary knows the model and has public text. It can compute the update that a client *would*
+share for a known batch, and calibrate its attack on that update. Nothing here changes
 the model: parameters, ``.grad``, hooks, modes and the global random numbers stay as they were.
 """
 
@@ -20,7 +20,7 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import track
 
-_SMALL = 0.01  # standard deviation of the values in place of zeros; not tuned
+_SMALL = 0.01  # standard deviation of random values that replace zeros; not tuned
 
 
 def gradient_of(
@@ -33,20 +33,20 @@ def gradient_of(
     """Return the gradient of the mean token cross-entropy, which a client would share.
 
     It is computed in eval mode on detached views of the parameters, a few rows of the batch at a
-    time. A tied matrix gives the sum of its head and embedding parts under either role, as in an
+    time. For a tied matrix both roles give the sum of its head and embedding parts, as in an
     update.
 
     Args:
-        anatomy: the model.
-        batch: token ids, labels (-100 ignored) and mask; moved to the model's device.
-        roles: ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
-        instead: values that replace the model's, by their names in ``anatomy.model``.
+        anatomy: The model.
+        batch: The token ids, labels (-100 ignored) and mask; moved to the model's device.
+        roles: The roles ``"head.weight"``, ``"embedding.weight"``, ... or names of parameters.
+        instead: The values that replace the model's, by parameter name in ``anatomy.model``.
 
     Returns:
-        role -> gradient, detached, in the parameter's shape.
+        A mapping from role to the detached gradient, in the parameter's shape.
 
     Raises:
-        ValueError: the model has no parameter of that role, or the batch has no label to predict.
+        ValueError: The model has no parameter for a role, or all labels of the batch are ignored.
     """
     views, leaf_of = _leaves(anatomy, roles, instead)
     distinct = {id(leaf): leaf for leaf in leaf_of.values()}
@@ -62,13 +62,13 @@ def gradient_of(
                     total[key] += grad
             n_tokens += len(labels)
     if n_tokens == 0:
-        raise ValueError("no label in this batch is left to predict (all are -100)")
+        raise ValueError("all labels of this batch are ignored (-100): there is nothing to predict")
     mean = {key: (total[key] / n_tokens).to(leaf.dtype) for key, leaf in distinct.items()}
     return {role: mean[id(leaf)] for role, leaf in leaf_of.items()}
 
 
 def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) -> Iterator[Tensor]:
-    """Yield the gradient in one role of each batch of public text, with a progress bar."""
+    """Yield the gradient of one role's parameter for each public batch, with a progress bar."""
     with whole_model(anatomy.root):
         for batch in track(batches, "gradients of public text"):
             yield gradient_of(anatomy, batch, [role])[role]
@@ -77,12 +77,12 @@ def each_gradient(anatomy: Anatomy, batches: Sequence[TokenBatch], role: str) ->
 def _leaves(
     anatomy: Anatomy, roles: Sequence[str], instead: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return views of the model's parameters by name, and those of roles, which take a gradient."""
+    """Return detached views of all parameters by name, and those of roles, which get a gradient."""
     targets = {}
     for role in roles:
         parameter = anatomy.parameter(role)
         if parameter is None:
-            raise ValueError(f"this model has no parameter of role '{role}' to take a gradient of")
+            raise ValueError(f"this model has no parameter for the role '{role}'")
         targets[role] = parameter
     named = dict(anatomy.model.named_parameters())
     target_ids = {id(p) for p in targets.values()}
@@ -98,11 +98,11 @@ def nonzero_starts(anatomy: Anatomy, generator: torch.Generator) -> dict[str, Te
     """Return small values for trained matrices that are all zero, such as a new LoRA's B.
 
     Args:
-        anatomy: the model.
-        generator: CPU generator.
+        anatomy: The model.
+        generator: A generator on the CPU.
 
     Returns:
-        name in ``anatomy.model`` -> values, for ``instead`` of :func:`gradient_of`.
+        A mapping from name in ``anatomy.model`` to values, for ``instead`` of :func:`gradient_of`.
     """
     return {
         name: torch.randn(p.shape, generator=generator).to(p) * _SMALL

@@ -33,7 +33,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import ReportError, findings, read, write
 from lightning_fedleak.report.attacks import AttackSummary
 from lightning_fedleak.report.fits import FitSummary
-from lightning_fedleak.report.series import is_read, utility
+from lightning_fedleak.report.series import is_leak, utility
 from lightning_fedleak.report.wording import brief, brief_interval
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -235,7 +235,7 @@ def _print_leaks(console: Console, fits: Mapping[str, FitSummary]) -> None:
         looks = [a.quoted if a else None for a in found]
         cells = [f"{brief(q.rate.value)} ({brief_interval(q.rate)})" if q else "" for q in looks]
         line = _FORM.format(f"{leak}: {title}", *cells, "", "").rstrip()
-        if found[0] and not (looks[0] and is_read(looks[0].rate, found[0].chance)):
+        if found[0] and not (looks[0] and is_leak(looks[0].rate, found[0].chance)):
             line += f"\n  Not conclusive without a defence. This shows it: fedleak {command}"
         if not found[0]:
             line += f"\n  Not tested: it needs {2 * demo_settings.LONG_ROWS} texts of 9 tokens."

@@ -1,4 +1,4 @@
-"""The file of a client's releases, which survives a crash."""
+"""The ledger file, which records a client's releases and survives a crash."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.checks import check_integer, check_number
 
 Event = tuple[float, float]
-LedgerPath = str | os.PathLike[str]
 """Noise multiplier and sample rate of a release."""
+LedgerPath = str | os.PathLike[str]
 
-TERMS_SCHEMA = 1  # version of the file <ledger>.terms; a change refuses older ledgers
-LONGEST_LINE = 80  # bytes; two floats, a count and the line's end are shorter
+TERMS_SCHEMA = 1  # of the file <ledger>.terms; ledgers with another version are refused
+MAX_LINE_BYTES = 80  # bytes; two floats, a count and the line's end are shorter
 _GO_ON = (
-    "Go on with the settings of before, or begin a new run, with a new path, from a model that "
-    "this data did not train"
+    "Continue with the previous settings, or start a new run with a new ledger path, from a model "
+    "that this data did not train"
 )
-_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client's file
+_ENDING = re.compile(r"(\.users|\.at-most-\d+-of-\d+)?(\.\d+-of-\d+)?")  # of a client
 _OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class LedgerFile:
-    """A file with a line for every release of one client, which outlives a crash.
+    """A file with one line per release of one client; it survives a crash.
 
     Args:
-        path: file to append to, one for each client; its folder must exist. A file of an earlier
-            process is read and continued, so a new run needs a new path. A file that something else
-            wrote to, cut or removed since is refused. Nothing is written before the first release.
-            Half a line at the end, from a crash, is then removed, if every line before it is a
-            ledger's.
+        path: The file to append to, one for each client; its folder must exist. A file of an
+            earlier process is read and continued, so a new run needs a new path. If something else
+            has changed, truncated or removed the file since it was read, the next release is
+            refused. Nothing is written before the first release. With it, an incomplete last line
+            (from a crash) is removed, if all lines before it are valid.
 
     Attributes:
-        counts: of the releases in it.
+        counts: The number of releases in the file, by noise multiplier and sample rate.
 
     Raises:
-        DefenseError: the path is a folder, a link, a device or a pipe, or the file holds something
-            else or cannot be read. It does not change.
+        DefenseError: The path is a folder, a link, a device or a pipe, or the file is not a ledger
+            or cannot be read. The file is not changed.
     """
 
     def __init__(self, path: LedgerPath) -> None:
@@ -52,10 +52,10 @@ class LedgerFile:
         self.counts, self._size, self._half = _read(self.path)
 
     def append(self, event: Event, count: int) -> None:
-        """Write releases that are about to happen.
+        """Write releases to the file before they happen.
 
         Raises:
-            DefenseError: the file cannot be written or has changed.
+            DefenseError: The file cannot be written or has changed.
         """
         if self._half:
             self._size, self._half = _append(self.path, "", self._size, self._half), 0
@@ -63,33 +63,33 @@ class LedgerFile:
 
 
 def client_path(path: LedgerPath, client: int, clients: int, unit: str = "example") -> Path:
-    """Return the file of one client.
+    """Return the path of one client's ledger.
 
-    Where the unit of privacy is a user, ``.users`` is appended, and with several clients
+    ``.users`` is appended if the unit of privacy is a user, and with several clients
     ``.<client>-of-<clients>``.
 
     Args:
-        path: of the ledger.
-        client: whose file it is.
-        clients: how many there are.
-        unit: ``"example"`` or ``"user"``.
+        path: The ledger's path, as the user passed it.
+        client: The index of the client.
+        clients: The number of clients.
+        unit: The unit of privacy: ``"example"`` or ``"user"``.
 
     Raises:
-        DefenseError: there are files of another unit, or of another number of clients: an example
-            may have been another client's then, and its cost there would not be counted.
+        DefenseError: There are files of another unit, or of another number of clients: an example
+            may have belonged to another client there, and that cost would not be counted.
     """
     path = Path(path)
     ending = {"example": "", "user": ".users"}[unit]
-    for other in sorted(path.parent.glob(f"{glob.escape(path.name)}*")):
-        kind = _ENDING.fullmatch(other.name, len(path.name))
-        if kind and (kind[1] or "") != ending and other.is_file():
+    for existing in sorted(path.parent.glob(f"{glob.escape(path.name)}*")):
+        suffix = _ENDING.fullmatch(existing.name, len(path.name))
+        if suffix and (suffix[1] or "") != ending and existing.is_file():
             raise DefenseError(
-                f"ledger={str(other)!r} was kept for another unit of privacy than {unit!r}, or for "
-                f"batches drawn otherwise. {_GO_ON}"
+                f"ledger={str(existing)!r} was written for another unit of privacy than {unit!r}, "
+                f"or for batches drawn otherwise. {_GO_ON}"
             )
     path = path.with_name(path.name + ending)
     if clients > 1:
-        _is_there(path)
+        _is_there(path)  # raises an error for a folder or a pipe
     ending = f"-of-{clients}"
     client_file = path if clients == 1 else path.with_name(f"{path.name}.{client}{ending}")
     files = path.parent.glob(f"{glob.escape(path.name)}.*-of-*")
@@ -98,21 +98,21 @@ def client_path(path: LedgerPath, client: int, clients: int, unit: str = "exampl
         other_files.append(path)
     if other_files:
         raise DefenseError(
-            f"ledger={str(other_files[0])!r} was kept with another number of clients than "
-            f"{clients}. {_GO_ON}"
+            f"ledger={str(other_files[0])!r} was written with another number of clients "
+            f"than {clients}. {_GO_ON}"
         )
     return client_file
 
 
 def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
-    """Write the terms of the ledger's releases to a file, or compare them with an earlier run's.
+    """Write the terms of the ledger's releases to a file, or compare with those of an earlier run.
 
     Args:
-        ledger: path of the ledger; its terms are in ``<ledger>.terms``.
-        terms: the settings that the accounting depends on.
+        ledger: The path of the ledger; its terms are in ``<ledger>.terms``.
+        terms: The settings that the accounting depends on.
 
     Raises:
-        DefenseError: an earlier run had other terms, or they are not known.
+        DefenseError: The ledger was written under other terms, or its terms are unknown.
     """
     path = ledger.with_name(f"{ledger.name}.terms")
     data = (json.dumps({"schema": TERMS_SCHEMA, **terms}, sort_keys=True) + "\n").encode()
@@ -126,8 +126,8 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
         agrees = exists and not path.is_symlink() and path.read_bytes() == data
         if not agrees and (exists or released):
             raise DefenseError(
-                f"ledger={str(ledger)!r} was kept under other terms than {data.decode().strip()} "
-                f"(see {path.name}). {_GO_ON}"
+                f"ledger={str(ledger)!r} was written under other terms than "
+                f"{data.decode().strip()} (see {path.name}). {_GO_ON}"
             )
         if exists:
             return
@@ -144,7 +144,7 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
 
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
-    """Raise a DefenseError unless these are the numbers of releases of one kind."""
+    """Raise a DefenseError if the noise multiplier, sample rate or count is invalid."""
     hint = "the noise's standard deviation over the clip norm"
     check_number("noise_multiplier", noise_multiplier, at_least=0, hint=hint)
     hint = "the chance of each example to be in a batch: mean batch size over number of examples"
@@ -163,10 +163,10 @@ def check_count(value: float, name: str) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether there is a file, without opening it, which blocks on a pipe or device.
+    """Return whether the file exists. It is not opened, because a pipe or a device would block.
 
     Raises:
-        DefenseError: the path is something else.
+        DefenseError: The path exists but is not a regular file.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -185,12 +185,12 @@ def _check_file(path: Path, mode: int) -> None:
 
 
 def _read(path: Path) -> tuple[Counter[Event], int, int]:
-    """Return counts by event, the file's bytes, and how many of these are half a line at its end.
+    """Return counts by event, the file's bytes, and how many belong to an incomplete last line.
 
-    The release of a line without its end was never made.
+    The release of an incomplete line was never made.
 
     Raises:
-        DefenseError: the file cannot be read.
+        DefenseError: The file cannot be read.
     """
     try:
         return _read_counts(path)
@@ -204,48 +204,51 @@ def _read_counts(path: Path) -> tuple[Counter[Event], int, int]:
         return counts, 0, 0
     with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
         _check_file(path, os.fstat(file.fileno()).st_mode)
-        size, line = 0, file.readline(LONGEST_LINE)
+        size, line = 0, file.readline(MAX_LINE_BYTES)
         while line.endswith(b"\n"):
-            event, more = _release(path, line)
-            counts[event] += more
-            size, line = size + len(line), file.readline(LONGEST_LINE)
+            event, count = _parse_line(path, line)
+            counts[event] += count
+            size, line = size + len(line), file.readline(MAX_LINE_BYTES)
     if line:
+        # An incomplete last line must be the beginning of a valid one: the words before its last
+        # one are whole, and ones in place of the rest must make it valid.
         *whole, last = line.rstrip(b"\r").split(b" ")
-        begins = counts and len(line) < LONGEST_LINE and re.fullmatch(rb"[0-9.e+-]*", last)
-        _release(path, b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]]) if begins else b"")
+        begins = counts and len(line) < MAX_LINE_BYTES and re.fullmatch(rb"[0-9.e+-]*", last)
+        completed = b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]])
+        _parse_line(path, completed if begins else b"")
     return counts, size + len(line), len(line)
 
 
-def _release(path: Path, line: bytes) -> tuple[Event, int]:
+def _parse_line(path: Path, line: bytes) -> tuple[Event, int]:
     """Return event and count of a line that :meth:`LedgerFile.append` wrote.
 
     Raises:
-        DefenseError: it writes no such line.
+        DefenseError: The method writes no such line.
     """
     try:
         text = line.decode("ascii").removesuffix("\n").removesuffix("\r")
-        sigma, rate, count = text.split(" ")
-        event, more = (float(sigma), float(rate)), int(count)
-        check_release(*event, more)
-        return event, more
+        sigma, rate, number = text.split(" ")
+        event, count = (float(sigma), float(rate)), int(number)
+        check_release(*event, count)
+        return event, count
     except ValueError:
         raise DefenseError(
-            f"ledger={str(path)!r} is not a ledger: one of its lines is no release. It is left as "
-            "it was. Give a path that nothing else writes to, or that does not exist yet"
+            f"ledger={str(path)!r} is not a ledger: one of its lines is not a release. The file is "
+            "unchanged. Give a path that nothing else writes to, or that does not exist yet"
         ) from None
 
 
 def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
-    """Append a whole line or none of it, and return once it would survive a loss of power.
+    """Append the whole line or nothing, and return once it is safely on the disk.
 
     Args:
-        path: of the file; it is created where no bytes are expected.
-        line: with its end.
-        expected: bytes that the file must hold.
-        cut: how many of these are removed from the end first.
+        path: The file; it is created if ``expected`` is 0.
+        line: The line, with its newline.
+        expected: The size in bytes that the file must have.
+        cut: The number of bytes to remove from the end first.
 
     Returns:
-        The bytes of the file.
+        The size of the file in bytes.
     """
     data = line.encode("ascii")
     start = expected - cut
@@ -257,7 +260,7 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             status = os.fstat(descriptor)
             _check_file(path, status.st_mode)
             if status.st_size != expected:
-                raise _changed(path)
+                raise _changed_error(path)
             if cut:
                 os.ftruncate(descriptor, start)
             written = 0
@@ -281,19 +284,19 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             "path in a folder that exists and has free space"
         ) from error
     if size != start + len(data):
-        raise _changed(path)
+        raise _changed_error(path)
     return size
 
 
-def _changed(path: Path) -> DefenseError:
+def _changed_error(path: Path) -> DefenseError:
     return DefenseError(
         f"ledger={str(path)!r} was changed by something else since it was read: the release was "
-        "not made. Give every run a path of its own, or run one after the other"
+        "not made. Use a separate path for each run, or run one after the other"
     )
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a folder's names to the disk; do nothing where folders cannot be opened (Windows)."""
+    """Flush a folder's entries, so that a new file survives a power loss; not on Windows."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

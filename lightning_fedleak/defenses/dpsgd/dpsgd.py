@@ -1,4 +1,4 @@
-"""The defence DP-SGD: its arguments, its hooks, and the state of its account."""
+"""The DP-SGD defence: arguments, hooks and the state of its accountant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_fedleak.defenses.dpsgd.step import WatchedStep
 from lightning_fedleak.defenses.processes import Team, reshard
 from lightning_fedleak.messages import rank_zero_info
 
-CHECK_EVERY = 160  # batches from one look of `check` to the next, which adds about 4% to the time
+CHECK_EVERY = 160  # batches between two probes of `check`, which add about 4% to the time
 
 
 class DPSGD(Defense):
@@ -47,8 +47,8 @@ class DPSGD(Defense):
     Every optimizer step releases ``(sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2)) / L``: g_i is
     the gradient of sample i's loss, C is ``max_grad_norm``, sigma ``noise_multiplier``, and L the
     expected batch size. Batches are Poisson samples of the client's examples; an empty one releases
-    noise alone. :attr:`privacy` is the cost so far. ``p.grad`` is the local gradient until the
-    release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
+    only noise. :attr:`privacy` is the privacy cost so far. ``p.grad`` is the local gradient until
+    the release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
     costs, and how several processes train as one client.
 
     Examples:
@@ -60,40 +60,44 @@ class DPSGD(Defense):
         against whoever sees every client's shared updates
 
     Args:
-        max_grad_norm: C, or ``"auto"``: then g becomes ``g / (|g| + gamma)``, and there is no norm
-            to choose; or a :class:`QuantileClip`, which follows the norms.
-        noise_multiplier: sigma.
-        target_epsilon: what the whole run may cost; sigma is found from the number of steps.
-        target_delta: delta of the guarantee, below one over the number of examples. Default: a
-            tenth of that; ``target_epsilon`` needs one.
-        accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that holds at
-            whatever step the run ends, also where a gate turns the noise up (:meth:`harden`).
-        max_physical_batch_size: rows that are run at once; a larger batch is run in pieces and
-            released once. None for the whole batch.
-        ledger: file that remembers every release through a crash.
-        unit: what is added or removed: an ``"example"``, or :class:`Users` with all of their rows.
-        clip: the form of gradients in memory, and what is known of the loss:
+        max_grad_norm: The clip norm C, or ``"auto"`` for automatic clipping,
+            ``g / (|g| + gamma)``, which needs no clip norm, or a :class:`QuantileClip`, which
+            follows the norms.
+        noise_multiplier: The noise multiplier sigma.
+        target_epsilon: The epsilon that the whole run may spend; sigma follows from the steps.
+        target_delta: The delta of the guarantee, less than 1 / N for N examples. Default: 0.1 / N.
+            Required with ``target_epsilon``.
+        accountant: ``"prv"`` (tight), ``"rdp"`` (fast), or ``"filter"``: a budget that is valid
+            whenever the run ends, also if a gate increases the noise (:meth:`harden`).
+        max_physical_batch_size: The maximum number of rows per forward pass. A larger batch is run
+            in pieces and released once. None: no limit.
+        ledger: The path of a file that records every release, so that a crash loses none.
+        unit: What is added or removed: an ``"example"``, or a user with all rows (:class:`Users`).
+        clip: How per-sample gradients are stored and clipped, and whether the loss is trusted:
             :class:`ClipSettings`.
-        release: trust in the server, hardening, and the end of the budget:
+        release: The trust in the server, hardening, and the end of the budget:
             :class:`ReleaseSettings`.
-        seed: for tests: noise and samples follow from it, and epsilon is infinite.
-        check: whether planted gradients try to refute this training, see :attr:`verdict`: before
-            one batch in 160, or in so many as are given. A look takes as long as about six steps.
+        seed: For tests only. Noise and sampling are derived from it, so epsilon is infinite. A
+            resume from a checkpoint without this defence's state ignores it.
+        check: Whether to audit this training with planted gradients (see :attr:`verdict`): before
+            every 160th batch, or every n-th if an int is passed. A probe takes about as long as
+            six steps.
 
     Attributes:
-        releases: how many were made.
-        measured_noise_multiplier: standard deviation of the noise over C, as last measured. No
-            epsilon covers it: do not publish it beside what was released.
+        releases: The number of releases so far.
+        measured_noise_multiplier: The last measured standard deviation of the noise, divided by C.
+            No epsilon covers it: do not publish it beside what was released.
 
     Raises:
-        DefenseError: a setting out of range, or contradicting another. At setup and in a step also
-            whatever would break the guarantee; says what to change.
-        BudgetSpent: with ``on_budget="raise"``.
+        DefenseError: An argument is out of range or contradicts another. At setup and in a step:
+            the guarantee would be broken. The message says what to change.
+        BudgetSpent: The budget is spent, with ``on_budget="raise"``.
     """
 
     name = "dpsgd"
     per_sample = True
     takes_shards = True
+    _changing = ("releases", "measured_noise_multiplier")
 
     def __init__(
         self,
@@ -151,11 +155,11 @@ class DPSGD(Defense):
         self._check_every = CHECK_EVERY if check is True else int(check)
         self._referee: Any = None  # of the last fit
         self._is_alone = True
-        self._followers: list[str] = []
+        self._later_defenses: list[str] = []
 
     @property
     def max_grad_norm(self) -> MaxGradNorm:
-        """Return the clip norm as it was passed."""
+        """Return the clip norm as it was passed; it is read-only."""
         return self._max_grad_norm
 
     @property
@@ -165,25 +169,25 @@ class DPSGD(Defense):
 
     @property
     def accountant(self) -> accounting.Accountant | accounting.RenyiFilter:
-        """Return what counts the releases."""
+        """Return the accountant, which counts the releases."""
         return self._budget.accountant
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Return sigma at the beginning of the run; None until it is found."""
+        """Return the initial sigma; None until it is computed."""
         return self._budget.noise_multiplier
 
     @property
     def notches(self) -> int:
-        """Return how often the noise was turned up."""
+        """Return how often the noise was increased."""
         return self._budget.notches
 
     @property
     def verdict(self) -> Any:
         """Return the PrivacyVerdict on the last fit; None without ``check``.
 
-        It is *refuted*, or *not refuted* with the smallest faults that would have been seen. No
-        epsilon covers it: do not publish it.
+        It is *refuted*, or *not refuted* with the smallest faults that the audit would have
+        detected. No epsilon covers it: do not publish it.
         """
         return None if self._referee is None else self._referee.verdict()
 
@@ -201,16 +205,16 @@ class DPSGD(Defense):
     def privacy(self) -> Privacy:
         """Return epsilon and delta of the releases so far, and the noise of the next.
 
-        With ``accountant="filter"`` epsilon is ``target_epsilon``, however much of it is spent.
+        With ``accountant="filter"`` epsilon is ``target_epsilon``, regardless of what is spent.
 
         Raises:
-            DefenseError: before the training data are known.
+            DefenseError: The training data are not known yet.
         """
         return self._budget.privacy
 
     @property
     def can_harden(self) -> bool:
-        """Return whether noise may be turned up: the other accountants need it fixed before."""
+        """Return whether noise may be increased, as only ``accountant="filter"`` allows."""
         return self._budget.can_harden
 
     def settings(self) -> dict[str, bool | int | float | str]:
@@ -232,9 +236,9 @@ class DPSGD(Defense):
         return values | {"trust": release.trust, "on_budget": release.on_budget}
 
     def curve(self) -> Curve:
-        """Return pairs (epsilon, delta); raise an error where users are protected."""
+        """Return pairs (epsilon, delta) of one example; raise an error if the unit is a user."""
         if self.users is not None:
-            raise DefenseError("its unit is a user, and rows were left out: leave out whole users")
+            raise DefenseError("its unit is a user, but rows were held out: hold out whole users")
         return self._budget.curve()
 
     def harden(self) -> str | None:
@@ -247,13 +251,13 @@ class DPSGD(Defense):
     def check_order(self, before: Sequence[Defense], after: Sequence[Defense]) -> None:
         """Note which defences change gradients after this one."""
         super().check_order(before, after)
-        self._followers = [defense.name for defense in after if defense.acts_on_gradients]
+        self._later_defenses = [defense.name for defense in after if defense.acts_on_gradients]
 
     def before_setup(self, context: DefenseContext) -> None:
-        """Check model and Trainer, and put hooks on the layers.
+        """Check the model and the Trainer, and register hooks on the layers.
 
         Raises:
-            DefenseError: the guarantee cannot hold; says what to change.
+            DefenseError: The guarantee cannot hold. The message says what to change.
         """
         self._remove_hooks()
         self._team = team = Team(context)
@@ -266,19 +270,19 @@ class DPSGD(Defense):
         self._read_ledger(context)
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
-        if self._sampling is not None:  # set up again: batches are drawn as before
+        if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling
 
     def on_dataloader(self, dataloader: Any, context: DefenseContext) -> Any:
         """Return a loader of Poisson samples, and fix the noise.
 
         Raises:
-            DefenseError: a loader that cannot be sampled, a delta that is too large for its size,
-                or a filter's budget that is too small for one release.
-            BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
+            DefenseError: The loader cannot be sampled, the delta is too large for its size, or a
+                filter's budget is too small for one release.
+            BudgetSpent: A resumed run has cost more than ``target_epsilon`` already.
         """
         self._team = team = Team(context)
-        # The next loader continues where the last one is.
+        # A new loader continues at the step of the previous one.
         sampler: Any = None if self._sampling is None else self._sampling.loader.batch_sampler
         first_step = 0 if sampler is None else sampler.step
         team.check_alike(
@@ -287,7 +291,7 @@ class DPSGD(Defense):
             target_epsilon=self.target_epsilon or 0.0,
             target_delta=self.target_delta or 0.0,
         )
-        draws = Draws(self._base(context), context.client, first_step)
+        draws = Draws(self._noise_base(context), context.client, first_step)
         with team.together():
             self._sampling = sampling = sampling_of(
                 dataloader, context, draws, trust=self.release.trust, users=self.users
@@ -300,14 +304,14 @@ class DPSGD(Defense):
         users = sampling.users_digest
         team.check_alike(examples=sampling.examples, batch_size=sampling.expected, users=users)
         setup_checks.check_same_data(sampling.loader, team)
-        # Computed on another machine, it may differ in its last bits.
+        # Sigma computed on another machine may differ in its last bits.
         self._budget.noise_multiplier = team.broadcast(self.noise_multiplier)
         if self._step is not None:
             self._step.sampling = sampling
         return sampling.loader
 
     def _read_ledger(self, context: DefenseContext) -> None:
-        """Open the ledger in the first process, once, and adopt its releases in all."""
+        """Open the ledger once, in the first process, and load its releases in all processes."""
         with self._team.together():
             if self.ledger is not None and not self._opened_ledger and self._team.process == 0:
                 self._budget.open_ledger(self.ledger, context.client, context.clients, self.unit)
@@ -315,14 +319,14 @@ class DPSGD(Defense):
         self.accountant.load_state_dict(self._team.broadcast(self.accountant.state_dict()))
 
     def on_train_start(self, context: DefenseContext) -> None:
-        """Check the restored state, where that comes after the loader, as :meth:`on_dataloader`.
+        """Check again what a checkpoint may have changed since :meth:`on_dataloader`.
 
         Raises:
-            DefenseError: another defence would add noise that :class:`~.DPAdamBC` does not know,
+            DefenseError: Another defence would add noise that :class:`~.DPAdamBC` does not know,
                 or a scheduler sets the learning rate by a metric.
         """
-        setup_checks.check_trainer(context)  # once more: only now a Trainer has its schedulers
-        setup_checks.check_no_other_noise(context.host, self._followers)
+        setup_checks.check_trainer(context)  # again: only now schedulers exist
+        setup_checks.check_no_other_noise(context.host, self._later_defenses)
         if self._step is not None and self._sampling is not None:
             reshard(context.root)
             self._step.sampling = self._sampling
@@ -334,7 +338,7 @@ class DPSGD(Defense):
             self._stop_if_spent(context)
 
     def _stop_if_spent(self, context: DefenseContext) -> None:
-        """End the fit where no further release fits the budget, with ``on_budget="stop"``."""
+        """With ``on_budget="stop"``, end the fit if the budget allows no further release."""
         if self.release.on_budget == "stop":
             (spent,) = self._team.largest([not self._budget.affords_another()])
             if spent:
@@ -342,25 +346,25 @@ class DPSGD(Defense):
 
     @property
     def acts_on_batches(self) -> bool:
-        """Return whether there are several processes, one of which may draw an empty batch."""
+        """Return whether there are several processes, any of which may draw an empty batch."""
         return self._team.size > 1
 
     def on_batch(self, batch: Any, context: DefenseContext) -> Any:
-        """Return the batch, or with several processes one example in place of an empty one."""
+        """Return the batch; with several processes an uncounted example instead of an empty one."""
         return self._fit_step.batch_to_run(batch, context) if self._team.size > 1 else batch
 
     def on_logical_batch(
         self, step: Callable[[Any], Any], batch: Any, context: DefenseContext
     ) -> Any:
-        """Run the batch, in pieces where it has more rows than ``max_physical_batch_size``.
+        """Run the batch, in pieces if it has more rows than ``max_physical_batch_size``.
 
         Raises:
-            DefenseError: it was released already, is not the one that was drawn, or weights were
-                written to.
+            DefenseError: The batch was released before, is not the one that was sampled, or weights
+                were changed.
         """
         if self._referee is not None and not self._referee.is_probing:
-            rehearsal = functools.partial(self._rehearse, step, context)
-            self._referee.before_step(batch, count_samples(batch), rehearsal)
+            dry_run = functools.partial(self._run_uncounted, step, context)
+            self._referee.before_step(batch, count_samples(batch), dry_run)
         max_rows = self.max_physical_batch_size
         if max_rows is None:
             return step(batch)
@@ -379,36 +383,37 @@ class DPSGD(Defense):
                 self._budget.check_affords_another()
 
     def on_gradients(self, parameters: Sequence[nn.Parameter], context: DefenseContext) -> None:
-        """Write the clipped and noised mean into ``p.grad``, and account it.
+        """Write the clipped and noised mean into ``p.grad``, and record the release.
 
         Raises:
-            DefenseError: a gradient is not that of the layers, or weights were written to.
+            DefenseError: A gradient does not match the recorded layers, or weights were changed.
                 Nothing is released.
         """
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
-        noise_multiplier, count = self._budget.next_release or self._budget.settle_next()
-        share = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = noise_multiplier / share * self._noise_share
+        noise_multiplier, count_release = self._budget.next_release or self._budget.settle_next()
+        # Under central trust each client adds its share of the noise.
+        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        sigma = noise_multiplier / divisor * self._noise_share
         std = sigma * norm
-        if team.size > 1:  # what follows would send other messages where these differ
+        if team.size > 1:  # the collective calls below need equal values
             team.check_alike(noise_multiplier=sigma, releases=release, max_grad_norm=norm)
         with team.together():
             step.weights.check(parameters, context.root)
             clipped = step.clipped(parameters, context)
         clipped.check_explained(parameters, context, team)
         checking = step.check.is_due(release)
-        compared = not checking or clipped.check_complete(parameters, context, team)
+        is_complete = not checking or clipped.check_complete(parameters, context, team)
         with team.together():
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
-            count()
+            count_release()
         self.releases += 1
         gauge = noise.NoiseGauge(std, expected) if checking else None
-        key = self._base(context), release, context.client, self.name
+        source = self._noise_base(context), release, context.client, self.name
         clipped.release(
-            parameters, team, std, expected, functools.partial(noise.add_noise, *key), gauge
+            parameters, team, std, expected, functools.partial(noise.add_noise, *source), gauge
         )
         if gauge is not None:
             with team.together():
@@ -416,11 +421,11 @@ class DPSGD(Defense):
             if measured is not None:
                 self.measured_noise_multiplier = measured / norm
         if self._quantile is not None:
-            place = self._base(context), release, 0
-            secret = noise.noise_key(*place, client=context.client, name=self.name, stream="count")
+            ids = self._noise_base(context), release, 0
+            secret = noise.noise_key(*ids, client=context.client, name=self.name, stream="count")
             counted = clipped.unclipped(team), expected, noise_multiplier
             self._set_norm(team.broadcast(self._quantile.next_norm(norm, *counted, secret)))
-        step.released(unchecked=not compared)
+        step.released(unchecked=not is_complete)
         if self._referee is not None and not self._referee.is_probing:
             self._referee.released()
         if self._budget.target_epsilon is not None:
@@ -435,36 +440,35 @@ class DPSGD(Defense):
     def on_canary(
         self, canary: CanaryGradient, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> CanaryGradient:
-        """Return the canary clipped together with each sample's gradient, with separate noise.
+        """Return the canary clipped together with each sample's gradient, with independent noise.
 
         Raises:
-            DefenseError: the canary is of other samples than the batch, or was noised before.
+            DefenseError: The canary belongs to other samples than the batch, or already has noise.
         """
         step = self._fit_step
         refusals = {
-            "what the samples of the client's other processes add to a canary is not computed; use "
-            "client='rank', or one process": self._team.size > 1,
-            "noise on the sum of samples cannot be clipped sample by sample": (
-                canary.noise is not None
-            ),
+            "a canary cannot be computed over several processes of one client; use client='rank', "
+            "or one process": self._team.size > 1,
+            "the canary already has noise, which cannot be clipped per sample: put DPSGD before "
+            "the defence that added it": canary.noise is not None,
         }
         refuse("DPSGD: ", refusals)
         clipped = step.clipped(parameters, context)
         released = clipped.with_canary(canary.samples, step.sampling.expected)
         std = self.noise_std(context)
         if std:
-            number, step.canaries = step.canaries, step.canaries + 1
-            place = self._base(context), self.releases, number
-            key = noise.noise_key(*place, client=context.client, name=self.name, stream="canary")
-            like = released.samples
-            standard = noise.standard_normal(key, like.shape[1:], like.device, like.dtype)
+            index, step.canaries = step.canaries, step.canaries + 1
+            ids = self._noise_base(context), self.releases, index
+            key = noise.noise_key(*ids, client=context.client, name=self.name, stream="canary")
+            samples = released.samples
+            standard = noise.standard_normal(key, samples.shape[1:], samples.device, samples.dtype)
             released = released.noised(standard * std, std)
         return released
 
     def noise_std(self, context: DefenseContext) -> float:
         """Return the standard deviation of the noise on each number of the next update."""
-        share = math.sqrt(context.clients if self.release.trust == "central" else 1)
-        sigma = self._budget.noise_now / share * self._noise_share
+        divisor = math.sqrt(context.clients if self.release.trust == "central" else 1)
+        sigma = self._budget.noise_now / divisor * self._noise_share
         return sigma * self._clip.norm / self._fit_step.sampling.expected
 
     def noise_variances(
@@ -472,12 +476,12 @@ class DPSGD(Defense):
     ) -> dict[Tensor, float]:
         """Return the noise's variance on each number of a parameter's gradient, by parameter.
 
-        It is that of the optimizer's gradient, which is averaged over clients.
+        It refers to the optimizer's gradient, the mean over clients.
         """
         return dict.fromkeys(parameters, self.noise_std(context) ** 2 / context.clients)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return the releases, and what they were accounted as."""
+        """Return the number of releases and the state of the accountant."""
         state: dict[str, Tensor | int | float | str] = {"releases": self.releases}
         state |= {"trust": self.release.trust, "unit": self.unit}
         if self._quantile is not None:
@@ -485,16 +489,18 @@ class DPSGD(Defense):
         return state | self._budget.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Continue the account, in which no count ever decreases.
+        """Continue the account. Counts never decrease.
 
-        Noise that was found from ``target_epsilon`` stays.
+        A sigma computed from ``target_epsilon`` is kept.
 
         Raises:
-            DefenseError: the releases were made under another kind of accountant, with
+            DefenseError: The releases were made under another kind of accountant, with
                 ``accountant="filter"`` under another budget, for another unit of privacy, or under
                 ``trust="central"`` and this run is under ``"local"``.
         """
         if "releases" not in state:
+            # How much of the seed's noise was used is unknown: draw fresh noise, whose epsilon is
+            # finite. ``guarantee`` still says none, which errs on the safe side.
             self._budget.seeded = False
             return
         releases = int(state["releases"])
@@ -506,21 +512,21 @@ class DPSGD(Defense):
         self.releases = max(self.releases, releases)
 
     def teardown(self) -> None:
-        """Remove the hooks, and say what ``check`` has shown."""
+        """Remove the hooks, and log the verdict of ``check``."""
         if self._referee is not None and self._step is not None:
             self._referee.close()
             rank_zero_info(f"DPSGD(check): {self.verdict}")
         self._remove_hooks()
 
     def _begin_check(self, context: DefenseContext, sampling: Sampling) -> None:
-        """Let planted gradients test this fit from now on."""
+        """Start the audit of this fit with planted gradients."""
         from lightning_fedleak.evaluation.auditing import PrivacyClaim
         from lightning_fedleak.evaluation.auditing.own_training import OwnTrainingCheck
 
         if sampling.rate == 1:
             raise DefenseError(
-                "DPSGD: check compares batches with Poisson samples, and each batch holds all "
-                "examples: leave check out, or pass a smaller batch_size"
+                "DPSGD: check needs batches that are random samples, but each batch holds all "
+                "examples: omit check, or pass a smaller batch_size"
             )
         norm, privacy = self._clip.norm, self.privacy
         claim = PrivacyClaim(
@@ -537,9 +543,9 @@ class DPSGD(Defense):
         )
         self._is_alone = context.clients == context.processes == 1
         if self._team.size > 1:
-            self._referee.give_up("several processes are one client, where no probe runs")
+            self._referee.give_up("probes are not supported if several processes form one client")
 
-    def _rehearse(
+    def _run_uncounted(
         self,
         step: Callable[[Any], Any],
         context: DefenseContext,
@@ -547,7 +553,7 @@ class DPSGD(Defense):
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        """Run a batch up to its release, which is not counted; :meth:`_save` restores the rest."""
+        """Run a batch and its release uncounted; the caller restores the rest (:meth:`_save`)."""
         sigma, _ = self._budget.next_release or self._budget.settle_next()
         self._budget.next_release = sigma, lambda: None
         output = self.on_logical_batch(step, batch, context)
@@ -560,14 +566,14 @@ class DPSGD(Defense):
             after(optimizer)
 
     def _save(self) -> Callable[[], None]:
-        """Return a function that restores what :meth:`_rehearse` changes in this object."""
+        """Return a function that restores what :meth:`_run_uncounted` changes in this object."""
         step = self._fit_step
-        parts = [self, self._budget, step, step.check, step.weights]
-        parts.append(step.sampling.loader.batch_sampler)
-        states = [(vars(part), {k: _copied(v) for k, v in vars(part).items()}) for part in parts]
+        owners = [self, self._budget, step, step.check, step.weights]
+        owners.append(step.sampling.loader.batch_sampler)
+        states = [(vars(o), {k: _copy_container(v) for k, v in vars(o).items()}) for o in owners]
 
         def restore() -> None:
-            step.end_scaling()  # where backward raised an error
+            step.end_scaling()  # needed if backward raised an error
             for current, earlier in states:
                 current.clear()
                 current.update(earlier)
@@ -582,12 +588,12 @@ class DPSGD(Defense):
     @property
     def _fit_step(self) -> WatchedStep:
         if self._step is None or self._sampling is None:
-            raise DefenseError("DPSGD: a step or a release outside of fit; nothing was released")
+            raise DefenseError("DPSGD: a step was run outside of fit; nothing was released")
         return self._step
 
-    def _base(self, context: DefenseContext) -> bytes:
+    def _noise_base(self, context: DefenseContext) -> bytes:
         return noise.base_of(context.entropy, self.seed if self._budget.seeded else None)
 
 
-def _copied(value: Any) -> Any:
+def _copy_container(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict | set | list | deque) else value

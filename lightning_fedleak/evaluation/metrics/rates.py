@@ -19,18 +19,19 @@ from lightning_fedleak.attacks import WordGuess
 
 @dataclass(frozen=True)
 class Counts:
-    """Word types by outcome, and what attacks said of batches; those of several add up by ``+``.
+    """Counts of word types by outcome, and of what attacks state on batches; ``+`` adds batches.
 
     Attributes:
-        tp: guessed and used.
-        fp: guessed and not used.
-        fn: used and not guessed.
-        n_estimates: batches with an estimate of the number of types.
-        error_sum: sum of its :func:`type_count_error`.
-        n_certificates: batches of which the attack says whether a type is missing.
-        n_certified: those in which none is.
-        n_capacities: batches of which the attack says how many types it could distinguish.
-        capacity_sum: sum of that number over the number of types.
+        tp: The number of types that were guessed and used.
+        fp: The number of types that were guessed and not used.
+        fn: The number of types that were used and not guessed.
+        n_estimates: The number of batches for which the attack estimates the number of types.
+        error_sum: The sum of the :func:`type_count_error` of these estimates.
+        n_certificates: The number of batches for which the attack states whether a type is missing.
+        n_certified: The number of batches for which it states that none is missing.
+        n_capacities: The number of batches for which the attack states how many types it could
+            distinguish.
+        capacity_sum: The sum of that number divided by the true number of types.
     """
 
     tp: float = 0
@@ -47,25 +48,25 @@ class Counts:
         return Counts(*map(operator.add, astuple(self), astuple(other)))
 
     def means(self) -> dict[str, float]:
-        """Return the means over the batches that have a value; else NaN."""
-        each = {
+        """Return the means over the batches that have a value; NaN if no batch has one."""
+        sums = {
             "type_count_error": (self.error_sum, self.n_estimates),
             "certified": (self.n_certified, self.n_certificates),
             "capacity": (self.capacity_sum, self.n_capacities),
         }
-        return {name: total / n if n else math.nan for name, (total, n) in each.items()}
+        return {name: total / n if n else math.nan for name, (total, n) in sums.items()}
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A proportion and its confidence interval, all NaN where it is unknown (nothing to count)."""
+    """A proportion and its confidence interval, all NaN if there was nothing to count."""
 
     value: float
     low: float
     high: float
 
 
-ALPHA = 0.05  # of the intervals, the usual one
+ALPHA = 0.05  # 1 - confidence of the intervals
 UNKNOWN = Rate(math.nan, math.nan, math.nan)
 
 
@@ -80,15 +81,15 @@ def flat(rates: Mapping[str, Rate]) -> dict[str, float]:
 
 
 def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Counts:
-    """Return the counts of one batch: of guessed types against those that were in it.
+    """Return the counts of one batch, comparing guessed types with the types in it.
 
     Args:
-        guess: the attack's; its ``types`` count once each, in any order.
-        truth_types: (m,) token ids used in the batch, repeats allowed.
-        vocab_size: ids are below it.
+        guess: The attack's guess. Duplicates in ``types`` count once; the order does not matter.
+        truth_types: The token ids used in the batch, (m,), repeats allowed.
+        vocab_size: The size of the vocabulary; all ids must be less.
 
     Raises:
-        ValueError: an id, guessed or true, lies outside the vocabulary.
+        ValueError: An id, guessed or true, lies outside the vocabulary.
     """
     guessed_types, true_types = (
         _type_mask(ids, vocab_size, argument)
@@ -116,20 +117,20 @@ def word_counts(guess: WordGuess, truth_types: Tensor, vocab_size: int) -> Count
 def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     """Return ``precision``, ``recall`` and ``f1`` of pooled counts, each with its interval.
 
-    The intervals are Clopper-Pearson's: exact where types are independent trials, and each guessed
-    type is right (precision), and each used type is guessed (recall), with a fixed probability. F1
-    is ``2 J / (1 + J)``, increasing in the Jaccard index ``J = tp / (tp + fp + fn)``; its interval
-    is that of J, a proportion of the types that were guessed or used, under the same map. The
-    intervals describe chance in *which* types occur in these batches, not the spread between
-    batches, models or texts. Types of one batch are not quite independent, so the true uncertainty
-    is at least this large.
+    The intervals are Clopper-Pearson's: exact if types are independent trials with a constant
+    probability, of a guessed type to be correct (precision), of a used type to be guessed (recall).
+    F1 is ``2 J / (1 + J)``, increasing in the Jaccard index ``J = tp / (tp + fp + fn)``; its
+    interval is that of J, a proportion of the types that were guessed or used, transformed by the
+    same function. The intervals describe the randomness of which types occur in these batches, not
+    the spread between batches, models or texts. Types of one batch are not independent, so the true
+    uncertainty may be larger.
 
     Args:
-        counts: summed over batches *before* this call; intervals cannot be averaged.
+        counts: The counts, summed over batches *before* this call; intervals cannot be averaged.
 
     Returns:
-        Rates by name. A rate whose denominator is zero (nothing guessed, nothing used) is NaN:
-        unknown, neither 0 nor 1.
+        The rates by name. A rate is NaN, unknown, if its denominator is zero, that is, if nothing
+        was guessed or nothing was used.
     """
     jaccard = proportion(counts.tp, counts.tp + counts.fp + counts.fn)
     return {
@@ -139,7 +140,7 @@ def precision_recall_f1(counts: Counts) -> dict[str, Rate]:
     }
 
 
-def proportion(successes: float, trials: float, confidence: float = 0.95) -> Rate:
+def proportion(successes: float, trials: float, confidence: float = 1 - ALPHA) -> Rate:
     """Return ``successes / trials`` and its Clopper-Pearson interval; NaN for no trials."""
     if trials == 0:
         return UNKNOWN
@@ -148,7 +149,7 @@ def proportion(successes: float, trials: float, confidence: float = 0.95) -> Rat
 
 
 def clopper_pearson(successes: float, failures: float, alpha: float) -> tuple[float, float]:
-    """Return both ends of the interval of a proportion; the numbers need not be whole."""
+    """Return the ends of the Clopper-Pearson interval; fractional counts are allowed."""
     low = float(betaincinv(successes, failures + 1, alpha / 2)) if successes else 0.0
     high = float(betaincinv(successes + 1, failures, 1 - alpha / 2)) if failures else 1.0
     return low, high
@@ -157,7 +158,7 @@ def clopper_pearson(successes: float, failures: float, alpha: float) -> tuple[fl
 def type_count_error(estimate: float | None, n_types: int) -> float:
     """Return ``|estimate - n_types| / n_types``, whose mean over batches is the paper's MAER.
 
-    NaN (unknown) where the attack makes no estimate, a non-finite one, or no type was used.
+    NaN (unknown) if the attack makes no finite estimate, or no type was used.
     """
     if estimate is None or n_types == 0 or not math.isfinite(estimate):
         return math.nan
@@ -169,7 +170,7 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     if ids.numel() and not bool(((ids >= 0) & (ids < vocab_size)).all()):
         raise ValueError(
             f"{argument} holds ids outside 0..{vocab_size - 1} ({int(ids.min())} to "
-            f"{int(ids.max())}): leave out ignored labels (-100), and check vocab_size"
+            f"{int(ids.max())}): remove ignored labels (-100), or correct vocab_size"
         )
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(
         0, ids.long(), True
@@ -177,7 +178,7 @@ def _type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
 
 
 class RateMetric(Metric):
-    """A metric of rates with intervals, which no gradient passes through."""
+    """A base class for metrics of rates with intervals; not differentiable."""
 
     is_differentiable = False
     higher_is_better = None
@@ -185,14 +186,14 @@ class RateMetric(Metric):
 
     @abstractmethod
     def rates(self) -> dict[str, Rate]:
-        """Return the rates by name, on this process."""
+        """Return the rates by name, computed from the current state."""
 
     def values(self) -> dict[str, float]:
-        """Return each rate, and the ends of its interval, on this process."""
+        """Return each rate, and the ends of its interval, from the current state."""
         return flat(self.rates())
 
     def compute(self) -> dict[str, Tensor]:
-        """Return each rate, and the ends of its interval, over all that was added."""
+        """Return each rate, and the ends of its interval, over all updates and processes."""
         values = self.values().items()
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values}
 
@@ -204,11 +205,11 @@ class WordRecovery(RateMetric):
     (pooled, see :func:`~lightning_fedleak.evaluation.metrics.rates.precision_recall_f1`).
     ``type_count_error`` is the mean over those batches for which the attack estimates the number
     of types, ``certified`` the share of batches for which the attack says that no type is missing,
-    and ``capacity`` the mean of how many types it could distinguish over how many there were.
+    and ``capacity`` the mean ratio of the number of types it could distinguish to the true number.
 
     Args:
-        vocab_size: token ids are below it.
-        kwargs: passed to :class:`torchmetrics.Metric`.
+        vocab_size: The size of the vocabulary; all token ids must be less.
+        kwargs: The arguments that are passed to :class:`torchmetrics.Metric`.
 
     ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
     ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
@@ -235,16 +236,16 @@ class WordRecovery(RateMetric):
         """Add one batch.
 
         Args:
-            guess: the attack's guess.
-            truth_types: (m,) token ids that were used, repeats allowed, no ignored labels.
+            guess: The attack's guess.
+            truth_types: The token ids that were used, (m,), repeats allowed, no ignored labels.
         """
         counts = astuple(word_counts(guess, truth_types, self.vocab_size))
         self.counts += torch.tensor(counts, dtype=torch.float64, device=self.counts.device)
 
     def rates(self) -> dict[str, Rate]:
-        """Return precision, recall and F1 of the pooled counts, on this process."""
+        """Return precision, recall and F1 of the current pooled counts."""
         return precision_recall_f1(Counts(*self.counts.tolist()))
 
     def values(self) -> dict[str, float]:
-        """Return the rates with their ends, and the means over batches, on this process."""
+        """Return the rates with their ends, and the means over batches, from the current state."""
         return super().values() | Counts(*self.counts.tolist()).means()

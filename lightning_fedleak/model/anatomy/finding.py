@@ -1,4 +1,4 @@
-"""The search for a language model and its parts anywhere inside a module, and checks of both."""
+"""Find a language model and its parts inside any module, and check them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def call_matrix_getter(model: nn.Module | None, getter: str) -> nn.Module | None
 
 
 def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the layer that ``get_input_embeddings`` returns, if possible that of an encoder.
+    """Return the layer that ``get_input_embeddings`` returns, preferably that of the encoder.
 
     The getters of T5 and BART themselves return ``shared``, a module that their forward never
     calls. If the model is untied, the weight of ``shared`` is not the encoder's.
 
     Raises:
-        AnatomyError: the getter returns no layer inside ``root``.
+        AnatomyError: The getter returns no layer inside ``root``.
     """
     encoder = find_side(model, "encoder") if is_encoder_decoder(model) else None
     for owner in (encoder, model):
@@ -64,7 +64,7 @@ def find_embedding(root: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def infer_kind_from_name(model: nn.Module) -> Kind | None:
-    """Return the kind that the name of the class or of a base shows, in Hugging Face's style."""
+    """Infer the kind from the name of the class or a base class, by Hugging Face's convention."""
     names = [c.__name__ for c in type(model).__mro__]
 
     def ends(*suffixes: str) -> bool:
@@ -84,19 +84,19 @@ def infer_kind_from_name(model: nn.Module) -> Kind | None:
 def infer_kind_from_head(
     root: nn.Module, model: nn.Module, embedding: nn.Module, head: nn.Module | None
 ) -> Kind:
-    """Return the kind that the head shows, for a model whose class name shows none.
+    """Infer the kind from the head, for a model whose class name does not show it.
 
-    A model without a head, as one of sentence embeddings, predicts no tokens.
+    A model without a head, such as a sentence encoder, predicts no tokens: a classifier.
 
     Raises:
-        AnatomyError: the head does not show it either.
+        AnatomyError: The kind cannot be inferred from the head either.
     """
     if head is None or count_rows(head) != count_rows(embedding):
         return "classifier"
     if not hasattr(model, "config"):
         return "causal"
     raise AnatomyError(
-        f"the class of {type(model).__name__} in {type(root).__name__} does not show what its "
+        f"the class of {type(model).__name__} in {type(root).__name__} does not tell what its "
         "labels mean. Set kind='causal' (next tokens), 'masked', 'seq2seq' or 'classifier'."
     )
 
@@ -104,17 +104,17 @@ def infer_kind_from_head(
 def find_head(
     root: nn.Module, model: nn.Module, embedding: nn.Module, kind: Kind | None, required: bool
 ) -> nn.Module | None:
-    """Return the output layer: the getter's, else one found in the model, else one beside it.
+    """Return the output layer: the getter's, else one in the model, else one beside it in ``root``.
 
     Args:
-        root: the module that is searched.
-        model: the language model in it, without its PEFT wrapper.
-        embedding: its input embeddings.
-        kind: meaning of the labels, or None if it is not known yet.
-        required: whether a missing head is an error; otherwise None is returned.
+        root: The module that is searched.
+        model: The language model in it, without its PEFT wrapper.
+        embedding: The model's input embeddings.
+        kind: The meaning of the labels, or None if it is not known yet.
+        required: Whether a missing head is an error; otherwise None is returned.
 
     Raises:
-        AnatomyError: a required head is missing, or there are several.
+        AnatomyError: A required head is missing, or there are several.
     """
     layer = None if kind == "classifier" else call_matrix_getter(model, "get_output_embeddings")
     if layer is not None and wrappers.find_path(root, layer) is not None:
@@ -150,8 +150,8 @@ def _check_rows(root: nn.Module, model: nn.Module, embedding: nn.Module, head: n
     if rows != words and not is_encoder_decoder(model):
         path = wrappers.find_path(root, head)
         raise AnatomyError(
-            f"get_output_embeddings() of {type(model).__name__} gives '{path}' with {rows} rows, "
-            f"but there are {words} input embeddings. If that is intended, name it: head='{path}'."
+            f"get_output_embeddings() of {type(model).__name__} returns '{path}' with {rows} rows, "
+            f"but there are {words} input embeddings. If that is intended, pass head='{path}'."
         )
 
 
@@ -170,22 +170,22 @@ def find_anatomy(
     ``get_input_embeddings``; one pair of ``nn.Embedding`` and ``nn.Linear`` with the same number of
     rows. It checks what the getters of a model return: the input embeddings of an encoder-decoder
     are those that its encoder calls, and a head must have as many rows as there are words. A model
-    without a head (``BertModel``) may have one beside it in ``root``. A part that an argument gives
-    is not searched for. Names are paths in ``root``, or in the language model.
+    without a head (``BertModel``) may have one beside it in ``root``. Parts that are passed are not
+    searched for. Names are paths in ``root``, or in the language model.
 
     Args:
-        root: the LightningModule, or any module.
-        model: the language model, if ``root`` holds several.
-        embedding: input embeddings. If a plain module has no linear layer of vocabulary size, set
-            this argument alone; its anatomy then has no head.
-        head: output layer. If the model has none and multiplies by its embedding matrix, give that
-            embedding here too.
-        blocks: name of the ``ModuleList`` or ``Sequential`` of transformer blocks.
-        kind: meaning of the labels. For a plain module without a ``config`` the default is
-            ``"seq2seq"`` if it holds an ``nn.Transformer``, and ``"causal"`` otherwise.
+        root: The LightningModule, or any module.
+        model: The language model, if ``root`` holds several.
+        embedding: The input embeddings. If a plain module has no linear layer of vocabulary size,
+            set only this argument; the anatomy then has no head.
+        head: The output layer. If the model has none and multiplies by its embedding matrix, pass
+            the embedding here as well.
+        blocks: The name of the ``ModuleList`` or ``Sequential`` of transformer blocks.
+        kind: The meaning of the labels. For a module without ``get_input_embeddings`` the default
+            is ``"seq2seq"`` if it holds an ``nn.Transformer``, and ``"causal"`` otherwise.
 
     Raises:
-        AnatomyError: a part is missing, or there are several. The message lists them and names the
+        AnatomyError: A part is missing, or there are several. The message lists them and names the
             argument to set.
     """
     check_choice("kind", kind, get_args(Kind), optional=True, error=AnatomyError)
@@ -193,42 +193,44 @@ def find_anatomy(
     if named_model is None:
         named_model = _find_model(root)
     scope = root if named_model is None else wrappers.unwrap(named_model)
-    the_embedding = resolve_module(root, scope, embedding, "embedding")
-    the_head = resolve_module(root, scope, head, "head")
+    embedding_layer = resolve_module(root, scope, embedding, "embedding")
+    head_layer = resolve_module(root, scope, head, "head")
     core = wrappers.without_peft(scope)
     if named_model is not None and call_matrix_getter(core, "get_input_embeddings") is not None:
-        if the_embedding is None:
-            the_embedding = find_embedding(root, core)
+        if embedding_layer is None:
+            embedding_layer = find_embedding(root, core)
         name_kind = infer_kind_from_name(core)
-        if the_head is None:
+        if head_layer is None:
             required = kind is None and name_kind is not None
-            the_head = find_head(root, core, the_embedding, kind or name_kind, required)
-        the_kind = kind or name_kind or infer_kind_from_head(root, core, the_embedding, the_head)
+            head_layer = find_head(root, core, embedding_layer, kind or name_kind, required)
+        resolved_kind = (
+            kind or name_kind or infer_kind_from_head(root, core, embedding_layer, head_layer)
+        )
     else:
-        the_embedding, the_head = _plain_parts(root, scope, the_embedding, the_head, kind)
+        embedding_layer, head_layer = _plain_parts(root, scope, embedding_layer, head_layer, kind)
         if named_model is None:
-            core = scope = _common_ancestor(root, [the_embedding, the_head])
-        the_kind = kind or _plain_kind(scope)
+            core = scope = _common_ancestor(root, [embedding_layer, head_layer])
+        resolved_kind = kind or _plain_kind(scope)
 
-    shape = weight_shape(the_embedding, "embedding")
-    rows = shape[0] if the_head is None else count_rows(the_head, "head")
-    decoder_only = the_kind == "seq2seq" or is_encoder_decoder(core)
-    the_blocks = find_blocks(root, core, blocks, decoder_only, (the_embedding, the_head))
+    shape = weight_shape(embedding_layer, "embedding")
+    rows = shape[0] if head_layer is None else count_rows(head_layer, "head")
+    search_decoder = resolved_kind == "seq2seq" or is_encoder_decoder(core)
+    block_list = find_blocks(root, core, blocks, search_decoder, (embedding_layer, head_layer))
     return Anatomy(
         root=root,
         model=scope,
-        kind=the_kind,
-        embedding=the_embedding,
-        embedding_name=path_in(root, the_embedding, "embedding"),
-        head=the_head,
-        head_name=None if the_head is None else path_in(root, the_head, "head"),
-        blocks=tuple(m for _, m in the_blocks),
-        block_names=tuple(n for n, _ in the_blocks),
-        tied=_is_tied(scope, the_embedding, the_head),
+        kind=resolved_kind,
+        embedding=embedding_layer,
+        embedding_name=path_in(root, embedding_layer, "embedding"),
+        head=head_layer,
+        head_name=None if head_layer is None else path_in(root, head_layer, "head"),
+        blocks=tuple(m for _, m in block_list),
+        block_names=tuple(n for n, _ in block_list),
+        tied=_is_tied(scope, embedding_layer, head_layer),
         vocab_size=rows,
         hidden_size=shape[1],
         peft=wrappers.peft_kind(scope),
-        target_rows=_target_rows(core, the_embedding) if is_encoder_decoder(core) else None,
+        target_rows=_target_rows(core, embedding_layer) if is_encoder_decoder(core) else None,
     )
 
 
@@ -238,17 +240,21 @@ def _target_rows(model: nn.Module, embedding: nn.Module) -> int | None:
     The vocabularies differ if the sizes do, or if the configuration says that they are not shared.
     """
     decoder = find_side(model, "decoder")
-    other = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
-    if other is None or wrappers.leaf(other) is wrappers.leaf(embedding):
+    other_side = None if decoder is None else call_matrix_getter(decoder, "get_input_embeddings")
+    if other_side is None or wrappers.leaf(other_side) is wrappers.leaf(embedding):
         return None
     config = getattr(model, "config", None)
     separate = getattr(config, "share_encoder_decoder_embeddings", True) is False
-    rows = count_rows(other)
+    rows = count_rows(other_side)
     return rows if separate or rows != count_rows(embedding) else None
 
 
 def _find_model(root: nn.Module) -> nn.Module | None:
-    """Return the one language model inside ``root`` that has ``get_input_embeddings``, if any."""
+    """Return the one language model inside ``root`` that has ``get_input_embeddings``, if any.
+
+    Raises:
+        AnatomyError: There are several.
+    """
     hugging_face: list[Named] = []
     with_getter: list[Named] = []
     stack: list[Named] = [("", root)]
@@ -259,7 +265,7 @@ def _find_model(root: nn.Module) -> nn.Module | None:
             continue
         visited.add(id(module))
         if (
-            wrappers.transparent_child(module) is None
+            wrappers.transparent_child(module) is None  # else its getter is its child's, as DDP's
             and call_matrix_getter(module, "get_input_embeddings") is not None
         ):
             is_lightning = hasattr(module, "training_step")
@@ -275,10 +281,10 @@ def _find_model(root: nn.Module) -> nn.Module | None:
         models = outermost(inner or with_getter)
     if len(models) > 1:
         names = "; ".join(f"'{n}' ({type(wrappers.unwrap(m)).__name__})" for n, m in models)
-        one, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
+        path, _ = min(models, key=lambda m: not any(p.requires_grad for p in m[1].parameters()))
         raise AnatomyError(
             f"{type(root).__name__} holds {len(models)} language models: {names}. Name the trained "
-            f"one: settings=WatchSettings(anatomy={{'model': '{one}'}}); or model='{one}' itself."
+            f"one: settings=WatchSettings(anatomy={{'model': '{path}'}}), or pass model='{path}'."
         )
     return models[0][1] if models else None
 
@@ -292,7 +298,7 @@ def _plain_parts(
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return embedding and head of a plain module: the one pair with the same number of rows.
 
-    Layers inside blocks are left out: their rows may equal those of an embedding of positions.
+    Layers inside blocks are ignored, because they may have as many rows as a position embedding.
     """
     if embedding is not None and head is not None:
         return embedding, head
@@ -311,7 +317,7 @@ def _plain_parts(
         return pairs[0][0][1], pairs[0][1][1]
     if embedding is not None and not pairs:
         return embedding, None
-    _refuse_wordless(scope, pairs)
+    _refuse_without_words(scope, pairs)
     raise missing_part_error(
         root,
         "single language model" if pairs else "language model",
@@ -322,13 +328,13 @@ def _plain_parts(
     )
 
 
-def _refuse_wordless(model: nn.Module, pairs: Sequence[object]) -> None:
-    """Refuse a model that reads no ids, for which no argument could help."""
+def _refuse_without_words(model: nn.Module, pairs: Sequence[object]) -> None:
+    """Raise an error for a model that takes no token ids; no argument could fix that."""
     media = (getattr(m, "main_input_name", "input_ids") != "input_ids" for m in model.modules())
     if not pairs and (any(media) or not find_layers(model, (nn.Embedding,))):
         raise AnatomyError(
-            f"{type(model).__name__} has no token embeddings, and without words there is nothing "
-            "that attacks could read in what it shares"
+            f"no token embeddings were found in {type(model).__name__}: there are no words that "
+            "attacks could recover from its updates"
         )
 
 

@@ -1,7 +1,7 @@
-"""The truth of a step of a model without an output head: the ids at its embedding, and no labels.
+"""Ground truth of a step of a model without an output head: the token ids at its embedding.
 
-Its loss is of hidden states, as a contrastive one of sentence embeddings is, and a step may call it
-once for each text of a pair or triplet.
+The loss of such a model is computed from hidden states, for example a contrastive loss of sentence
+embeddings. A step may call the model several times, once for each text of a pair or triplet.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from lightning_fedleak.model.taps.step import ModelCall
 
 
 class EncoderTap(GraphTap):
-    """Hooks that read which calls of a model without a head a step was trained on.
+    """Hooks that record which calls of a model without a head got a gradient in a step.
 
     Args:
-        anatomy: the parts of the model.
+        anatomy: The parts of the model.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
         super().__init__(anatomy)
-        self._trained: list[ModelCall] = []
-        if not model_runs.is_compiled(anatomy.root):
+        self._calls_with_gradient: list[ModelCall] = []
+        if not model_runs.is_compiled(anatomy.root):  # a missing head is no obstacle here
             self.why_not = None
 
     def close(self) -> None:
         """Remove the hooks, and forget the calls."""
         super().close()
-        self._trained = []
+        self._calls_with_gradient = []
 
     def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
-        """Return the calls whose states got a gradient since the last time, and forget them.
+        """Return the calls whose hidden states got a gradient since the last time; forget them.
 
         Args:
-            read: not needed.
+            read: Unused; part of the interface of :class:`GraphTap`.
 
         Raises:
-            Exception: what a hook raised in the user's forward or backward.
+            Exception: An exception that a hook raised during the user's forward or backward.
         """
         raise_kept(self)
-        trained, self._trained = self._trained, []
-        calls = [call for call in self._calls if call in trained]
-        self._calls = [call for call in self._calls if call not in trained]
+        found, self._calls_with_gradient = self._calls_with_gradient, []
+        calls = [call for call in self._calls if call in found]
+        self._calls = [call for call in self._calls if call not in found]
         return calls
 
     @raised_when_read
@@ -59,34 +59,35 @@ class EncoderTap(GraphTap):
         if model_runs.is_observed() or not self._depth:
             return
         self._depth -= 1
-        parts = [*output.values()] if isinstance(output, Mapping) else output
-        for states in parts if isinstance(parts, list | tuple) else [output]:
+        outputs = [*output.values()] if isinstance(output, Mapping) else output
+        for states in outputs if isinstance(outputs, list | tuple) else [output]:
             if isinstance(states, Tensor) and states.requires_grad and self._calls:
-                trains = partial(self._note_trained, self._calls[-1])
-                states.register_hook(trains)  # type: ignore[no-untyped-call]
+                note = partial(self._note_gradient, self._calls[-1])
+                states.register_hook(note)  # type: ignore[no-untyped-call]
 
-    def _note_trained(self, call: ModelCall, gradient: Tensor) -> None:
-        self._trained.append(call)
+    def _note_gradient(self, call: ModelCall, gradient: Tensor) -> None:
+        self._calls_with_gradient.append(call)
 
     def _read_reach(self, call: ModelCall, gradient: Tensor) -> None:
         super()._read_reach(call, gradient)
-        self._trained.append(call)
+        self._calls_with_gradient.append(call)
 
 
 def read_encoder_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
-    """Return a call of a model without a head, with its ids and mask.
+    """Return the call with its token batch: ids, mask, and labels if the user's batch matches.
 
     Args:
-        call: whose states got a gradient.
-        kind: of the model.
-        read: the user's batch as it could be read, whose labels are the call's if it has its shape.
+        call: A call whose hidden states got a gradient.
+        kind: The kind of the model.
+        read: The user's batch, or None if it could not be read. Its labels are used if its ids have
+            the call's shape.
 
     Raises:
-        BatchError: no ids arrived at the model's input embedding.
+        BatchError: No ids arrived at the model's input embedding.
     """
     if call.ids is None:
         raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
     batch = read_inputs(call, call.ids, kind, read)
-    same = read is not None and read.input_ids.shape == call.ids.shape
-    batch = replace(batch, labels=read.labels if read and same else None)
+    has_same_shape = read is not None and read.input_ids.shape == call.ids.shape
+    batch = replace(batch, labels=read.labels if read and has_same_shape else None)
     return replace(call, batch=batch)

@@ -82,10 +82,10 @@ class GraphTap:
         self.labels: Tensor | None = None
         self.error: Exception | None = None
         self.why_not = None
-        if anatomy.head is None:
-            self.why_not = "the model has no output head"
-        elif model_runs.is_compiled(anatomy.root):
+        if model_runs.is_compiled(anatomy.root):
             self.why_not = "torch.compile runs the model, whose hooks do not fire"
+        elif anatomy.head is None:
+            self.why_not = "the model has no output head"
 
     def arm(self) -> None:
         """Record the calls from now on."""

@@ -21,7 +21,7 @@ from lightning_fedleak.report.series import (
     before_and_after,
     curve_of,
     heat_maps,
-    is_read,
+    is_leak,
     knee,
     utility,
 )
@@ -108,7 +108,7 @@ def _draw_steps(fit: FitSummary, overview: Overview, max_bins: int) -> _Figure |
         return None
     bins = Bins(steps, max_bins)
     visible = {curve: bins.highest(curve.points) for curve in curves}
-    lines = {name: thin for name, line in metrics.items() if (thin := bins.thinned(line))}
+    lines = {name: thin for name, line in metrics.items() if (thin := bins.downsample(line))}
     x = bins.span(fit.length)
 
     def draw(width: float) -> str:
@@ -226,7 +226,7 @@ def _draw_defense(fit: FitSummary) -> _Figure | None:
             y = plot.top + row * (number + (0.62 if is_narrow else 0.5))
             if pair.chance:
                 plot.rule("chance", [plot.x(pair.chance)], (y - 16, y + 16))
-            is_red = pair.is_conclusive and is_read(pair.after, pair.chance)
+            is_red = pair.is_conclusive and is_leak(pair.after, pair.chance)
             tone = "read" if is_red else "calm"
             middle = [plot.x(rate.value or 0.0) for rate in (pair.before, pair.after)]
             plot.rule("faint", middle, (y - 7, y + 7))
@@ -286,7 +286,7 @@ def _draw_spending(fit: FitSummary, defense: str, series: Points, max_bins: int)
     bins = Bins([step for step, value in series if value is not None], max_bins)
     if len(bins.steps) < 2:
         return None
-    remaining, x = bins.thinned(series), bins.span(fit.length)
+    remaining, x = bins.downsample(series), bins.span(fit.length)
     last = list(remaining.values())[-1][1]
 
     def draw(width: float) -> str:

@@ -139,7 +139,7 @@ def test_a_dictionary_that_follows_is_one_that_is_built_again(
     attack, anatomy = prepared(model)
     (readable,) = (r for r in attack._readable if not r.is_factor_b)
     write(parameter(model, "wte" if family is gpt2 else "embed_tokens"), sorted(tokens))
-    followed, moved = readable.dictionary.follow(anatomy, readable.known_input)
+    followed, moved = readable.dictionary.refresh(anatomy, readable.known_input)
     again = row_space.build_dictionary(anatomy, readable.known_input)
     torch.testing.assert_close(followed.rows, again.rows, rtol=0, atol=0)
     if again.positions is None:

@@ -65,7 +65,7 @@ from lightning_fedleak.defenses import (
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.engine import Memorization, scheduler
-from lightning_fedleak.engine.channels.weights import WeightLooks
+from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream

@@ -225,7 +225,7 @@ def test_importing_an_attack_loads_at_most_60_modules(results: dict[str, Any]) -
 
 
 def test_engine_imports_without_lightning_and_report_pages(results: dict[str, Any]) -> None:
-    assert "lightning_fedleak.engine.channels.pool" in results["engine"]["modules"]
+    assert "lightning_fedleak.engine.channels.released.pool" in results["engine"]["modules"]
     pages = [n for n in results["engine"]["all"] if n.startswith("lightning_fedleak.report.")]
     assert all(name.startswith("lightning_fedleak.report.records") for name in pages), pages
 

@@ -13,8 +13,8 @@ from typing import Any
 from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.engine import log, record
 from lightning_fedleak.engine.channels.base import Channel, channels_of, find_entities
-from lightning_fedleak.engine.channels.records import RECORDS
-from lightning_fedleak.engine.channels.weights import WeightLooks
+from lightning_fedleak.engine.channels.released.records import RECORDS
+from lightning_fedleak.engine.channels.released.weights import WeightLooks
 from lightning_fedleak.engine.engine import StepEngine
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.lineup import Lineup, check_texts

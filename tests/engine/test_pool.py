@@ -25,8 +25,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.pool import collect
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.pool import collect
+from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
 from lightning_fedleak.evaluation.canaries import (
     LeftOutRecord,
     TrainingRows,

@@ -1,15 +1,15 @@
 """The families of leak that the monitor knows: words, membership, texts, memorization, canaries."""
 
 from lightning_fedleak.engine.channels.base import Channel as Channel
-from lightning_fedleak.engine.channels.canaries import CanaryChannel as CanaryChannel
-from lightning_fedleak.engine.channels.canaries import EntityChannel as EntityChannel
 from lightning_fedleak.engine.channels.membership import MembershipChannel as MembershipChannel
 from lightning_fedleak.engine.channels.membership import (
     PassiveMembershipChannel as PassiveMembershipChannel,
 )
-from lightning_fedleak.engine.channels.memorization import (
+from lightning_fedleak.engine.channels.released.canaries import CanaryChannel as CanaryChannel
+from lightning_fedleak.engine.channels.released.canaries import EntityChannel as EntityChannel
+from lightning_fedleak.engine.channels.released.memorization import (
     MemorizationChannel as MemorizationChannel,
 )
-from lightning_fedleak.engine.channels.prompts import PromptChannel as PromptChannel
+from lightning_fedleak.engine.channels.released.prompts import PromptChannel as PromptChannel
 from lightning_fedleak.engine.channels.texts import TextsChannel as TextsChannel
 from lightning_fedleak.engine.channels.words import WordsChannel as WordsChannel

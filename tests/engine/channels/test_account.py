@@ -10,7 +10,7 @@ import torch
 
 from lightning_fedleak.defenses import Defense, Privacy
 from lightning_fedleak.defenses.accounting.accounting import curve_of
-from lightning_fedleak.engine.channels.account import AccountGame
+from lightning_fedleak.engine.channels.released.account import AccountGame
 
 N = 200
 

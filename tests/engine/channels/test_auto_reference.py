@@ -32,7 +32,7 @@ from lightning_fedleak.attacks.memorization import Combined, CombinedReference
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.callbacks.trainer_facts import TrainerRun
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.pool import MIN_POOL, _drawn, _sample, collect
+from lightning_fedleak.engine.channels.released.pool import MIN_POOL, _drawn, _sample, collect
 from lightning_fedleak.evaluation.canaries import draw_references, leave_out
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy

@@ -18,7 +18,7 @@ from lightning_fedleak.attacks.memorization import Combined, PromptRatio
 from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels import pool
+from lightning_fedleak.engine.channels.released import pool
 from lightning_fedleak.engine.channels.words import _texts_of, _WordTruth
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities

@@ -40,7 +40,7 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.pool import collect
+from lightning_fedleak.engine.channels.released.pool import collect
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import highest_auc, visible_tpr
@@ -486,7 +486,7 @@ def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_pa
         watching = combined(tmp_path, settings)
         gate = gates[at_most] = RiskGate("leakage/combined/auc", at_most=at_most, action="warn")
         train = leave_out(rows(300), 100, seed=1)[0]
-        with mock.patch("lightning_fedleak.engine.channels.pool.MIN_POOL", 40):
+        with mock.patch("lightning_fedleak.engine.channels.released.pool.MIN_POOL", 40):
             fit([watching, gate], data=train, max_epochs=1)
         assert watching.latest["leakage/combined/auc_provable"] == pytest.approx(0.0125**0.05)
     assert gates[0.79].fired is None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fedleak.engine.channels.pool import Pool
+from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason

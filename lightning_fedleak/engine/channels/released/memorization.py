@@ -25,18 +25,22 @@ from lightning_fedleak.attacks.memorization import (
     RewardGain,
     blind_scores,
 )
-from lightning_fedleak.engine.channels.account import BOUND, AccountGame, too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
-from lightning_fedleak.engine.channels.pool import (
+from lightning_fedleak.engine.channels.released.account import (
+    BOUND,
+    AccountGame,
+    too_few_non_members,
+)
+from lightning_fedleak.engine.channels.released.pool import (
     FORWARD_SHARE,
     NO_CONTROLS,
     Pool,
     collect,
     forwards_of,
 )
-from lightning_fedleak.engine.channels.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
+from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RECORDS, write_list
+from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (

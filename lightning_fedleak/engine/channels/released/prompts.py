@@ -14,9 +14,9 @@ import torch
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import PromptAttack, RewardGain
-from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import FORWARD_SHARE, Pool
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.released.pool import FORWARD_SHARE, Pool
+from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.taps import Text
 

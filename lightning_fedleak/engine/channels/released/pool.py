@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
-from lightning_fedleak.engine.channels.training_rows import (
+from lightning_fedleak.engine.channels.released.training_rows import (
     NoNonMembers,
     check_loader,
     check_shuffle,

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import Canaries, Entities
-from lightning_fedleak.engine.channels.account import too_few_non_members
 from lightning_fedleak.engine.channels.exchange import over_processes
-from lightning_fedleak.engine.channels.memorization import MemorizationChannel
-from lightning_fedleak.engine.channels.pool import CanaryPool, Pool
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers
-from lightning_fedleak.engine.channels.weights import Answer, WeightChannel
+from lightning_fedleak.engine.channels.released.account import too_few_non_members
+from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.released.pool import CanaryPool, Pool
+from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.outcomes import AUDIT, Series
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.evaluation.metrics.found_entities import entity_values

@@ -19,8 +19,12 @@ from lightning_fedleak.attacks import Attack, Capability, UnusableObservation
 from lightning_fedleak.attacks.memorization import Extraction, MemorizationAttack
 from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
-from lightning_fedleak.engine.channels.pool import NoRows, Pool
-from lightning_fedleak.engine.channels.training_rows import NoNonMembers, find_mask, read_tokens
+from lightning_fedleak.engine.channels.released.pool import NoRows, Pool
+from lightning_fedleak.engine.channels.released.training_rows import (
+    NoNonMembers,
+    find_mask,
+    read_tokens,
+)
 from lightning_fedleak.engine.choice import Row, in_short
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import (

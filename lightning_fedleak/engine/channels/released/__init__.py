@@ -1,0 +1,1 @@
+"""Attacks on the trained weights: what they are asked about, and when, and what is recorded."""

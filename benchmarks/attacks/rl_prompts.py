@@ -2,7 +2,7 @@
 
     python -m benchmarks.attacks.rl_prompts --model DIR --text FILE
     python -m benchmarks.attacks.rl_prompts --model DIR --text FILE --reward shared --null
-    python -m benchmarks.attacks.rl_prompts --model DIR --text FILE --trainer rloo --lora 16 --lr 1e-4
+    python -m benchmarks.attacks.rl_prompts --model DIR --text FILE --trainer rloo --lora 16
 
 A prompt is the begin of a text; ``leave_out`` holds half of the prompts out. The reward is the
 share of a completion's words that begin with a letter of one half of the alphabet. With
@@ -51,8 +51,8 @@ from lightning_fedleak.model.taps import token_log_probs
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 
 SMOKE = (
-    "--model {model} --text {text} --prompts 40 --prompt 9 --generations 4 --epochs 1",
-    "--model {model} --text {text} --prompts 40 --prompt 9 --generations 4 --epochs 1 "
+    "--model {model} --text {text} --prompts 40 --generations 4 --epochs 1",
+    "--model {model} --text {text} --prompts 40 --generations 4 --epochs 1 "
     "--trainer rloo --lora 4 --reward shared --null",
 )
 
@@ -267,8 +267,8 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo")
     parser.add_argument("--reward", choices=("own", "shared"), default="own")
-    parser.add_argument("--prompts", type=int, default=120, help="that are asked about")
-    parser.add_argument("--prompt", type=int, default=6, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=int, default=100, help="that are asked about")
+    parser.add_argument("--prompt", type=int, default=9, help="tokens of a prompt")
     parser.add_argument("--length", type=int, default=4, help="tokens of a completion")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")

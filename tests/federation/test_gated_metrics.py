@@ -91,7 +91,7 @@ def test_of_too_few_texts_an_update_can_be_found_to_leak_but_not_to_be_safe(tmp_
     assert low.look.now[MEMBERSHIP] == 0.0
     assert low.withheld
     assert math.isnan(low.events[0].value)
-    assert "15 texts of the update were asked for" in low.events[0].why
+    assert "15 texts of the update were queried" in low.events[0].why
     one_more = asked(tmp_path / "enough", batches(1, n=4, rows=4), gate(), sign=-1.0)
     assert not one_more.withheld
 

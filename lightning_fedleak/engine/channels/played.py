@@ -200,9 +200,7 @@ def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting
         scores = guess.scores.detach().cpu().double()
         decisions = guess.members.detach().bool().cpu()
         if {scores.shape, decisions.shape} != {members.shape} or bool(scores.isnan().any()):
-            raise UnusableObservation(
-                "the attack did not return a score (not NaN) and a decision for each target"
-            )
+            raise UnusableObservation("the attack gave no score and decision for each target")
     except Exception as error:
         return Unknown(reason(error))
     return GameResults(scores, members, decisions)

@@ -17,8 +17,8 @@ from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.token_parts import (
     PartFit,
-    least_coefficient,
     map_token_parts,
+    min_coefficient,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -144,7 +144,7 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
     parts[1, -1] = 0  # a causal text's last token has none
     shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
     fit = PartFit(parts @ shared, parts @ parts.mT)
-    result = least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    result = min_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
     for row, tokens in zip(result, parts, strict=True):
         whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
         rest = shared - whole * tokens.sum(0)
@@ -332,7 +332,7 @@ def test_noise_takes_the_difference_away() -> None:
 
 
 def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.MAX_FULL_WIDTH", 5)
     inside = texts(ROWS, LENGTH)
     guess = asked(ready(llama()), inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())

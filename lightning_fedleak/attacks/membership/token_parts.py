@@ -55,9 +55,9 @@ def map_token_parts(
         maps: The linear maps.
         batch: The texts (B, L) with labels.
         function: A function of the inputs (b, L, d) and slopes (b, L, o) of a few texts, by the
-            map's name, in float32. The slopes are those of the summed loss; they are zero at
-            padding, where the inputs are not. Virtual tokens are missing, and so are maps that are
-            not called exactly once or do not affect the loss.
+            map's name, in float32. The slopes are those of the summed loss. Both are zero at
+            padding. Virtual tokens are missing, and so are maps that are not called exactly once or
+            do not affect the loss.
 
     Returns:
         The function's results, in the order of the texts.
@@ -110,7 +110,7 @@ def _inputs_and_slopes(
         if slope is None:
             continue
         x, slope = x[:, -length:].float(), slope[:, -length:].float()  # without virtual tokens
-        pairs[name] = (x, slope if real is None else slope * real)
+        pairs[name] = (x, slope) if real is None else (x * real, slope * real)
     return pairs
 
 
@@ -162,10 +162,7 @@ class SideWhitening:
 
 
 class Moments:
-    """The second moments of inputs and slopes over public tokens, by map.
-
-    Public texts are not padded: padding has inputs, which would count.
-    """
+    """The second moments of inputs and slopes over public tokens, by map."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Tensor] = {}

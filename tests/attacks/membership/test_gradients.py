@@ -16,6 +16,7 @@ from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.token_parts import (
+    Moments,
     PartFit,
     map_token_parts,
     min_coefficient,
@@ -135,6 +136,25 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
         expected = anatomy.parameter(linear.name).grad
         expected = expected if linear.axis == 1 else expected.T
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_padding_adds_nothing_to_the_moments_of_the_whitening(family: Any) -> None:
+    anatomy, ids = find_anatomy(ready(family())), texts(2, LENGTH)
+    maps = [m for m in find_linear_maps(anatomy) if anatomy.trainable(m.name)]
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    padded = TokenBatch(ids, ids.masked_fill(mask == 0, -100), mask, "causal")
+    rows = [TokenBatch(row[None], row[None], None, "causal") for row in (ids[0, :-3], ids[1])]
+    together, separate = Moments(), Moments()
+    map_token_parts(anatomy, maps, padded, together.add)
+    for row in rows:
+        map_token_parts(anatomy, maps, row, separate.add)
+    for name, moment in separate._inputs.items():
+        torch.testing.assert_close(together._inputs[name], moment, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            together._slopes[name], separate._slopes[name], rtol=1e-4, atol=1e-6
+        )
 
 
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 3.0))

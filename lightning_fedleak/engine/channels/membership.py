@@ -368,7 +368,7 @@ class MembershipChannel(Channel):
     @torch.no_grad()
     def _guess(
         self, attack: MembershipAttack, step: int, stage: Stage
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         if isinstance(self._targets, Unknown | Waiting):
             return self._targets
         games = self._played.get(attack.name, Unknown("the games were not begun"))
@@ -382,7 +382,7 @@ class MembershipChannel(Channel):
 
     def _ask(
         self, attack: MembershipAttack, games: _Games, step: int, stage: Stage
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         """Return what an attack guesses from its canary as it is now, beside the truth."""
         canary = games.canary
         shared = {CRAFTED: canary.released}
@@ -390,11 +390,11 @@ class MembershipChannel(Channel):
         snapshot = GradientSnapshot(step, stage, shared, client=client, noise_std=std)
         answer = attack.run(Observation((snapshot,)), games.targets.query())
         check_guess(attack, answer, self.guesses)
-        return played.played_games(answer, games.targets.members)
+        return played.game_results(answer, games.targets.members)
 
     def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of the games of this look."""
-        assert isinstance(answer, played.Played)
+        assert isinstance(answer, played.GameResults)
         return played.rates_of(answer)
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
@@ -405,14 +405,14 @@ class MembershipChannel(Channel):
         if not isinstance(targets, Targets):
             return targets
         games = self._control_games(plan, control, targets)
-        if not isinstance(games, played.Played):
+        if not isinstance(games, played.GameResults):
             return games
         return played.control_rates_of(games, is_part=control.is_part)
 
     @torch.no_grad()
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         """Return the games of an attack about known texts, before any defence."""
         attack: Any = plan.attack
         scale, layer = self.run.loss_scale, attack.layer
@@ -424,7 +424,7 @@ class MembershipChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
-        assert isinstance(answer, played.Played)
+        assert isinstance(answer, played.GameResults)
         return answer.pack(self.width)
 
     # ---- over clients and looks -------------------------------------------------------------
@@ -473,7 +473,7 @@ class PassiveMembershipChannel(MembershipChannel):
             silent = any(series not in look.answers for series in expected)
             if not plan.exposed or not look.steps_with(plan.optimizer) or not silent:
                 continue
-            answer: played.Played | Unknown | Waiting | Targets = self._targets
+            answer: played.GameResults | Unknown | Waiting | Targets = self._targets
             if isinstance(answer, Targets):
                 answer = self._asked(plan, step, look.wanted[0], answer)
             for series in self.series(plan.attack, look.wanted):
@@ -481,11 +481,11 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def _asked(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         answer = guess(plan, step, stage, self.run, targets.query())
-        return played.played_games(answer, targets.members)
+        return played.game_results(answer, targets.members)
 
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         return self._asked(plan, control, Stage.LOCAL, targets)

@@ -27,9 +27,9 @@ def test_far_apart_names_a_buffer_beside_values_that_are_not_finite(
     before: list[float], first: list[float], second: list[float]
 ) -> None:
     state, *steps = ({"b": torch.tensor(values)} for values in (before, first, second))
-    effects = [side_effects(step, state) for step in steps]
-    assert far_apart(*effects, 0.1) == ["b"]
-    assert far_apart(effects[0], effects[0], 0.1) == []
+    earlier, later = (side_effects(step, state) for step in steps)
+    assert far_apart(earlier, later, 0.1) == ["b"]
+    assert far_apart(earlier, earlier, 0.1) == []
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
         if not bool(usable.any()):
             return None
         if float(residual[usable].norm()) <= _RESIDUAL * float(rows[usable].norm()):
-            return _without_dispensable(rows[usable], atoms, nuisance, chosen)
+            return _prune(rows[usable], atoms, nuisance, chosen)
         products = multiply(residual).square_()
         products /= outside.clamp_min(1e-30) * residual.square().sum(1, keepdim=True).float()
         products[outside < _DEPENDENT * sizes] = 0.0
@@ -352,9 +352,7 @@ def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor
         directions = [atoms[chosen[-1]].double()]
 
 
-def _without_dispensable(
-    rows: Tensor, atoms: Tensor, nuisance: Tensor, chosen: list[int]
-) -> Tensor:
+def _prune(rows: Tensor, atoms: Tensor, nuisance: Tensor, chosen: list[int]) -> Tensor:
     """Return the chosen tokens, less each one without which the others explain the rows."""
     mask, needed = rows != 0, list(chosen)
     for token in chosen:

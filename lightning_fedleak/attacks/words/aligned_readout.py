@@ -366,9 +366,8 @@ def _draw_types(
     required = torch.zeros(vocab, dtype=torch.bool, device=likely.device)
     for types in (batch.labels, batch.input_ids, expected.reference, likely):
         required[types] = True
-    included, remaining = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
-    draw = torch.randperm(len(remaining), generator=generator)[:_RANDOM]
-    sample = remaining[draw.to(remaining.device)]
-    weight = min(_MAX_IMPORTANCE, len(remaining) / max(1, len(sample)))
+    included, pool = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
+    sample = pool[torch.randperm(len(pool), generator=generator)[:_RANDOM].to(pool.device)]
+    weight = min(_MAX_IMPORTANCE, len(pool) / max(1, len(sample)))
     importance = torch.cat([torch.ones(len(included)), torch.full((len(sample),), weight)])
     return torch.cat([included, sample]), importance.to(included.device)

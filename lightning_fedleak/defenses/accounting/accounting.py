@@ -63,8 +63,6 @@ LARGEST_EPSILON = 200.0  # above it epsilon is infinite, because it means no pro
 MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
 CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that a curve allows is .6% larger (sigma 1)
 LEAST_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute nothing
-_OVER_RANGE = 100.0  # log excess that stands for an infinite epsilon: brentq needs finite values
-_LOG_STEP = 0.2  # first step from RDP's noise multiplier down to PRV's, in logs; doubled if needed
 
 
 def prv_epsilon(
@@ -299,7 +297,8 @@ def noise_multiplier_for(
     def excess(log_noise: float, accountant: AccountantKind) -> float:
         events = [(math.exp(log_noise), sample_rate, steps)]
         epsilon = epsilon_of(events, target_delta, accountant, sampling)
-        return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else _OVER_RANGE
+        # Finite values stand for epsilons 0 and infinity, as brentq needs.
+        return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
     if excess(highest, "rdp") > 0:
@@ -316,7 +315,7 @@ def noise_multiplier_for(
         )
     high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":
-        low = high - _LOG_STEP
+        low = high - 0.2  # PRV needs less noise than RDP: the first step down, in logs
         while low > lowest and excess(low, accountant="prv") <= 0:
             low, high = low - 2 * (high - low), low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)

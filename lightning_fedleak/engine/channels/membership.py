@@ -87,7 +87,7 @@ class _Games:
     canary: CanaryGradient
 
 
-_LayerBatches = Sequence[tuple[TokenBatch, Tensor, Tensor]]
+_LayerData = Sequence[tuple[TokenBatch, Tensor, Tensor]]
 """Each micro-batch with one document per row, its hidden states (B, L, d), and the gradient of
 the loss in them, (B, L, d).
 """
@@ -166,9 +166,7 @@ class MembershipChannel(Channel):
             special=special_ids(config, run.tokenizers),
         )
         self._has_new_ids = any(d.acts_on_batches for d in run.defenses)
-        self._rewriting_defenses = {
-            layer: d.name for d in run.defenses for layer in d.activation_layers
-        }
+        self._rewriters = {layer: d.name for d in run.defenses for layer in d.activation_layers}
         self._check_processes(run)
 
     def _check_processes(self, run: Run) -> None:
@@ -261,17 +259,16 @@ class MembershipChannel(Channel):
         self._targets = self._sources.population(step.number, batches)
         if not isinstance(targets := self._targets, Targets):
             return
-        layers: dict[int, _LayerBatches] = {}
+        layers: dict[int, _LayerData] = {}
         for attack in self.attacks:
             try:
                 if attack.layer not in layers:
                     layers[attack.layer] = self._read_layer(attack.layer, batches, scale)
-                layer = layers[attack.layer]
-                self._games[attack.name] = self._compute_games(attack, layer, targets)
+                self._games[attack.name] = self._make_games(attack, layers[attack.layer], targets)
             except Exception as error:
                 self._games[attack.name] = Unknown(reason(error))
 
-    def _read_layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _LayerBatches:
+    def _read_layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _LayerData:
         """Return the client's hidden states and the gradient of its loss in them.
 
         Raises:
@@ -285,7 +282,7 @@ class MembershipChannel(Channel):
                 "the other sign, and layers of a server's own have no control; "
                 "SubspaceMembership reads such steps"
             )
-        for rewritten, name in self._rewriting_defenses.items():
+        for rewritten, name in self._rewriters.items():
             if rewritten <= layer:
                 raise UnusableObservation(
                     f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
@@ -301,7 +298,7 @@ class MembershipChannel(Channel):
         batches: Sequence[TokenBatch],
         read: Sequence[TokenBatch],
         pieces: Sequence[Tensor],
-    ) -> _LayerBatches:
+    ) -> _LayerData:
         """Return the hidden states of texts at a layer, with the gradients that were recorded.
 
         Args:
@@ -323,9 +320,7 @@ class MembershipChannel(Channel):
         parts = [batch.per_document(g) for batch, g in zip(batches, gradients, strict=True)]
         return [*zip(documents, client, parts, strict=True)]
 
-    def _compute_games(
-        self, attack: MembershipAttack, layer: _LayerBatches, targets: Targets
-    ) -> _Games:
+    def _make_games(self, attack: MembershipAttack, layer: _LayerData, targets: Targets) -> _Games:
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -441,7 +436,7 @@ class MembershipChannel(Channel):
         pieces = control_states(self.run.anatomy, control, layer, scale=scale)
         batches = [call.texts for call in control.calls if call.has_gradient]
         states = self._join_layer(layer, batches, batches, pieces)
-        games = self._compute_games(attack, states, targets)
+        games = self._make_games(attack, states, targets)
         return self._run_attack(attack, games, control.number, Stage.LOCAL)
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:

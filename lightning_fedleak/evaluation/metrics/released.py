@@ -132,7 +132,7 @@ def rank_test(scores: Tensor, members: Tensor) -> float:
     """
     score, member = _pool(scores, members)
     non_members = np.sort(score[~member])[::-1]
-    allowed = int(FPR * len(non_members) + 1e-9)  # 1e-9: 0.01 * 100 must not round down to 0
+    allowed = int(FPR * len(non_members) + 1e-9)  # 1e-9: a product may be just below m
     hits = int((score[member] > non_members[allowed]).sum())
     n_members = int(member.sum())
     null = nhypergeom(len(score), n_members, allowed + 1)

@@ -1,4 +1,8 @@
-"""What a fit was: what left its clients and who could see it, what was tested, what gates did."""
+"""The summary of one fit for a report, from its log.
+
+It states which updates left the clients and who could see them, which attacks were tried and with
+which results, what was not tested, and what the gates decided.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +33,16 @@ from lightning_fedleak.report.wording import NOT_RECORDED, digits
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """What left a client, after which defences, and who could see it.
+    """The update that left a client, the defences that changed it, and the parties that saw it.
 
     Attributes:
-        update: what it is, in words.
-        size: how many parameters it is of, in words.
-        effects: what each defence did to it, in words.
-        seen_by: in words.
-        trained: names of the trained parameters; None where they were not recorded.
-        unread: those that no attack reads.
-        clients: how many there are; None where the run was not recorded.
+        update: The kind of update, in words.
+        size: The number of its parameters, in words.
+        effects: The effect of each defence on it, in words.
+        clients: The number of clients; None if the run was not recorded.
+        seen_by: The parties that could see it, in words.
+        trained: The names of the trained parameters; None if they were not recorded.
+        unread: The names of the trained parameters that no attack reads; None if not recorded.
     """
 
     update: str = NOT_RECORDED
@@ -51,7 +55,7 @@ class _Shared:
 
     @property
     def description(self) -> str:
-        """All of it in words."""
+        """The update, its size and the effects of the defences, as one sentence."""
         size = f", of {self.size}" if self.size else ""
         after = self.effects or ([] if self.clients is None else ["without a defence"])
         return "; ".join([f"{self.update}{size}, {after[0]}" if after else self.update, *after[1:]])
@@ -59,17 +63,24 @@ class _Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class _GateRule(records.GateFacts):
-    """A gate, and its rule in words."""
+    """A gate as recorded, with its rule in words."""
 
     rule: str
 
 
 REST = "capture, truth, control and scores of all"
-"""What looks take beside the attacks."""
+"""The row of costs for the time of looks that no attack took."""
 
 
 class _Cost(NamedTuple):
-    """What an attack took: in how many looks, in seconds, and of all looks' time."""
+    """The time of one attack in all looks.
+
+    Attributes:
+        attack: The name of the attack, or :data:`REST`.
+        looks: The number of looks that it ran in.
+        seconds: The seconds that it took in them.
+        share: Its share of the time of all looks.
+    """
 
     attack: str
     looks: int
@@ -78,43 +89,45 @@ class _Cost(NamedTuple):
 
 
 def _recorded(begin: records.BeginLine) -> records.JsonObject:
-    """Return what JSON has of the first line."""
+    """Return the parts of a log's first line that a report's JSON contains."""
     names = ("model", "training", "versions", "machine", "monitor")
     return {name: records.as_json(getattr(begin, name)) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
-    """Everything that a report says of one fit, or of one federation.
+    """The content of a report on one fit, or on one federation.
 
     Attributes:
-        name, folder: of its logs.
-        run: its id, or those of its monitors.
-        monitors: how many wrote its lines.
-        unit: of its step numbers.
-        recorded: whether its first line is there.
-        start, end: when it began, and how it ended, in words.
-        steps: that of the last look.
-        length: number of steps or rounds; None where no end was recorded.
-        looked_at: how many of them an attack was tried at.
-        costs: what looks took, by attack; the rest last.
-        begin: what its first line says; JSON has model, training, versions, machine and monitor.
-        settings_hash: as recorded.
-        shared: what left a client.
-        attacks: what each read.
-        updates, withheld: number of updates, and of those that were withheld.
-        utility: the user's own metrics over the steps.
-        privacy: accounts of the defences.
-        implied: bounds on attacks that follow from them.
-        defenses, gates: None where they were not recorded; the settings of a defence are without
-            its ledger, which names a place.
-        decisions: of gates.
-        not_played: attacks that were left out, and why.
-        not_tested: what nobody tried, in sentences.
-        named_attacks: those of EDPB Opinion 28/2024, paragraph 55.
-        rows: counts of the training rows that the trained model gives away; empty where they are
-            unknown, None where that was not asked.
-        reference: the model that the trained one was compared with, in words; empty without one.
+        name, folder: The name and the path of its logs' folder.
+        run: The id of its run, or the ids of its monitors.
+        monitors: The number of monitors that wrote its log.
+        unit: The unit of its step numbers.
+        recorded: Whether the log has its first line.
+        start, end: The time at which it began, and the way it ended, in words.
+        steps: The step or round of the last look; None without a look.
+        length: The number of steps or rounds; None if no end was recorded.
+        looked_at: The number of steps or rounds at which an attack was tried.
+        costs: The time of looks, by attack; the remaining time last.
+        begin: The log's first line. JSON has model, training, versions, machine and monitor of it.
+        settings_hash: The hash of the settings, as recorded.
+        shared: The update that left a client.
+        attacks: The results of each attack.
+        updates, withheld: The number of updates, and of those that were withheld.
+        utility: The user's own metrics over the steps.
+        privacy: The privacy accounts of the defences.
+        implied: The bounds on attacks that follow from these accounts.
+        defenses: The defences; None if they were not recorded. Their settings are without the
+            ledger, which is a path of the machine.
+        gates: The gates; None if they were not recorded.
+        decisions: The decisions of gates.
+        not_played: The reasons for which attacks were not run, by attack.
+        not_tested: The parts of the privacy risk that were not tested, in sentences.
+        named_attacks: The attacks that EDPB Opinion 28/2024 names in paragraph 55.
+        rows: The counts of training rows that the trained model reveals; empty if they are
+            unknown, None if they were not requested.
+        values: The newest results on values that were found in the texts, in words.
+        reference: The model that the trained model was compared with, in words; "" without one.
     """
 
     name: str
@@ -150,13 +163,13 @@ class FitSummary:
 
     @property
     def rows_in_words(self) -> str:
-        """Return a sentence of counts of the training rows that the trained model gives away."""
+        """The counts of training rows that the trained model reveals, as sentences."""
         rows = self.rows or {}
         if "at_least" not in rows:
-            return "Which training rows the trained model gives away is unknown."
+            return "Which training rows the trained model reveals is unknown."
         chosen = f"{rows['listed']:.0f} are listed" if "listed" in rows else "too few to list any"
         return (
-            f"The trained model gives away at least {rows['at_least']:.0f} of "
+            f"The trained model reveals at least {rows['at_least']:.0f} of "
             f"{rows['members']:.0f} training rows, with confidence {1 - rows['alpha']:.3g}; "
             f"{chosen} in records.jsonl. {rows['repeated']:.0f} further rows have copies."
         )
@@ -165,25 +178,31 @@ class FitSummary:
 def fit_summaries(logs: Sequence[FitLog], problems: list[str]) -> list[FitSummary]:
     """Return a summary of each fit.
 
-    Several monitors of a fit, or processes of a federation, are one fit.
+    The logs of several monitors of a fit, or of several processes of a federation, are merged.
+
+    Args:
+        logs: The logs of all fits.
+        problems: The list of a report's problems; those of the ledgers are added to it.
     """
     fits: list[FitSummary] = []
     for monitors in grouped(logs, lambda log: log.fit_name).values():
-        fit, odd_ledgers = _fit_summary(merge_monitors(monitors))
+        fit, ledger_problems = _fit_summary(merge_monitors(monitors))
         fits.append(fit)
-        problems += odd_ledgers
+        problems += ledger_problems
     return fits
 
 
 def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
-    """Return what a report says of a fit, and what is wrong with the ledgers that it names."""
+    """Return the summary of a fit, and the problems of the ledgers that it names."""
     begin = log.begin or records.BeginLine(run=log.run)
     results = FitResults(log)
     attacks = results.attacks()
     spendings, problems = accounts(log)
-    not_played = {one.name: one.reason for one in _not_played(log)}
+    not_played = {attack.name: attack.reason for attack in _not_played(log)}
     shared = _shared(log.begin, len(results.clients), spendings)
-    from_one = log.is_federation and min(log.looks_at, default=0) == 1  # as Flower counts rounds
+    # Flower counts rounds from 1. Elsewhere numbers begin at 0, and a look at the number of the end
+    # is of the trained model, after the last step.
+    from_one = log.is_federation and min(log.looks_at, default=0) == 1
     summary = FitSummary(
         name=log.folder.name,
         folder=log.folder.name if log.folder.is_absolute() else str(log.folder),
@@ -220,7 +239,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
 
 
 def _reference_in_words(log: FitLog) -> str:
-    """Return which reference the trained model was compared with, and whether it is weak."""
+    """Return the reference that the trained model was compared with, in words, or ""."""
     if log.reference is None:
         return ""
     values = [line.values for line in log.results if records.WEAK in line.metrics]
@@ -230,15 +249,15 @@ def _reference_in_words(log: FitLog) -> str:
 
 
 def _costs(looks: Sequence[records.LookLine]) -> list[_Cost]:
-    """Return what each attack took of the looks that say so, dearest first, and the rest."""
+    """Return the time of each attack in looks with recorded times, longest first, and the rest."""
     timed = [(line.seconds, line.seconds_of) for line in looks if line.seconds_of is not None]
     total = sum(seconds or 0.0 for seconds, _ in timed)
     by_attack: dict[str, list[float]] = {}
-    for name, seconds in (one for _, seconds_of in timed for one in seconds_of.items()):
+    for name, seconds in (item for _, seconds_of in timed for item in seconds_of.items()):
         by_attack.setdefault(name, []).append(seconds)
-    taken = sorted(by_attack.items(), key=lambda one: -sum(one[1]))
+    attacks = sorted(by_attack.items(), key=lambda item: -sum(item[1]))
     rest = total - sum(map(sum, by_attack.values()))
-    rows = [*((n, len(seconds), sum(seconds)) for n, seconds in taken), (REST, len(timed), rest)]
+    rows = [*((n, len(seconds), sum(seconds)) for n, seconds in attacks), (REST, len(timed), rest)]
     return [_Cost(*row, row[-1] / total) for row in rows] if total else []
 
 
@@ -257,7 +276,7 @@ def _end_in_words(log: FitLog) -> str:
 
 
 def _utility(log: FitLog) -> dict[str, Points]:
-    """Return the user's metrics by name, and by client where the lines say which."""
+    """Return the user's metrics by name, and by client if the lines name one."""
     series: dict[str, dict[int, float | None]] = {}
     lines: list[records.MetricsLine | records.LookLine] = [*log.metrics, *log.looks]
     for line in sorted(lines, key=attrgetter("step")):
@@ -269,11 +288,17 @@ def _utility(log: FitLog) -> dict[str, Points]:
     return {name: list(points.items()) for name, points in series.items()}
 
 
-# ---- what left, and who could see it ------------------------------------------------------------
+# ---- the shared update, and who could see it ----------------------------------------------------
 
 
 def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[Account]) -> _Shared:
-    """Return what left a client; ``clients`` is how many are in the lines of the fit."""
+    """Return the update that left a client, in words.
+
+    Args:
+        begin: The log's first line; None if it is missing.
+        clients: The number of clients in the results of the fit.
+        spendings: The privacy accounts of the defences.
+    """
     if begin is None:
         return _Shared()
     monitor, model = begin.monitor or records.MonitorFacts(), begin.model
@@ -295,7 +320,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
         elif party == "sum":
             seen_by = "The sum over clients only, if secure aggregation hides the parts"
     by_name = {account.defense: account for account in spendings}
-    effects = dict.fromkeys(_effect(one, by_name.get(one.name)) for one in begin.defenses)
+    effects = dict.fromkeys(_effect(d, by_name.get(d.name)) for d in begin.defenses)
     return _Shared(
         update=update,
         size=size,
@@ -308,7 +333,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
 
 
 def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
-    """Return what a defence did to what left a client, with the settings that matter."""
+    """Return the effect of a defence on an update in words, with its most important settings."""
     settings = defense.settings or {}
     name, kind = defense.name, defense.class_name or NOT_RECORDED
     clip = settings.get("max_grad_norm", settings.get("clip"))
@@ -338,21 +363,21 @@ def _effect(defense: records.DefenseFacts, account: Account | None) -> str:
 
 
 def _defenses(defenses: Sequence[records.DefenseFacts]) -> list[records.DefenseFacts]:
-    """Return each defence once, also where several clients have it."""
+    """Return each defence once, even if several clients have it."""
     facts: list[records.DefenseFacts] = []
-    for one in defenses:
+    for recorded in defenses:
         defense = records.DefenseFacts(
-            name=one.name,
-            class_name=one.class_name or NOT_RECORDED,
-            guarantee=one.guarantee or NOT_RECORDED,
-            settings=without_ledger(one.settings),
+            name=recorded.name,
+            class_name=recorded.class_name or NOT_RECORDED,
+            guarantee=recorded.guarantee or NOT_RECORDED,
+            settings=without_ledger(recorded.settings),
         )
         if defense not in facts:
             facts.append(defense)
     return facts
 
 
-# ---- gates, and what nobody tested --------------------------------------------------------------
+# ---- gates, and what was not tested -------------------------------------------------------------
 
 
 def _rule(gate: records.GateFacts) -> _GateRule:
@@ -365,9 +390,10 @@ def _rule(gate: records.GateFacts) -> _GateRule:
 
 
 def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
-    """Return the attacks that were left out, as recorded and by their own lines.
+    """Return the attacks that were not run, from the first line and from the results.
 
-    Attacks on the trained weights are refused after the first line, so that only theirs says so.
+    Attacks on the trained weights are refused after the first line was written, so that only their
+    results record it.
     """
     recorded = (log.begin.not_played if log.begin is not None else None) or ()
     played = {line.attack for line in log.results if line.reason_not_played is None}
@@ -382,6 +408,7 @@ def _not_played(log: FitLog) -> Sequence[records.NotPlayed]:
 
 
 def _untested(family: records.Family, was_tried: bool) -> str:
+    """Return why a family of attacks has no result, and what to do."""
     hint = f"not tried. {family.untested.format(watcher='LeakageMonitor')}".rstrip()
     return f"{family.tested}: {'no attack gave a result' if was_tried else hint}"
 
@@ -389,12 +416,12 @@ def _untested(family: records.Family, was_tried: bool) -> str:
 def _not_tested(
     log: FitLog, attacks: Sequence[AttackSummary], not_played: Mapping[str, str]
 ) -> list[str]:
-    """Return what nobody tried, in sentences."""
+    """Return the parts of the privacy risk that were not tested, in sentences."""
     begin = log.begin or records.BeginLine(run=log.run)
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = (*records.STANDARD_FAMILIES, *begin.families)
     tried = {a.family.name for a in attacks}
-    sentences = [_untested(one, one.name in tried) for one in families if one.name not in tested]
+    sentences = [_untested(f, f.name in tried) for f in families if f.name not in tested]
     sentences += [f"{names}: {reason}" for reason, names in records.by_reason(not_played).items()]
     if unread := begin.unread:
         sentences.append(

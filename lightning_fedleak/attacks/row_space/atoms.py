@@ -1,15 +1,17 @@
-"""What every token looks like at an input, ready to be compared with the rows of a gradient.
+"""Atoms: the direction of every token at a layer's input, compared with the rows of a gradient.
 
-Of rows of which only the largest entries were sent (top-k compression) each is explained on its own
-kept entries, with coefficients of its own, and all rows share the atoms. Atoms are chosen one by
-one, by how much less likely the rows' residuals are without them. That takes more kept entries in a
-row than there are atoms.
+The rows of a linear layer's gradient are combinations of the layer's inputs, so the tokens of the
+batch are the atoms that span them.
 
-Whitening, fitted on public text: of hidden states, and of the two sides of a gradient.
+Atoms are whitened before they are compared. Hidden states of a language model fill a narrow cone,
+with a few directions of large variance: each has large inner products with all others, so that the
+largest product does not find the matching token. In coordinates of unit covariance most products
+are small. :class:`Whitening` is fitted on public text instead, for other attacks.
 
-Hidden states of a language model fill a narrow cone, with a few directions of large variance. Each
-has large products with all others, so an attention of products retrieves none. In coordinates of
-unit covariance most products are small.
+Top-k compression leaves only the largest entries of each row. :func:`explain_kept` then fits each
+row on its own kept entries, with coefficients of its own, while all rows share the atoms. It is an
+orthogonal matching pursuit on several rows: it adds the atom that raises the rows' likelihood most,
+one at a time, and needs more kept entries in a row than there are atoms.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 RIDGE = 0.1
 """Share of the median (or mean) eigenvalue that is added to every eigenvalue.
 
-Not tuned. Smaller: directions that public text hardly has count for more.
+Not tuned. A smaller share gives more weight to directions in which public text hardly varies.
 """
 
 
@@ -32,42 +34,44 @@ class Whitening:
     """The map ``x -> matrix (x - mean)``.
 
     Attributes:
-        mean: (d,) float32.
-        matrix: (d, d) float32, symmetric.
+        mean: The mean of the public hidden states, (d,) float32.
+        matrix: The inverse square root of their ridged covariance, (d, d) float32, symmetric.
     """
 
     mean: Tensor
     matrix: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return (..., d) for (..., d), in the dtype and on the device of ``hidden``."""
+        """Return whitened (..., d) hidden states, in the dtype and on the device of ``hidden``."""
         return (hidden - self.mean.to(hidden)) @ self.matrix.to(hidden)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the numbers for a checkpoint."""
+        """Return the mean and the matrix by name, for a checkpoint."""
         return {"whitening.mean": self.mean, "whitening.matrix": self.matrix}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Whitening:
-        """Restore what :meth:`tensors` returned."""
+        """Return the whitening whose :meth:`tensors` these are."""
         return cls(tensors["whitening.mean"], tensors["whitening.matrix"])
 
 
 def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
-    """Return ``(C + ridge * median eigenvalue * I)^(-1/2)`` of hidden states' covariance C.
+    """Return the whitening ``(C + ridge * median eigenvalue * I)^(-1/2)`` of a covariance C.
 
     The ridge is in units of the median eigenvalue: a model with massive activations has one
-    eigenvalue a million times above the others, and a share of the mean would hide those.
+    eigenvalue a million times above the others, and a ridge of a share of the mean would exceed
+    all other eigenvalues.
 
     Args:
-        hidden: (n, d).
-        ridge: 0 for none.
+        hidden: The hidden states of public text, (n, d).
+        ridge: The share of the median eigenvalue that is added; 0 for no ridge.
 
     Returns:
         The whitening, on the device of ``hidden``.
 
     Raises:
-        ValueError: fewer than d + 1 states, or states that do not vary in half of their directions.
+        ValueError: There are fewer than d + 1 states, or they do not vary in half of their
+            directions.
     """
     n, d = hidden.shape
     states = hidden.double()
@@ -76,7 +80,7 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
     spectrum = torch.linalg.eigh(centred.T @ centred / (n - 1)) if n > d else None
     if spectrum is None or not spectrum[0].median() > 1e-12 * spectrum[0][-1]:
         raise ValueError(
-            f"{n} tokens of public text, or too alike ones, cannot whiten {d} dimensions: give "
+            f"{n} tokens of public text cannot whiten {d} dimensions, too few or too similar: give "
             f"more text (at least {2 * d} tokens are advised), or set whiten=False"
         )
     values, vectors = spectrum
@@ -87,13 +91,13 @@ def fit_whitening(hidden: Tensor, ridge: float = RIDGE) -> Whitening:
 
 
 def whitening_matrix(moment: Tensor) -> Tensor:
-    """Return W such that ``x W`` has the same second moment in all directions, but for a ridge.
+    """Return W such that ``x W`` has the same second moment in all directions, up to the ridge.
 
     Args:
-        moment: second moments (d, d), or their diagonal (d,).
+        moment: The second moments (d, d) of the rows x, or their diagonal (d,).
 
     Returns:
-        (d, d), or its diagonal.
+        The matrix (d, d) float32, or its diagonal (d,) if only the diagonal is given.
     """
     if moment.dim() == 1:
         return (moment + RIDGE * moment.mean()).rsqrt().float()
@@ -101,54 +105,63 @@ def whitening_matrix(moment: Tensor) -> Tensor:
 
 
 def inverse_factor(moment: Tensor) -> Tensor:
-    """Return the upper triangular (d, d) matrix that whitens rows of this moment, ridged."""
+    """Return the upper triangular (d, d) matrix that whitens rows of these second moments.
+
+    It is the transposed inverse of the Cholesky factor of the moments with the ridge.
+    """
     eye = torch.eye(len(moment)).to(moment)
     lower = torch.linalg.cholesky(moment + RIDGE * moment.diagonal().mean() * eye)
     factor: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T
     return factor
 
 
-_NUMBERS_AT_ONCE = 1 << 20  # of inputs in float32, 4 MB; more: more memory, no faster
-_STRIPES = 8  # of a triangular matrix, whose zeros are skipped; not tuned
-_MOST_ROWS = 64  # those that keep most entries; more take more time, not tuned
-_SPARE = 1.5  # kept entries for each atom below which a row fits whatever atoms are; not tuned
-_EXPLAINED = 1e-3  # share of the rows' norm that may be left: rounding leaves less, a type more
-_TOKENS_AT_ONCE = 8192  # whose atoms are in float32 at once, which bounds the memory
-_FEW = 8  # tokens over changed ones up to which the whitening of earlier atoms serves; not tuned
-_DEPENDENT = 1e-4  # squared share of an atom outside of the others that counts as none; not tuned
+_NUMBERS_AT_ONCE = 1 << 20  # input entries per float32 block, 4 MiB; larger blocks are no faster
+_STRIPES = 8  # column blocks of a triangular matrix, whose zero part is skipped; not tuned
+_MAX_ROWS = 64  # rows with most kept entries that are explained; more take more time, not tuned
+_ENTRIES_PER_ATOM = 1.5  # kept entries a row needs per atom; at 1 any atoms fit it. Not tuned
+_RESIDUAL = 1e-3  # residual over the rows' norm: rounding leaves less, a missing type more
+_TOKENS_AT_ONCE = 8192  # tokens whose atoms are in float32 at once, which bounds the memory
+_ATOMS_PER_CHANGE = 8  # atoms for each changed one that keep the earlier whitening; not tuned
+_DEPENDENT = 1e-4  # squared share of an atom outside the chosen span up to which it is in it
 
 Subset = tuple[Tensor, Tensor]
-"""Some inputs (n, d) in float32, and the factors (n,) that make unit atoms of them."""
+"""The inputs (n, d) of some atoms in float32, and the factors (n,) to whitened unit atoms."""
 
 
 class Atoms:
-    """The words' directions, ready to be compared with rows.
+    """The unit directions of all tokens at an input, ready to be compared with rows.
 
-    The inputs are used as they are, block by block: of a large vocabulary whitened ones would take
-    twice or three times their memory. A product with a whitened atom is one of the input with a
-    whitened direction, over the atom's norm.
+    The inputs are kept as they are and whitened block by block, because whitened inputs of a large
+    vocabulary would take two or three times their memory. The product of a whitened atom with a
+    direction is the product of the input with the whitened direction, over the atom's norm.
 
     Args:
-        rows: (V, d) the input of each token.
-        beside: (b, d) float64 orthonormal, the directions that are no word.
-        further: (q, d) atoms that are no token, whose places follow.
+        rows: The input of each token, (V, d).
+        nuisance: Orthonormal directions that any row may hold and that are no token's, (b, d)
+            float64. They are projected out.
+        extra: The atoms that are no token, (q, d). Their indices follow those of the tokens.
 
     Attributes:
+        nuisance: The directions that are projected out.
         tokens: V, the number of atoms that are tokens.
-        sizes: (V + q,) float32, norms of the inputs outside of ``beside``; 0 where that is nothing.
-        usable: (V + q,) bool, where it is something.
+        width: d, the width of the input.
+        sizes: The norms of the inputs outside ``nuisance``, (V + q,) float32. 0 if an input has
+            no such part.
+        usable: Whether ``sizes`` is above 0, (V + q,) bool.
+        whitening: The upper triangular matrix (d, d) float64 that whitens the unit atoms.
     """
 
-    def __init__(self, rows: Tensor, beside: Tensor, further: Tensor | None = None) -> None:
-        self._parts = [rows] if further is None or not len(further) else [rows, further]
-        self.beside = beside
+    def __init__(self, rows: Tensor, nuisance: Tensor, extra: Tensor | None = None) -> None:
+        self._parts = [rows] if extra is None or not len(extra) else [rows, extra]
+        self.nuisance = nuisance
         self.tokens = len(rows)
         self.width = d = rows.shape[1]
         self.device = rows.device
         step = max(64, d // _STRIPES)
         stripes = [slice(start, start + step) for start in range(0, d, step)]
         covariance = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
-        # One tensor for all rows: small ones between large blocks would hold these in memory.
+        # One tensor for all rows: small tensors allocated between large blocks would keep the
+        # allocator from returning the blocks' memory.
         self._scales = torch.empty(sum(map(len, self._parts)), device=rows.device)
         self.sizes = torch.empty_like(self._scales)
         for unit in self._unit_blocks():
@@ -158,7 +171,7 @@ class Atoms:
         self.usable = self._scales > 0
         covariance = covariance.triu() + covariance.triu(1).T
         covariance /= max(1, int(self.usable.sum()))
-        if not bool(self.usable.any()):  # what is no word fills all directions
+        if not bool(self.usable.any()):  # the nuisance directions span the whole space
             covariance.diagonal().fill_(1.0)
         self.whitening = inverse_factor(covariance).contiguous()
         self._factor = self.whitening.float()
@@ -170,18 +183,20 @@ class Atoms:
             start += len(unit)
 
     def follow(self, changed: Tensor) -> bool:
-        """Take over the inputs of some tokens, which were changed in place.
+        """Recompute the norms of tokens whose inputs were changed in place.
 
-        The whitening stays: it is a means of the comparison, which any full matrix allows.
+        The whitening stays: it only sharpens the comparison, for which any invertible matrix is
+        valid.
 
         Args:
-            changed: (V,) bool.
+            changed: The tokens whose inputs were changed, (V,) bool.
 
         Returns:
-            False where it would be that of too many other atoms, so that new ones must be made.
+            False if so many atoms changed since the whitening was fitted that it no longer suits
+            them. Nothing is recomputed then: make new atoms.
         """
         self._changed[: len(changed)] |= changed
-        if int(self._changed.sum()) * _FEW > len(self):
+        if int(self._changed.sum()) * _ATOMS_PER_CHANGE > len(self):
             return False
         tokens = changed.nonzero()[:, 0]
         for part in torch.split(tokens, max(1, _NUMBERS_AT_ONCE // self.width)):
@@ -196,7 +211,7 @@ class Atoms:
         return len(self._scales)
 
     def _unit_blocks(self) -> Iterator[Tensor]:
-        """Yield unit atoms in float32, and store what they were multiplied by (0: unusable)."""
+        """Yield unit atoms in float32, and store their sizes and scales (0 for unusable atoms)."""
         start = 0
         for block in self._blocks():
             unit, sizes = self._unit(block)
@@ -207,132 +222,144 @@ class Atoms:
             yield unit
 
     def _unit(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unit atoms of inputs in float32, and their sizes; zeros for those of no size."""
+        """Return unit atoms of inputs in float32, and their sizes.
+
+        Both are 0 if less than a thousandth of an input is outside the nuisance directions: float32
+        would leave mostly rounding.
+        """
         flat = inputs.float()
         largest = flat.norm(dim=1)
-        if len(self.beside):
-            flat = flat - (flat @ self.beside.T.float()) @ self.beside.float()
+        if len(self.nuisance):
+            flat = flat - (flat @ self.nuisance.T.float()) @ self.nuisance.float()
         sizes = flat.norm(dim=1)
         sizes = sizes * (sizes > 1e-3 * largest)
         return flat * ((sizes > 0) / sizes.clamp_min(1e-30))[:, None], sizes
 
     def _blocks(self) -> Iterator[Tensor]:
-        """Yield all inputs, some rows at a time."""
+        """Yield all inputs, a block of rows at a time."""
         for part in self._parts:
             yield from torch.split(part, max(1, _NUMBERS_AT_ONCE // self.width))
 
     def products(self, directions: Tensor, subset: Subset | None = None) -> Tensor:
-        """Return (n, k) float32: products of whitened unit atoms with (k, d) directions.
+        """Return the inner products (n, k) float32 of whitened unit atoms with directions.
 
         Args:
-            directions: of the whitened space.
-            subset: result of :meth:`subset`; by default of all atoms.
+            directions: The directions in the whitened space, (k, d).
+            subset: The atoms, from :meth:`subset`; all by default.
         """
         folded = self._factor @ directions.T.float()
-        folded = folded - self.beside.T.float() @ (self.beside.float() @ folded)
+        folded = folded - self.nuisance.T.float() @ (self.nuisance.float() @ folded)
         if subset is not None:
             rows, scales = subset
             products: Tensor = (rows @ folded) * scales[:, None]
             return products
         products = folded.new_empty(len(self), folded.shape[1])
-        single = folded.new_empty(0)
+        buffer = folded.new_empty(0)
         start = 0
         for block in self._blocks():
-            if block.dtype != folded.dtype:  # into memory that is there already: twice as fast
-                single = single if len(single) >= len(block) else block.float()
-                block = single[: len(block)].copy_(block)
+            if block.dtype != folded.dtype:  # a reused buffer is twice as fast as a new one
+                buffer = buffer if len(buffer) >= len(block) else block.float()
+                block = buffer[: len(block)].copy_(block)
             torch.mm(block, folded, out=products[start : start + len(block)])
             start += len(block)
         products *= self._scales[:, None]
         return products
 
     def subset(self, types: Tensor) -> Subset:
-        """Return some atoms for :meth:`products`, which is faster from the second call on."""
+        """Return some atoms for :meth:`products`, so that several calls gather them only once."""
         return self._inputs(types).float(), self._scales[types]
 
     def _inputs(self, types: Tensor) -> Tensor:
-        tokens, *further = self._parts
+        tokens, *extra = self._parts
         rows = tokens[types.clamp(max=len(tokens) - 1)]
-        for part in further:
-            places = types - len(tokens)
-            rows = torch.where(places[:, None] < 0, rows, part[places.clamp(min=0)])
+        for atoms in extra:
+            indices = types - len(tokens)
+            rows = torch.where(indices[:, None] < 0, rows, atoms[indices.clamp(min=0)])
         return rows
 
     def rows(self, types: Tensor) -> Tensor:
-        """Return (n, d) float64 unit atoms."""
+        """Return the unit atoms (n, d) float64 of some types."""
         x = self._inputs(types).double()
-        return normalize(x - (x @ self.beside.T) @ self.beside)
+        return normalize(x - (x @ self.nuisance.T) @ self.nuisance)
 
     def whitened(self, types: Tensor) -> Tensor:
-        """Return (n, d) float64 unit atoms after whitening."""
+        """Return the unit atoms (n, d) float64 of some types after whitening."""
         return normalize(self.rows(types) @ self.whitening)
 
 
 def normalize(rows: Tensor) -> Tensor:
-    """Return rows of unit length; those of zeros stay."""
+    """Return rows of unit length; a row of zeros stays a row of zeros."""
     return torch.nn.functional.normalize(rows, dim=1, eps=1e-300)
 
 
 def most_kept(rows: Tensor) -> Tensor:
-    """Return (m, d) float64, those of (n, d) rows of which most entries are not zero."""
+    """Return the at most 64 rows with most nonzero entries, (m, d) float64; each has two or more.
+
+    Args:
+        rows: The rows of a gradient after top-k compression, (n, d).
+    """
     counts = (rows != 0).sum(1)
-    best = counts.argsort(descending=True, stable=True)[:_MOST_ROWS]
+    best = counts.argsort(descending=True, stable=True)[:_MAX_ROWS]
     return rows[best[counts[best] > 1]].double()
 
 
-def explain_kept(rows: Tensor, atoms: Tensor, beside: Tensor, log_odds: Tensor) -> Tensor | None:
-    """Return the (k,) atoms that explain all kept entries of rows; None if there are none.
+def explain_kept(rows: Tensor, atoms: Tensor, nuisance: Tensor, log_odds: Tensor) -> Tensor | None:
+    """Return the tokens whose atoms explain all kept entries of rows, (k,) indices.
 
     Args:
-        rows: (m, d) float64, zero where an entry was not sent.
-        atoms: (V, d) of all tokens.
-        beside: (b, d) directions that are no word, which any row may hold.
-        log_odds: (V,) prior of each token being in the batch.
+        rows: The rows (m, d) float64, zero for an entry that was not sent.
+        atoms: The atoms of all tokens, (V, d).
+        nuisance: Directions that any row may hold and that are no token's, (b, d).
+        log_odds: The prior log odds of each token being in the batch, (V,).
+
+    Returns:
+        The tokens, or None if no set small enough for the number of kept entries explains them.
     """
     mask = rows != 0
     counts = mask.sum(1)
     parts = torch.split(atoms, _TOKENS_AT_ONCE)
     sizes = torch.cat([mask.float() @ part.float().square().T for part in parts], 1)
-    outside, residual = sizes.clone(), rows
+    outside, residual = sizes.clone(), rows  # squared norms of atoms outside the chosen span
 
     def multiply(vectors: Tensor) -> Tensor:
         return torch.cat([vectors.float() @ part.float().T for part in parts], 1)
 
     bases = rows.new_zeros(len(rows), 0, rows.shape[1])
     chosen: list[int] = []
-    directions = list(beside.double())
+    directions = list(nuisance.double())
     while True:
         for direction in directions:
             new = mask * direction
-            for _ in range(2):
+            for _ in range(2):  # the second Gram-Schmidt pass removes the first one's rounding
                 new = new - torch.einsum("rd,rkd,rke->re", new, bases, bases)
             new = torch.nn.functional.normalize(new, dim=1, eps=1e-30)
             residual = residual - (residual * new).sum(1, keepdim=True) * new
             bases = torch.cat([bases, new[:, None]], 1)
             outside -= multiply(new).square()
-        usable = counts > _SPARE * (bases.shape[1] + 1)
+        usable = counts > _ENTRIES_PER_ATOM * (bases.shape[1] + 1)
         if not bool(usable.any()):
             return None
-        if float(residual[usable].norm()) <= _EXPLAINED * float(rows[usable].norm()):
-            return _without_dispensable(rows[usable], atoms, beside, chosen)
+        if float(residual[usable].norm()) <= _RESIDUAL * float(rows[usable].norm()):
+            return _prune(rows[usable], atoms, nuisance, chosen)
         products = multiply(residual).square_()
         products /= outside.clamp_min(1e-30) * residual.square().sum(1, keepdim=True).float()
         products[outside < _DEPENDENT * sizes] = 0.0
         weights = ((counts - bases.shape[1]) * usable).float() / 2
+        # A row of n free entries gains -n/2 log(1 - r^2) in log likelihood with unknown variance.
         gain = log_odds - weights @ products.clamp_(0, 1 - 1e-6).neg_().log1p_()
         gain[chosen] = -torch.inf
         chosen.append(int(gain.argmax()))
         directions = [atoms[chosen[-1]].double()]
 
 
-def _without_dispensable(rows: Tensor, atoms: Tensor, beside: Tensor, chosen: list[int]) -> Tensor:
-    """Return the chosen atoms without those that the rows are explained without."""
+def _prune(rows: Tensor, atoms: Tensor, nuisance: Tensor, chosen: list[int]) -> Tensor:
+    """Return the chosen tokens, less each one without which the others explain the rows."""
     mask, needed = rows != 0, list(chosen)
     for token in chosen:
         others = [t for t in needed if t != token]
-        columns = torch.cat([atoms[others].double(), beside.double()]) * mask[:, None]
+        columns = torch.cat([atoms[others].double(), nuisance.double()]) * mask[:, None]
         fit = torch.linalg.lstsq(columns.mT, rows[:, :, None]).solution
-        left = rows - (columns.mT @ fit)[:, :, 0]
-        if others and float(left.norm()) <= _EXPLAINED * float(rows.norm()):
+        residual = rows - (columns.mT @ fit)[:, :, 0]
+        if others and float(residual.norm()) <= _RESIDUAL * float(rows.norm()):
             needed = others
     return torch.tensor(needed, device=rows.device)

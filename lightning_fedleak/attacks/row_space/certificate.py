@@ -158,7 +158,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     has_twin = twins.any(0)
     if not bool(has_twin.any()):
         return True
-    directions = len(types) + int(has_twin.sum()) + len(atoms.beside)
+    directions = len(types) + int(has_twin.sum()) + len(atoms.nuisance)
     if directions > _LARGEST_SHARE * atoms.width:
         return False
     twins = twins[:, has_twin]
@@ -184,7 +184,7 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     one that equals a type's or is a multiple of it. ``others`` are tokens whose atoms the types
     nearly explain. None where one of these could replace a type, or types fill too many directions.
     """
-    share = (len(types) + len(atoms.beside)) / atoms.width
+    share = (len(types) + len(atoms.nuisance)) / atoms.width
     few = len(types) <= len(shared.principal) or share <= _LARGEST_SHARE
     if share >= 1 or not few or not _differ_from_twins(atoms, shared, types, others):
         return None

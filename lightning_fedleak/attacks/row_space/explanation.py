@@ -121,7 +121,7 @@ def measure_capacity(
     """
     generator = torch.Generator().manual_seed(seed)
     usable = _unlike_tokens(atoms, generator)
-    dims = atoms.width - len(atoms.beside)
+    dims = atoms.width - len(atoms.nuisance)
     predicted = predict_capacity(dims, len(usable), rank)
     low, high = 0, min(dims, len(usable))
     types = max(1, min(int(predicted), high - 1))
@@ -159,8 +159,8 @@ def _recovers_planted(
     weights *= torch.randn(types, generator=generator, dtype=torch.float64).exp()
     gradient = (weights.to(atoms.device) @ atoms.rows(truth.to(atoms.device))).float()
     single = torch.finfo(torch.float32).eps
-    shared = SharedRows.stack([gradient], atoms.beside, rounding=single, noise=[0.0])
-    if len(shared.principal) >= atoms.width - len(atoms.beside) - 1:
+    shared = SharedRows.stack([gradient], atoms.nuisance, rounding=single, noise=[0.0])
+    if len(shared.principal) >= atoms.width - len(atoms.nuisance) - 1:
         return False
     odds = torch.full((len(atoms),), math.log(types / len(usable)), device=atoms.device)
     recovered = set(explain(atoms, shared, odds).types.tolist())
@@ -282,14 +282,14 @@ class ReadableInput:
         rounding = max(_rounding(dtypes, autocast), view.gradients[-1].rounding)
         positions = self.dictionary.count_positions(gradients, tuple(beside.values()))
         if view.gradients[-1].compression == "topk":
-            return self._explain_kept(gradients, self._atoms_beside(positions, beside).beside)
+            return self._explain_kept(gradients, self._atoms_beside(positions, beside).nuisance)
 
         def find(
             rows: Sequence[Tensor], levels: Sequence[float], positions: int = positions
         ) -> tuple[PursuitResult, Tensor]:
             result = self._explain(rows, positions, rounding, levels, beside)
             atoms = self._atoms_beside(positions, beside)
-            return result, torch.cat([atoms.rows(result.types), atoms.beside])
+            return result, torch.cat([atoms.rows(result.types), atoms.nuisance])
 
         if errors is not None:
             if self.is_factor_b:
@@ -414,10 +414,10 @@ class ReadableInput:
         beside: Mapping[str, Tensor],
     ) -> PursuitResult:
         atoms = self._atoms_beside(positions, beside)
-        shared = SharedRows.stack(gradients, atoms.beside, rounding=rounding, noise=noise)
+        shared = SharedRows.stack(gradients, atoms.nuisance, rounding=rounding, noise=noise)
         if beside and not any(noise) and shared.is_noise:
             raise NotYet(linear_maps.NO_GRADIENT_YET)
-        dims = atoms.width - len(atoms.beside)
+        dims = atoms.width - len(atoms.nuisance)
         extra = len(atoms) - len(self.log_odds)
         odds = torch.cat([self.log_odds, self.log_odds.new_zeros(extra)])
         if dims > 1 and not len(shared.principal):

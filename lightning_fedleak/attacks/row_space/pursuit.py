@@ -136,7 +136,7 @@ class _Pursuit:
         self.log_odds = log_odds.float()
         self.noise = float(atoms.whitening.square().sum()) / atoms.width
         self.exact = shared.exact
-        self.dims = atoms.width - len(atoms.beside)
+        self.dims = atoms.width - len(atoms.nuisance)
         self.basis = self.residual.new_zeros(0, atoms.width)
         self.outside = torch.ones(len(log_odds), device=log_odds.device)
         self.alive = atoms.usable.clone()

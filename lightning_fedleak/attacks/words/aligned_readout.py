@@ -1,6 +1,8 @@
-"""A small classifier of gradient rows, fitted on public text whose words are known.
+"""A small classifier of the rows of a head's gradient: is the row's type in the batch?
 
-First the projection direction, which is fitted on public text, is refitted to the gradient.
+:func:`rehearse` fits it on gradients of simulated batches of public text, whose words are known.
+Before a gradient is classified, :func:`turn` refits to it the direction that its rows are projected
+on, because the direction of public text may not suit the client's text.
 """
 
 from __future__ import annotations
@@ -30,77 +32,87 @@ from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 
-_ROWS = 512  # unused rows that the direction is fitted to, the longest: a limit of time, not tuned
-_FEWEST = 64  # rows below which the direction of public text is kept; not tuned
-_STEPS = 12  # directions tried; more cost time at every look, not tuned
-_RATE = 0.25  # length of a move of the direction; not tuned
-_LARGE = 0.3  # norm from which a row is a used type's, in norms of a token's row; not tuned
-_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row; not tuned
+# For the direction in `turn`. None of these constants is tuned.
+_MAX_ROWS = 512  # longest unused rows that the direction is fitted to: a limit of time
+_MIN_ROWS = 64  # rows, below which the direction of public text is kept
+_STEPS = 12  # directions tried; more cost time at every look
+_RATE = 0.25  # length of a move of the direction, which is a unit vector
+_MIN_USED = 0.3  # norm from which a row is a used type's, in norms of a token's row
+_MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row
 
 
 def turn(
     gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
 ) -> tuple[RowSummary, Tensor]:
-    """Return a direction on which the hidden states behind this gradient are positive.
+    """Return a direction on which the hidden states that made this gradient are positive.
 
     The row of an unused type is a positive combination of the hidden states. If the text differs
     from the public text, or the model was trained further, hidden states project on ``u`` with
-    either sign; a direction that is positive on all unused rows then replaces it. A row counts as
-    unused if it is small beside the row of one used token, and is excluded if noise could explain
-    it.
+    either sign. A direction that is positive on all unused rows then replaces ``u``. A row counts
+    as unused if its norm is small compared with the row of one used token, and is excluded if noise
+    could explain it.
 
     Args:
-        gradient: (V, d), or some of its rows.
-        summary: of ``gradient`` along ``u``.
-        u: (d,) of public text. It stays if too few rows are usable, or if the new direction made
-            the large rows positive, because rows of used types are negative.
-        rows: indices of the rows to choose from; all by default.
+        gradient: The head's gradient (V, d), or some of its rows.
+        summary: The summary of ``gradient`` along ``u``.
+        u: The direction of public text, (d,). It stays if too few rows are usable. It also stays if
+            the large rows would be mostly positive along the new direction, because the rows of
+            used types are negative along a right one.
+        rows: The indices of the rows to choose unused ones from; all by default.
 
     Returns:
-        the summary along the new direction, and the direction.
+        The summary along the new direction, and the direction.
     """
-    if rows is not None and len(rows) < _FEWEST:
+    if rows is not None and len(rows) < _MIN_ROWS:
         return summary, u
     noise = (summary if rows is None else summary.select(rows)).noise()
     token = token_norm(summary, noise)
     if token is None:
         return summary, u
-    clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _UNUSED * token)
-    places = clear.nonzero()[:, 0] if rows is None else rows[clear[rows]]
-    if len(places) < _FEWEST:
+    # Rows of noise alone have norms near noise * sqrt(d).
+    clear = (summary.norms > 2 * noise * summary.width**0.5) & (summary.norms < _MAX_UNUSED * token)
+    indices = clear.nonzero()[:, 0] if rows is None else rows[clear[rows]]
+    if len(indices) < _MIN_ROWS:
         return summary, u
-    longest = summary.norms.index_select(0, places).topk(min(_ROWS, len(places))).indices
-    unused = gradient.detach().index_select(0, places[longest]).float() - summary.common
+    longest = summary.norms.index_select(0, indices).topk(min(_MAX_ROWS, len(indices))).indices
+    unused = gradient.detach().index_select(0, indices[longest]).float() - summary.common
     direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
     projection = projections(gradient, direction) - summary.common @ direction
-    large = (summary.norms > _LARGE * token).nonzero()[:, 0]
+    large = (summary.norms > _MIN_USED * token).nonzero()[:, 0]
     if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
         return summary, u
     return replace(summary, projection=projection), direction
 
 
-_HIDDEN = 64  # width of the classifier's two hidden layers; not tuned
-_BATCH = 1024  # rows of a step of the classifier's fit; not tuned
-_PEAK_RATE = 6e-3  # largest learning rate of that fit; not tuned
-_WEIGHT_DECAY = 1e-2  # of AdamW in that fit; not tuned
-_WARMUP = 0.25  # share of that fit in which the learning rate rises; not tuned
-_CLUSTERS = 32  # clusters of hidden states whose mass is refitted to a gradient; not tuned
-_SIZES = 9  # sizes of rehearsed batches at most; more cost time, not tuned
-_REPEATS = 12  # rehearsed batches of one size at most; more cost time, not tuned
-_FREQUENT = 4096  # likely types that every rehearsal holds; more cost memory, not tuned
-_RANDOM = 2048  # other types drawn for a rehearsal; more cost memory, not tuned
-_MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss; not tuned
+# For the classifier and its rehearsals. None of these constants is tuned.
+_HIDDEN = 64  # width of the classifier's two hidden layers
+_BATCH = 1024  # rows of a step of the classifier's fit
+_PEAK_RATE = 6e-3  # largest learning rate of that fit
+_WEIGHT_DECAY = 1e-2  # AdamW's weight decay in that fit
+_WARMUP = 0.25  # share of that fit in which the learning rate rises
+_CLUSTERS = 32  # clusters of hidden states whose mass is refitted to a gradient
+_SIZES = 9  # maximal number of sizes of rehearsed batches; more cost time
+_REPEATS = 12  # maximal number of rehearsed batches of one size; more cost time
+_FREQUENT = 4096  # likely types that every rehearsal holds; more cost memory
+_RANDOM = 2048  # remaining types drawn for a rehearsal; more cost memory
+_MAX_IMPORTANCE = 10.0  # largest weight of a drawn type in the loss
 
 
 @dataclass(frozen=True)
 class Readout:
-    """Two hidden layers on standardised features; gives the probability of *used*.
+    """The classifier: two hidden layers on standardised features of a row.
+
+    Its output is the log odds that the row's type is *used*, so in the batch.
 
     Attributes:
-        mean: (F,) mean of the features in training.
-        deviation: (F,) their standard deviation.
-        weight0: (F, h) of the first layer, and so on: (h, h), (h, 1).
-        bias0: (h,) of the first layer, and so on: (h,), (1,).
+        mean: The mean of the features in training, (F,).
+        deviation: The standard deviation of the features in training, (F,).
+        weight0: The first layer's weight, (F, h).
+        weight1: The second layer's weight, (h, h).
+        weight2: The output layer's weight, (h, 1).
+        bias0: The first layer's bias, (h,).
+        bias1: The second layer's bias, (h,).
+        bias2: The output layer's bias, (1,).
     """
 
     mean: Tensor
@@ -130,11 +142,11 @@ class Readout:
         """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
 
         Args:
-            features: (n, F).
-            used: (n,) booleans.
-            importance: (n,) how many rows each row represents.
-            generator: CPU generator of the initial weights and the order.
-            passes: over the rows.
+            features: The features of the rows, (n, F).
+            used: Whether the type of each row is in its batch, (n,) bool.
+            importance: The number of rows that each row represents, (n,).
+            generator: The CPU generator of the initial weights and the order.
+            passes: The number of passes over the rows.
         """
         device, n = features.device, len(features)
         mean, deviation = features.mean(0), features.std(0) + 1e-6
@@ -164,26 +176,28 @@ class Readout:
 
 
 def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Return the logits (n,) of inputs (n, F)."""
     for w, b in zip(weights[:-1], biases[:-1], strict=True):
         x = F.silu(x @ w + b)
     return (x @ weights[-1] + biases[-1])[:, 0]
 
 
 def _one_cycle(progress: float) -> float:
+    """Return the learning rate over its peak: a linear rise from 0.04, then a half cosine to 0."""
     if progress < _WARMUP:
         return 0.04 + 0.96 * progress / _WARMUP
     return 0.5 * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP)))
 
 
 def best_count(probabilities: Tensor) -> Tensor:
-    """Return how many of the most probable types to name for the largest expected F1, ().
+    """Return how many of the most probable types to report for the largest expected F1, ().
 
-    If the k most probable are named, the expected number of hits is the sum of their probabilities
-    and the expected number of used types the sum of all, so that F1 is about
-    ``2 sum_{i<=k} p_i / (k + sum_i p_i)``. The result is 0 if every probability is 0.
+    If the k most probable types are reported, the expected number of hits is the sum of their
+    probabilities, and the expected number of used types is the sum of all probabilities. F1 is then
+    about ``2 sum_{i<=k} p_i / (k + sum_i p_i)``. The result is 0 if every probability is 0.
 
     Args:
-        probabilities: (n,) in any order, calibrated.
+        probabilities: The calibrated probabilities that each type is used, (n,) in any order.
     """
     ordered = probabilities.sort(descending=True).values.double()
     hits = ordered.cumsum(0)
@@ -194,13 +208,13 @@ def best_count(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadCalibration:
-    """All that a learned readout needs to attack.
+    """A fitted readout with the statistics of public text from which its features follow.
 
     Attributes:
-        directions: directions that rows are projected on.
-        clusters: (C, d) centres that ``expected.mass`` is split by.
-        expected: expectations of unused rows.
-        readout: the classifier of a row's features.
+        directions: The directions that rows are projected on.
+        clusters: The cluster centres that ``expected.mass`` is split by, (C, d).
+        expected: The expectations of unused rows.
+        readout: The classifier of a row's features.
     """
 
     directions: Directions
@@ -246,15 +260,16 @@ def rehearse(
 ) -> HeadCalibration:
     """Return a calibration fitted on simulated batches of public sentences.
 
-    The expectations of unused rows come from one half of the sentences and the batches from the
-    other half, and the reverse, because the attack meets other text than it has.
+    Batches are drawn from one half of the sentences, the expectations of unused rows from the other
+    half, and then the halves are exchanged: in an attack, too, the expectations come from another
+    text than the batch.
 
     Args:
-        parts: of at least 4 sentences.
-        weight: (V, d) of the head.
-        bias: (V,) or None.
-        generator: CPU generator.
-        compression: applied to each batch with a probability of 1/2.
+        parts: The gradients of at least 4 public sentences.
+        weight: The head's weight, (V, d).
+        bias: The head's bias (V,), or None.
+        generator: The CPU generator of all draws.
+        compression: The compression, which is applied to each batch with a probability of 1/2.
     """
     directions = Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
@@ -273,22 +288,22 @@ def rehearse(
             if compression is not None and float(torch.rand((), generator=generator)) < 0.5:
                 gradient = compression.reduce(gradient, len(weight))
             summary = RowSummary.read(gradient, directions.u)
-            place = torch.full((len(weight),), -1, device=types.device)
-            place[types] = torch.arange(len(types), device=types.device)
-            reference = place[other_half.reference]
+            row_of_type = torch.full((len(weight),), -1, device=types.device)
+            row_of_type[types] = torch.arange(len(types), device=types.device)
+            reference = row_of_type[other_half.reference]
             summary, _ = turn(gradient, summary, directions.u, reference)
             units = Units.estimate(summary, other_half, reference)
             if units is None:
                 continue
-            some = plausible(summary, units).nonzero()[:, 0]
+            kept = plausible(summary, units).nonzero()[:, 0]
             features = row_features(
-                gradient[some],
-                summary.select(some),
+                gradient[kept],
+                summary.select(kept),
                 units,
                 directions,
-                other_half.rows(types[some]),
+                other_half.rows(types[kept]),
             )
-            rows.append((features, torch.isin(types[some], batch.labels), importance[some]))
+            rows.append((features, torch.isin(types[kept], batch.labels), importance[kept]))
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     readout = Readout.fit(features, used, importance, generator)
     return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)
@@ -312,9 +327,10 @@ def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[
 
 
 def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Return the sentences to draw a batch from: all, or half the time a third of similar length.
+    """Return the sentences to draw a batch from: all, or in half of the cases a third of them.
 
-    No gradient shows how long a client's texts are, and one client's texts are often similar.
+    The third has similar lengths, as the texts of one client often have. A gradient does not show
+    the lengths, so that the readout has to be right for either case.
     """
     draw = torch.rand(2, generator=generator)
     third = len(by_length) // 3
@@ -325,7 +341,10 @@ def _draw_pool(by_length: Tensor, size: int, generator: torch.Generator) -> Tens
 
 
 def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a defence's noise, weak or strong, for a third of the batches, and zero for others."""
+    """Return a defence's noise for a third of the batches, and zero for the remaining ones.
+
+    Its standard deviation is log-uniform from 1e-4 to 0.3 norms of a token's row.
+    """
     draw = torch.rand(2, generator=generator)
     if draw[0] > 1 / 3:
         return torch.zeros((), device=gradient.device)
@@ -337,14 +356,18 @@ def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> 
 def _draw_types(
     batch: GradientParts, expected: ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return types (labels, inputs, likely, reference, a sample of others) and their weights."""
+    """Return the types whose rows a rehearsal holds, and their weights in the loss.
+
+    They are the batch's labels and inputs, the reference types, the likely types, and a random
+    sample of the remaining ones, each of which stands for several.
+    """
     vocab = len(expected.probability)
     likely = expected.probability.topk(min(_FREQUENT, vocab)).indices
     required = torch.zeros(vocab, dtype=torch.bool, device=likely.device)
     for types in (batch.labels, batch.input_ids, expected.reference, likely):
         required[types] = True
-    sure, others = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
-    sample = others[torch.randperm(len(others), generator=generator)[:_RANDOM].to(others.device)]
-    weight = min(_MAX_IMPORTANCE, len(others) / max(1, len(sample)))
-    importance = torch.cat([torch.ones(len(sure)), torch.full((len(sample),), weight)])
-    return torch.cat([sure, sample]), importance.to(sure.device)
+    included, pool = required.nonzero()[:, 0], (~required).nonzero()[:, 0]
+    sample = pool[torch.randperm(len(pool), generator=generator)[:_RANDOM].to(pool.device)]
+    weight = min(_MAX_IMPORTANCE, len(pool) / max(1, len(sample)))
+    importance = torch.cat([torch.ones(len(included)), torch.full((len(sample),), weight)])
+    return torch.cat([included, sample]), importance.to(included.device)

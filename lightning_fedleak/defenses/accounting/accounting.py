@@ -1,27 +1,27 @@
 """The epsilon of DP-SGD's releases at a delta, by Opacus' accountants.
 
 The unit of privacy is one training example, added or removed. A release is a sum of per-sample
-gradients of norm at most C, of a batch that holds every example of the client independently with
-chance ``sample_rate`` (Poisson sampling), plus Gaussian noise of standard deviation
-``noise_multiplier * C``. Only releases are covered, not leakage logs, validation metrics, and
+gradients of norm at most C, plus Gaussian noise of standard deviation ``noise_multiplier * C``. Its
+batch holds every example of the client independently with probability ``sample_rate`` (Poisson
+sampling). Epsilon covers releases only. It does not cover leakage logs, validation metrics and
 decisions that depend on the data.
 
 - ``"rdp"``: Renyi DP of the sampled Gaussian mechanism (Mironov, Talwar & Zhang 2019), added up for
-  each order and converted by Balle et al. 2020, Theorem 21. Microseconds a step.
+  each order and converted by Balle et al. 2020, Theorem 21. It takes microseconds per step.
 - ``"prv"``: numerical composition of privacy loss random variables (Gopi, Lee & Wutschitz 2021).
-  Tighter and slower. The upper end of its error interval counts, and never more than RDP's
-  epsilon, which is an upper bound too. Where delta is so small that float64's rounding matters
-  (below ``4e-15`` times the number of releases) RDP's epsilon is reported.
+  It is tighter and slower. The reported epsilon is the upper end of its error interval, or RDP's
+  epsilon if that is smaller: both are upper bounds. If delta is so small that float64's rounding
+  matters (below ``4.4e-15`` times the number of releases), RDP's epsilon is reported.
 
-Both also cover batches of a fixed number, drawn without replacement
-(``sampling="without_replacement"``): Zhu, Dong & Wang 2022, as ``renyi`` says. The number
-of examples is public then, and neighbours differ by one example put in another's place.
+Both also cover batches of a fixed size, drawn without replacement
+(``sampling="without_replacement"``): see Zhu, Dong & Wang 2022 and the module ``renyi``. The number
+of examples is public then, and neighbouring data sets differ in one example that is replaced.
 
-Below a noise multiplier of :data:`LEAST_NOISE`, and from :data:`LARGEST_EPSILON` on, epsilon is
-reported as infinite and PRV is not called: its mesh covers the whole range of the privacy loss,
-which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and ``exp`` of a loss
-above 709 is no float64. Such an epsilon means no protection: one full-batch step at a noise
-multiplier of 0.05 has an epsilon of 284 at delta 1e-5.
+Epsilon is reported as infinite if it exceeds :data:`LARGEST_EPSILON`, or if a noise multiplier is
+below :data:`LEAST_NOISE`. In the second case PRV is not called: its mesh covers the whole range of
+the privacy loss, which grows with ``1 / noise_multiplier ** 2`` (at 1e-3 it needs terabytes), and
+``exp`` of a loss above 709 overflows float64. Such an epsilon means no protection: one full-batch
+step at a noise multiplier of 0.05 has an epsilon of 284 at delta 1e-5.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from lightning_fedleak.defenses.accounting.renyi import (
 from lightning_fedleak.defenses.base import Curve, DefenseError
 from lightning_fedleak.defenses.checks import check_choice, check_number
 
-PRV_POINTS = 2**21  # points of PRV's mesh, about; more take longer and make the error smaller
-PRV_ERROR = 0.002  # error of PRV's answer over the scale that it is called with. Not tuned
-PRV_LARGEST_LOSS = 650.0  # privacy loss; exp of one above 709 is no float64
+PRV_POINTS = 2**21  # approximate limit of the points of PRV's mesh; more: slower, a smaller error
+PRV_ERROR = 0.002  # error of PRV's epsilon over the scale that it is called with. Not tuned
+PRV_LARGEST_LOSS = 650.0  # privacy loss up to which PRV is called; exp of 709 overflows float64
 
 AccountantKind = Literal["prv", "rdp"]
 Trust = Literal["local", "central"]
@@ -61,24 +61,24 @@ Releases = Sequence[tuple[float, float, int]]
 LEAST_NOISE = 0.05  # noise multiplier below which epsilon is infinite; see the module's docstring
 LARGEST_EPSILON = 200.0  # above it epsilon is infinite, because it means no protection
 MOST_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
-CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that one allows is .6% larger (sigma 1)
-LEAST_DELTA = 1e-9  # of a curve; larger: events of a smaller chance than it refute nothing
+CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that a curve allows is .6% larger (sigma 1)
+LEAST_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute nothing
 
 
 def prv_epsilon(
     history: Releases, delta: float, epsilon: float, rdp: Floats, sampling: SamplingScheme
 ) -> float:
-    """Return PRV's upper bound with an error below 0.6% of itself, where its mesh allows.
+    """Return PRV's upper bound with an error below 0.6% of itself, if its mesh allows.
 
-    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. Where RDP's bound is
-    many times the answer, as at a small sample rate, PRV is called again with the answer for scale.
+    The error is a share (``PRV_ERROR``) of the scale that PRV is called with. If RDP's bound is
+    many times the result, as at a small sample rate, PRV is called again at twice the result.
 
     Args:
-        history: as for :func:`read_prv`.
-        delta: as there.
-        epsilon: RDP's bound, which is returned where PRV has none that is smaller.
-        rdp: as there.
-        sampling: as there.
+        history: The noise multiplier, sample rate and count of every kind of release.
+        delta: The delta of the result.
+        epsilon: RDP's bound, which is returned if PRV has no smaller one.
+        rdp: The Renyi DP of all releases together, at ``ORDERS``.
+        sampling: The sampling scheme of all releases.
     """
 
     def read(composed: Any, delta_error: float, error: float) -> Floats:
@@ -102,27 +102,31 @@ def read_prv(
     read: Callable[[Any, float, float], Floats],
     sampling: SamplingScheme = "poisson",
 ) -> Floats | None:
-    """Return what is read off the composition of all releases; None where PRV has none.
+    """Return values that ``read`` computes from PRV's composition of all releases.
 
     It uses the parts of ``opacus.accountants.PRVAccountant`` with three differences. Renyi
-    divergences, which take most of the time there, are stored. The mesh is as fine as ``PRV_ERROR``
-    of the answer needs, and not larger than about ``PRV_POINTS``. And rounding is allowed for: the
-    T-th power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps`` (measured
-    against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta (3.6% at
-    delta 1e-13 after 10,000 releases). Six times that is added.
+    divergences, which take most of the time there, are stored. The mesh is as fine as an error of
+    ``PRV_ERROR * epsilon`` needs, and not larger than about ``PRV_POINTS``. And rounding is allowed
+    for: the T-th power of a Fourier transform in float64 shifts delta by up to about ``0.3 T eps``
+    (measured against the Gaussian mechanism), by which Opacus understates epsilon at a tiny delta
+    (3.6% at delta 1e-13 after 10,000 releases). More than six times that shift is added.
 
     Args:
-        history: noise multiplier, sample rate and count of every kind of release.
-        delta: of the answer.
-        epsilon: about as large as the answer, or larger.
-        rdp: of all releases together, at ``ORDERS``.
-        read: takes the composition, the error of a delta, and that of an epsilon.
-        sampling: of all releases.
+        history: The noise multiplier, sample rate and count of every kind of release.
+        delta: The delta of the result.
+        epsilon: A scale that is about as large as the resulting epsilon, or larger.
+        rdp: The Renyi DP of all releases together, at ``ORDERS``.
+        read: A function of the composition, the error of a delta, and the error of an epsilon.
+        sampling: The sampling scheme of all releases.
+
+    Returns:
+        The values; None if PRV cannot compute them: delta is within rounding, or the privacy loss
+        is above :data:`PRV_LARGEST_LOSS`, or Opacus fails, which is warned of.
     """
     from opacus.accountants.analysis import prv
 
     steps = sum(row[2] for row in history)
-    rounding = 2 * steps * float(np.finfo(np.float64).eps)
+    rounding = 2 * steps * float(np.finfo(np.float64).eps)  # 2 > 6 * 0.3
     if rounding > delta / 10:
         return None
     delta_error = max(delta / 1000, rounding)
@@ -165,16 +169,16 @@ def read_prv(
             return read(composed, delta_error, error)
     except (RuntimeError, ValueError) as reason:
         warnings.warn(
-            f"PRV has no answer at delta {delta:g} ({reason}): epsilon is that of RDP, an upper "
-            "bound too",
+            f"PRV has no result at delta {delta:g} ({reason}): RDP's epsilon is reported, which "
+            "is an upper bound too",
             stacklevel=2,
         )
         return None
 
 
-def _fast_length(least: int) -> int:
-    """Return the next even length of a fast FFT; others take several times as long."""
-    length = int(next_fast_len(least, real=True))
+def _fast_length(points: int) -> int:
+    """Return the next even length of a fast FFT; other lengths take several times as long."""
+    length = int(next_fast_len(points, real=True))
     while length % 2:
         length = int(next_fast_len(length + 1, real=True))
     return length
@@ -186,16 +190,17 @@ def epsilon_of(
     """Return the epsilon of releases with fixed noise, at ``delta``: an upper bound.
 
     Args:
-        history: noise multiplier, sample rate and count of every kind of release, in any order.
-        delta: in (0, 1).
-        kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all of them.
+        history: The noise multiplier, sample rate and count of every kind of release, in any order.
+        delta: The delta, in (0, 1).
+        kind: The accountant, ``"prv"`` or ``"rdp"``.
+        sampling: The sampling scheme of all releases.
 
     Returns:
-        0 for no releases; ``inf`` as the module's docstring says.
+        The epsilon; 0 for no releases, and ``inf`` above :data:`LARGEST_EPSILON` or with a noise
+        multiplier below :data:`LEAST_NOISE`.
 
     Raises:
-        DefenseError: a value out of range, or Opacus is missing.
+        DefenseError: A value is out of range, or Opacus is missing.
     """
     check_kind(kind, sampling)
     check_probability(delta)
@@ -223,19 +228,19 @@ def curve_of(
 ) -> Curve:
     """Return pairs (epsilon, delta) that all hold for releases with fixed noise.
 
-    Together they limit every test by more than the pair at one delta does. Epsilons lie evenly
-    from 0 to that of :data:`LEAST_DELTA`.
+    Together the pairs bound every attack more tightly than the pair at one delta does. Epsilons are
+    evenly spaced from 0 to the epsilon at :data:`LEAST_DELTA`.
 
     Args:
-        history: as for ``epsilon_of``.
-        kind: ``"prv"`` or ``"rdp"``.
-        sampling: of all releases.
+        history: The noise multiplier, sample rate and count of every kind of release, in any order.
+        kind: The accountant, ``"prv"`` or ``"rdp"``.
+        sampling: The sampling scheme of all releases.
 
     Returns:
-        ``(0, 0)`` alone for no releases; no pair where epsilon is infinite.
+        The pairs; only ``(0, 0)`` for no releases, and none if epsilon is infinite.
 
     Raises:
-        DefenseError: a value out of range, or Opacus is missing.
+        DefenseError: A value is out of range, or Opacus is missing.
     """
     largest = epsilon_of(history, LEAST_DELTA, kind, sampling)
     if not history:
@@ -267,18 +272,18 @@ def noise_multiplier_for(
 ) -> float:
     """Return the noise multiplier at which ``steps`` releases cost at most ``target_epsilon``.
 
-    It is right to 1e-4 and rounded up: its epsilon never exceeds the target.
+    Its relative error is about 1e-4, and it is rounded up: its epsilon never exceeds the target.
 
     Args:
-        target_epsilon: in (0, LARGEST_EPSILON].
-        target_delta: in (0, 1).
-        sample_rate: in (0, 1].
-        steps: number of releases.
-        kind: ``"prv"`` or ``"rdp"``.
-        sampling: of the releases.
+        target_epsilon: The epsilon to stay within, in (0, LARGEST_EPSILON].
+        target_delta: The delta of that epsilon, in (0, 1).
+        sample_rate: The sample rate of every release, in (0, 1].
+        steps: The number of releases.
+        kind: The accountant, ``"prv"`` or ``"rdp"``.
+        sampling: The sampling scheme of the releases.
 
     Raises:
-        DefenseError: a value out of range, or a target that needs more noise than
+        DefenseError: A value is out of range, or the target needs more noise than
             :data:`MOST_NOISE` or less than :data:`LEAST_NOISE`.
     """
     check_kind(kind, sampling)
@@ -292,13 +297,14 @@ def noise_multiplier_for(
     def excess(log_noise: float, accountant: AccountantKind) -> float:
         events = [(math.exp(log_noise), sample_rate, steps)]
         epsilon = epsilon_of(events, target_delta, accountant, sampling)
+        # Finite values stand for epsilons 0 and infinity, as brentq needs.
         return math.log(max(epsilon, 1e-12) / target_epsilon) if epsilon < math.inf else 100.0
 
     lowest, highest = math.log(LEAST_NOISE), math.log(MOST_NOISE)
     if excess(highest, "rdp") > 0:
         raise DefenseError(
             f"target_epsilon={target_epsilon!r} needs a noise multiplier above {MOST_NOISE:g} in "
-            f"{steps} steps at sample_rate={sample_rate!r}. Raise it or "
+            f"{steps} steps at sample_rate={sample_rate!r}. Raise target_epsilon or "
             "target_delta, or lower steps or sample_rate."
         )
     if excess(lowest, "rdp") <= 0:
@@ -309,9 +315,9 @@ def noise_multiplier_for(
         )
     high = _find_root(functools.partial(excess, accountant="rdp"), lowest, highest)
     if kind == "prv":
-        low = high - 0.2
+        low = high - 0.2  # PRV needs less noise than RDP: the first step down, in logs
         while low > lowest and excess(low, accountant="prv") <= 0:
-            low, high = 3 * low - 2 * high, low
+            low, high = low - 2 * (high - low), low
         high = _find_root(functools.partial(excess, accountant="prv"), max(lowest, low), high)
     return math.exp(high)
 
@@ -320,11 +326,11 @@ def check_delta_for(delta: float, examples: int) -> None:
     """Raise an error for a delta that would allow the release of a random example.
 
     Args:
-        delta: of the guarantee.
-        examples: number of examples of the client.
+        delta: The delta of the guarantee.
+        examples: The number of examples of the client.
 
     Raises:
-        DefenseError: outside (0, 1), or not below ``1 / examples``.
+        DefenseError: ``delta`` is outside (0, 1), or not below ``1 / examples``.
     """
     check_probability(delta, "target_delta")
     ledger.check_count(examples, "examples")
@@ -336,7 +342,7 @@ def check_delta_for(delta: float, examples: int) -> None:
 
 
 def _find_root(excess: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a falling function crosses 0, from the side where it is not positive."""
+    """Return a point just after a falling function crosses 0, so that it is not positive there."""
     if excess(low) <= 0:
         return low
     root = float(brentq(excess, low, high, xtol=5e-5, rtol=1e-12))

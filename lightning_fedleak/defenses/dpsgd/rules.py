@@ -1,4 +1,8 @@
-"""Rules: per-sample gradients of a layer's parameters from its input and output gradient."""
+"""Rules that compute the per-sample gradients of a layer from its input and output gradient.
+
+Linear layers, embeddings and layer norms have a closed form. Every other layer is run again for
+each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at setup.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense, _EmbeddingRows, _Outer, _wide
 from lightning_fedleak.defenses.dpsgd.rerun import Rule, needs_more, plain_type, rerun
 
-_REPLACEMENTS = {  # by the class of a layer without per-sample gradients
+_REPLACEMENTS = {  # advice by the class of a layer without per-sample gradients; {0}: its class
     nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
     nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
     nn.EmbeddingBag: "Use nn.Embedding.",
@@ -26,7 +30,8 @@ def rule_of(name: str, module: nn.Module) -> Rule:
         module: A module with trainable parameters that are not only its children's.
 
     Raises:
-        DefenseError: The parameters have no per-sample gradients; the message says why.
+        DefenseError: The parameters have no per-sample gradients. The message says why and what to
+            use instead.
     """
     if reason := _refusal(name, module):
         raise DefenseError(f"DPSGD: {reason}")
@@ -38,6 +43,10 @@ def rule_of(name: str, module: nn.Module) -> Rule:
 
 
 def _refusal(name: str, module: nn.Module) -> str:
+    """Return why a module has no per-sample gradients, and what to do; "" if it has them.
+
+    Parameters that a child also holds are left to the child's own check.
+    """
     cls = type(module).__name__
     of_children = {p for child in module.children() for p in child.parameters()}
     trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
@@ -57,14 +66,14 @@ def _refusal(name: str, module: nn.Module) -> str:
         )
     if type(module) in _RULES and not {"weight", "bias"}.issuperset(direct):
         return (
-            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove that "
-            "(torch.nn.utils.remove_weight_norm), or freeze it."
+            f"'{name}' ({cls}) trains {names}, from which its weight is computed. Remove the "
+            "weight norm (torch.nn.utils.remove_weight_norm), or freeze the layer."
         )
     for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, setting) not in (None, False):
             return (
-                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: build "
-                "it without"
+                f"the embedding '{name}' has `{setting}`, which mixes samples or hides rows: "
+                f"build it without `{setting}`, or freeze it"
             )
     return ""
 
@@ -72,6 +81,15 @@ def _refusal(name: str, module: nn.Module) -> str:
 def _linear(
     module: Any, source: Tensor, gradient: Tensor, samples: int, *, transposed: bool = False
 ) -> dict[str, Part]:
+    """Return the rows' factors of a weight (out, in), or (in, out) if ``transposed``, and a bias.
+
+    Args:
+        module: The linear layer.
+        source: (B, ..., in) or (B * positions, in), its input.
+        gradient: The gradient of its output, with the same leading dimensions.
+        samples: B, the number of samples.
+        transposed: Whether the weight is (in, out), as in GPT-2's ``Conv1D``.
+    """
     parts: dict[str, Part] = {}
     gradient = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.weight.requires_grad:
@@ -88,6 +106,7 @@ _conv1d = functools.partial(_linear, transposed=True)
 def _embedding(
     module: nn.Embedding, source: Tensor, gradient: Tensor, samples: int
 ) -> dict[str, Part]:
+    """Return the rows of an embedding's gradients. As in autograd, padding has no gradient."""
     ids = source.reshape(samples, -1)
     values = gradient.reshape(samples, -1, gradient.shape[-1])
     if module.padding_idx is not None:
@@ -98,6 +117,7 @@ def _embedding(
 def _layer_norm(
     module: nn.LayerNorm, source: Tensor, gradient: Tensor, samples: int
 ) -> dict[str, Part]:
+    """Return dense gradients of a layer norm: the scale's needs the normalized input again."""
     parts: dict[str, Part] = {}
     shape = module.normalized_shape
     gradient = _wide(gradient).reshape(samples, -1, *shape)
@@ -114,5 +134,6 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
 }
-# The rules that return factors instead of dense gradients of matrices.
+# The rules that return a matrix's per-sample gradients as factors or rows, which ghost clipping
+# needs: it computes norms without the dense gradients.
 GHOST_RULES: tuple[Rule, ...] = (_linear, _conv1d, _embedding)

@@ -1,10 +1,22 @@
-"""Membership: is this text in the batch? Games with canaries that are computed beside the step.
+"""Membership games: is this text in the batch? Attacks answer from the gradients of canaries.
 
-A dishonest server's layers are not put into the model. Their gradient follows from the hidden
-states of the step's own batch and from the gradient of the user's own loss there
-(:meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.gradient`), and then goes the
-way of every gradient, through the defences. The hidden states are those of an eval-mode forward
-without gradient, since a dishonest server sets dropout to 0. Training sees nothing of it.
+A dishonest server adds layers to the model. The channel does not put them into the model: it
+computes their gradient, the *canary*, from the hidden states of the step's own batch and the
+gradient of the user's own loss in them
+(:meth:`~lightning_fedleak.attacks.membership.base.MembershipAttack.gradient`). The hidden states
+come from another forward pass in eval mode without gradient, because a dishonest server sets
+dropout to 0. Training does not change.
+
+The order of a look:
+
+1. :meth:`~MembershipChannel.arm` lets the step's backward pass record gradients of hidden states.
+2. At stage local, the targets are drawn and each attack's canary is computed.
+3. Every defence of the step also acts on the canaries; if it does not say how, the games are
+   unknown (:meth:`~MembershipChannel.before_defense`).
+4. At each stage of the look, every attack guesses from its canary
+   (:meth:`~MembershipChannel.at_stages`).
+5. :meth:`~MembershipChannel.disarm` frees the tensors and remembers the batches, from which later
+   looks draw non-members.
 """
 
 from __future__ import annotations
@@ -64,29 +76,29 @@ _TEXTS_PER_FORWARD = 64  # limits the memory of one forward pass; not tuned
 
 @dataclass(frozen=True)
 class _Games:
-    """Hold the games of one attack at one look.
+    """The games of one attack at one look.
 
     Attributes:
-        targets: the targets.
-        canary: the gradient of their crafted layers, on its way out.
+        targets: The candidate texts, with the truth.
+        canary: The gradient of the server's layers, after the defences that acted so far.
     """
 
     targets: Targets
     canary: CanaryGradient
 
 
-_Layer = Sequence[tuple[TokenBatch, Tensor, Tensor]]
-"""Each micro-batch with one document in a row, its (B, L, d) hidden states, and those of the
-loss's gradient in them.
+_LayerData = Sequence[tuple[TokenBatch, Tensor, Tensor]]
+"""Each micro-batch with one document per row, its hidden states (B, L, d), and the gradient of
+the loss in them, (B, L, d).
 """
 
 
 class MembershipChannel(Channel):
-    """Play membership games: at each look the bits are drawn, and the attacks guess.
+    """Run membership games: at each look the secret bits are drawn, and the attacks guess them.
 
-    The server's copy of the model is the model at the look: its age is 0. What an attack reads is
-    always exposed, because the server adds its own layers and none of the client's needs to be
-    trained.
+    The server's copy of the model is the model at the look: its age is 0. The gradients that an
+    attack reads are always exposed, because the server adds its own layers and needs none of the
+    client's to be trained.
     """
 
     guesses = MembershipGuess
@@ -109,20 +121,23 @@ class MembershipChannel(Channel):
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:
         super().__init__(attacks, settings)
         self.games = games = settings.games
+        # The number of games, then a score, a bit and a decision for each member and non-member.
         self.width = 1 + 3 * 2 * games.targets
         self._windows: dict[str, played.Window] = {}
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._targets: Targets | Waiting | Unknown | None = None  # of this look; None: not drawn
-        self._played: dict[str, _Games | Unknown] = {}
-        self._leaving = False
+        self._targets: Targets | Waiting | Unknown | None = (
+            None  # of this look; None: not drawn yet
+        )
+        self._games: dict[str, _Games | Unknown] = {}
+        self._canaries_in_transit = False
 
     def _check_settings(self) -> None:
-        """Refuse texts that an attack knows to be outside.
+        """Refuse held-out texts that an attack was calibrated on, because it would know them.
 
         Raises:
-            ValueError: says which setting to change.
+            ValueError: An attack was; the message says which setting to change.
         """
         super()._check_settings()
         for attack in self.attacks:
@@ -138,7 +153,8 @@ class MembershipChannel(Channel):
         """Begin a fit.
 
         Raises:
-            ValueError: the client's part of the games is not known; says which setting to change.
+            ValueError: A process does not have the whole batch or the whole layers of one client;
+                the message says which setting to change.
         """
         super().open(run)
         self.removers = [self._remove_taps]
@@ -149,36 +165,36 @@ class MembershipChannel(Channel):
             causal=run.anatomy.kind == "causal",
             special=special_ids(config, run.tokenizers),
         )
-        self._replaced = any(d.acts_on_batches for d in run.defenses)
-        self._rewritten = {layer: d.name for d in run.defenses for layer in d.activation_layers}
+        self._has_new_ids = any(d.acts_on_batches for d in run.defenses)
+        self._rewriters = {layer: d.name for d in run.defenses for layer in d.activation_layers}
         self._check_processes(run)
 
     def _check_processes(self, run: Run) -> None:
-        many, why = run.processes > 1, ""
+        distributed, need = run.processes > 1, ""
         if run.is_sharded:
-            why = "need whole layers, and this model is sharded: use DDP with client='rank'"
-        elif many and run.client == "world":
-            why = "query one process's batch, and with client='world' it is spread: use 'rank'"
-        elif many and Stage.AGGREGATE in self.settings.stages:
-            why = "query one client's batch: leave 'aggregate' out of stages="
-        if why:
+            need = "need whole layers, and this model is sharded: use DDP with client='rank'"
+        elif distributed and run.client == "world":
+            need = "query one process's batch, and with client='world' it is spread: use 'rank'"
+        elif distributed and Stage.AGGREGATE in self.settings.stages:
+            need = "query one client's batch: leave 'aggregate' out of stages="
+        if need:
             raise ValueError(
-                f"'{self.attacks[0].name}' plays membership games, which {why}, or train on one "
+                f"'{self.attacks[0].name}' plays membership games, which {need}, or train on one "
                 "device; or give these attacks a monitor of their own"
             )
 
     def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
-        # A server that adds trainable layers gets a gradient there, whatever is frozen below. In a
-        # reentrant checkpoint that cannot be had without changing what is trained.
+        # A server that adds trainable layers gets a gradient there even if all layers below are
+        # frozen. Inside a reentrant checkpoint such a gradient would need other trained parameters.
         modules = self.run.anatomy.model.modules()
         checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
         return ActivationTap(self.run.anatomy, layers, states=False, reach=not checkpointed)
 
     def check(self, attack: Attack) -> None:
-        """Try an attack on two short texts, so that a misfit shows before training.
+        """Try an attack on two short texts, so that one that does not fit fails before training.
 
         Raises:
-            ValueError: an attack does not fit the model, or the model does not run on token ids.
+            ValueError: The attack does not fit the model, or the model does not run on token ids.
         """
         assert isinstance(attack, MembershipAttack)
         every = torch.ones(2, 2, dtype=torch.bool)
@@ -190,7 +206,7 @@ class MembershipChannel(Channel):
             upstream = hidden.new_zeros(2, 2 if attack.granularity == "token" else 1).float()
             shape = tuple(attack.gradient(embedded, hidden, None, upstream).shape)
             if shape != (2, 2, attack.rungs):
-                raise ValueError(f"its gradient should be (2, 2, {attack.rungs}), and is {shape}")
+                raise ValueError(f"gradient() should be (2, 2, {attack.rungs}), not {shape}")
         except Exception as error:
             raise ValueError(
                 f"{self.run.watcher}: '{attack.name}' cannot be played on this model: {error}"
@@ -199,13 +215,13 @@ class MembershipChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Start a look: record at the layers that are read."""
+        """Start a look: record the gradients at the layers that attacks read."""
         layers = {attack.layer for attack in self.attacks} if self.reads_states else set()
         if layers != self._layers:
             self._remove_taps()
             self._layers = layers
             self._tap = self._place_tap(sorted(layers)) if layers else None
-            self._calls = ModelCalls(self.run.anatomy) if layers and self._replaced else None
+            self._calls = ModelCalls(self.run.anatomy) if layers and self._has_new_ids else None
         if self._tap is not None:
             self._tap.arm()
         if self._calls is not None:
@@ -224,39 +240,40 @@ class MembershipChannel(Channel):
             self._tap.disarm()
         if self._calls is not None:
             self._calls.arm(False)
-        self._leaving = False
-        self._targets, self._played = None, {}
+        self._canaries_in_transit = False
+        self._targets, self._games = None, {}
         if self.attacks:
             self._sources.remember(look.training_step.batches)
 
     @torch.no_grad()
-    def _begin(self, step: Step) -> None:
+    def _draw_games(self, step: Step) -> None:
         """Draw the targets, and compute each attack's canary before any defence acts.
 
-        It happens once in a look: where several optimizers step, the server's layers are stepped
-        with the first of them.
+        It happens once in a look: with several optimizers, the first to step also steps the
+        server's layers.
         """
         if not self.attacks or self._targets is not None:
             return
         batches, scale = step.batches, self.run.loss_scale
-        self._leaving = True
+        self._canaries_in_transit = True
         self._targets = self._sources.population(step.number, batches)
         if not isinstance(targets := self._targets, Targets):
             return
-        layers: dict[int, _Layer] = {}
+        layers: dict[int, _LayerData] = {}
         for attack in self.attacks:
             try:
                 if attack.layer not in layers:
-                    layers[attack.layer] = self._layer(attack.layer, batches, scale)
-                self._played[attack.name] = self._games(attack, layers[attack.layer], targets)
+                    layers[attack.layer] = self._read_layer(attack.layer, batches, scale)
+                self._games[attack.name] = self._make_games(attack, layers[attack.layer], targets)
             except Exception as error:
-                self._played[attack.name] = Unknown(reason(error))
+                self._games[attack.name] = Unknown(reason(error))
 
-    def _layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _Layer:
+    def _read_layer(self, layer: int, batches: Sequence[TokenBatch], scale: float) -> _LayerData:
         """Return the client's hidden states and the gradient of its loss in them.
 
         Raises:
-            UnusableObservation: what layers of a server's own read there is not known.
+            UnusableObservation: The input of a server's layers is not computed there, because of a
+                preference loss or of a defence that rewrites hidden states.
         """
         assert self._tap is not None
         if any(batch.preferences for batch in batches):
@@ -265,33 +282,33 @@ class MembershipChannel(Channel):
                 "the other sign, and layers of a server's own have no control; "
                 "SubspaceMembership reads such steps"
             )
-        for rewritten, name in self._rewritten.items():
+        for rewritten, name in self._rewriters.items():
             if rewritten <= layer:
                 raise UnusableObservation(
                     f"the defence '{name}' rewrites the hidden states at layer {rewritten}, "
-                    f"and what layers of the server's own read at layer {layer} then is not "
-                    "computed: ask below it"
+                    f"and the input of the server's own layers at layer {layer} is then not "
+                    f"computed: give the attack a layer= below {rewritten}, or leave '{name}' out"
                 )
         read = batches if self._calls is None else with_ids(self._calls.calls, batches)
-        return self._layer_of(layer, batches, read, self._tap.gradients(layer, scale=scale))
+        return self._join_layer(layer, batches, read, self._tap.gradients(layer, scale=scale))
 
-    def _layer_of(
+    def _join_layer(
         self,
         layer: int,
         batches: Sequence[TokenBatch],
         read: Sequence[TokenBatch],
         pieces: Sequence[Tensor],
-    ) -> _Layer:
-        """Return a layer with the hidden states of texts, and the gradients that were recorded.
+    ) -> _LayerData:
+        """Return the hidden states of texts at a layer, with the gradients that were recorded.
 
         Args:
-            layer: the layer.
-            batches: as the user has them.
-            read: as the model got them.
-            pieces: the gradients of the calls of the model.
+            layer: The index of the layer.
+            batches: The micro-batches that the user's step got.
+            read: The same micro-batches with the token ids that the model got.
+            pieces: The gradients of the model's calls, in order.
 
         Raises:
-            UnusableObservation: the gradients are not of these batches.
+            UnusableObservation: The gradients are not of these batches.
         """
         gradients = join_gradients(pieces, batches, layer)
         documents = [batch.by_document() for batch in read]
@@ -303,7 +320,7 @@ class MembershipChannel(Channel):
         parts = [batch.per_document(g) for batch, g in zip(batches, gradients, strict=True)]
         return [*zip(documents, client, parts, strict=True)]
 
-    def _games(self, attack: MembershipAttack, layer: _Layer, targets: Targets) -> _Games:
+    def _make_games(self, attack: MembershipAttack, layer: _LayerData, targets: Targets) -> _Games:
         upstream = [
             upstream_of(
                 gradient.to(hidden.device),
@@ -335,35 +352,35 @@ class MembershipChannel(Channel):
     def before_defense(
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
     ) -> None:
-        """Pass every canary through the defence too."""
-        every = self._played if self._leaving else {}
-        for name, games in every.items():
+        """Apply a defence to every canary too, as to the gradients that the step shares."""
+        in_transit = self._games if self._canaries_in_transit else {}
+        for name, games in in_transit.items():
             if isinstance(games, Unknown):
                 continue
             if not defense.acts_on_canaries:
-                every[name] = Unknown(
+                in_transit[name] = Unknown(
                     f"the defence '{defense.name}' does not say what it does to a canary "
                     "(Defense.on_canary)"
                 )
                 continue
             try:
                 canary = defense.on_canary(games.canary, parameters, context)
-                every[name] = replace(games, canary=canary)
+                in_transit[name] = replace(games, canary=canary)
             except Exception as error:
-                every[name] = Unknown(reason(error))
+                in_transit[name] = Unknown(reason(error))
 
     def at_stages(self, look: Look) -> None:
-        """Let every attack guess from its canary as it is at the look's stages."""
+        """Let every attack guess from its canary at the look's stages."""
         if not self.attacks or look.training_step.error is not None:
             return
         if Stage.LOCAL in look.stages:
-            self._begin(look.training_step)
+            self._draw_games(look.training_step)
         for attack in self.attacks if look.wanted else ():
             answer = self._guess(attack, look.step, look.wanted[0])
             for series in self.series(attack, look.wanted):
                 look.answers.setdefault(series, answer)
         if Stage.SHARED in look.stages:
-            self._leaving = False
+            self._canaries_in_transit = False
 
     @torch.no_grad()
     def _guess(
@@ -371,19 +388,19 @@ class MembershipChannel(Channel):
     ) -> played.GameResults | Unknown | Waiting:
         if isinstance(self._targets, Unknown | Waiting):
             return self._targets
-        games = self._played.get(attack.name, Unknown("the games were not begun"))
+        games = self._games.get(attack.name, Unknown("no canary was computed at stage local"))
         if isinstance(games, Unknown):
             return games
         try:
             with self.run.timed(attack.name):
-                return self._ask(attack, games, step, stage)
+                return self._run_attack(attack, games, step, stage)
         except Exception as error:
             return Unknown(reason(error))
 
-    def _ask(
+    def _run_attack(
         self, attack: MembershipAttack, games: _Games, step: int, stage: Stage
     ) -> played.GameResults | Unknown | Waiting:
-        """Return what an attack guesses from its canary as it is now, beside the truth."""
+        """Return an attack's guesses from its canary in its present state, with the truth."""
         canary = games.canary
         shared = {CRAFTED: canary.released}
         client, std = self.run.number, canary.noise_std
@@ -398,7 +415,7 @@ class MembershipChannel(Channel):
         return played.rates_of(answer)
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
-        """Return the rates of games on a control's texts, and on non-members shuffled alike."""
+        """Return the rates on a control's texts; non-members' tokens are shuffled as there."""
         labelled = map(with_labels, control.batches)
         batches = [batch for batch in labelled if batch is not None]
         targets = self._sources.population(control.number, batches, shuffled=True)
@@ -413,14 +430,14 @@ class MembershipChannel(Channel):
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
-        """Return the games of an attack about known texts, before any defence."""
+        """Return the games of an attack on a control's texts, before any defence."""
         attack: Any = plan.attack
         scale, layer = self.run.loss_scale, attack.layer
         pieces = control_states(self.run.anatomy, control, layer, scale=scale)
         batches = [call.texts for call in control.calls if call.has_gradient]
-        states = self._layer_of(layer, batches, batches, pieces)
-        games = self._games(attack, states, targets)
-        return self._ask(attack, games, control.number, Stage.LOCAL)
+        states = self._join_layer(layer, batches, batches, pieces)
+        games = self._make_games(attack, states, targets)
+        return self._run_attack(attack, games, control.number, Stage.LOCAL)
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
@@ -438,7 +455,7 @@ class MembershipChannel(Channel):
 
     def state_dict(self) -> dict[str, object]:
         """Return the games of each series' window."""
-        return {f"games of {name}": one.state_dict() for name, one in self._windows.items()}
+        return {f"games of {name}": w.state_dict() for name, w in self._windows.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the windows."""
@@ -450,7 +467,7 @@ class MembershipChannel(Channel):
 
 
 class PassiveMembershipChannel(MembershipChannel):
-    """Play the same games for a server that adds no layers and reads what is shared anyway."""
+    """Run the same games for a server that adds no layers and reads the shared gradients."""
 
     reads = PassiveMembership
     reads_updates: ClassVar[bool] = True
@@ -462,7 +479,7 @@ class PassiveMembershipChannel(MembershipChannel):
 
     @torch.no_grad()
     def at_stages(self, look: Look) -> None:
-        """Ask every attack about texts, from what is shared at the look's stages."""
+        """Let every attack score candidate texts from the gradients shared at the look's stages."""
         step = look.training_step
         if not self.attacks or not look.wanted or step.error is not None:
             return
@@ -470,16 +487,16 @@ class PassiveMembershipChannel(MembershipChannel):
             self._targets = self._sources.population(step.number, step.batches)
         for plan in self.plans:
             expected = self.series(plan.attack, self.settings.stages)
-            silent = any(series not in look.answers for series in expected)
-            if not plan.exposed or not look.steps_with(plan.optimizer) or not silent:
+            incomplete = any(series not in look.answers for series in expected)
+            if not plan.exposed or not look.steps_with(plan.optimizer) or not incomplete:
                 continue
             answer: played.GameResults | Unknown | Waiting | Targets = self._targets
             if isinstance(answer, Targets):
-                answer = self._asked(plan, step, look.wanted[0], answer)
+                answer = self._run_plan(plan, step, look.wanted[0], answer)
             for series in self.series(plan.attack, look.wanted):
                 look.answers.setdefault(series, answer)
 
-    def _asked(
+    def _run_plan(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
         answer = guess(plan, step, stage, self.run, targets.query())
@@ -488,4 +505,4 @@ class PassiveMembershipChannel(MembershipChannel):
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
-        return self._asked(plan, control, Stage.LOCAL, targets)
+        return self._run_plan(plan, control, Stage.LOCAL, targets)

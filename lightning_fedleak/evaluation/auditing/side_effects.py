@@ -1,8 +1,9 @@
 """What a training step changes beside the gradient that it releases.
 
-After a step, weights, buffers and the states of optimizers differ from what the optimizers make of
-the released gradient by a *side effect*: a weight decay of one's own, an average in a buffer, or a
-leak. In a sound training it follows from weights and noise alone.
+The optimizers explain a part of what a step changes: they compute it from the released gradient. A
+*side effect* is the difference that remains in weights, buffers and states of optimizers, such as a
+weight decay outside the optimizer, a running average in a buffer, or a leak. In a sound training,
+side effects depend on weights and noise only, and not on the examples.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-ROUNDING = 8.0  # units in the last place, of a tensor's norm, below which a change is rounding
-FEW = 16  # numbers; below, a norm of noise varies much
+ROUNDING = 8.0  # units in the last place of a tensor's norm, up to which a change may be rounding
+FEW = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
 CHANCE = 10.0, 1e4
-"""Factors by which noise of 16 numbers, and of fewer, is not shorter than its mean by chance."""
+"""Allowed ratio between the norms of two draws of the same noise.
+
+The first is for tensors of at least :data:`FEW` numbers. The second is for smaller ones, because a
+draw of a single number is often near 0, so that the next draw is many times as long.
+"""
 
 
 class SideEffect(NamedTuple):
-    """What a step changed in one tensor beside its release.
+    """The change of one tensor in a step that its released gradient does not explain.
 
     Attributes:
-        change: of the tensor's numbers.
-        rounding: norm of a change that may be rounding.
+        change: The difference of the tensor's numbers, in the tensor's shape.
+        rounding: The largest norm of a change that may be rounding.
     """
 
     change: Tensor
@@ -36,28 +41,31 @@ SideEffects = dict[str, SideEffect]
 
 
 def read_tensors(model: nn.Module, stateful: Iterable[Any]) -> dict[str, Tensor]:
-    """Return copies of all numbers that a training holds, by what they are.
+    """Return copies of the weights, buffers and states of a training, by a name for messages.
 
     Args:
-        model: whose weights and buffers are read.
-        stateful: optimizers, and other objects with a ``state_dict``.
+        model: The model with the weights and buffers.
+        stateful: The optimizers, and other objects with a ``state_dict``.
     """
     tensors: dict[str, Tensor] = {f"the weight {n}": p for n, p in model.named_parameters()}
     tensors |= {f"the buffer {name}": value for name, value in model.named_buffers()}
-    for number, one in enumerate(stateful):
-        for path, value in tree_flatten_with_path(one.state_dict())[0]:
+    for index, owner in enumerate(stateful):
+        for path, value in tree_flatten_with_path(owner.state_dict())[0]:
             if isinstance(value, Tensor | int | float):
-                name = f"{type(one).__name__} {number}{keystr(path)}"
+                name = f"{type(owner).__name__} {index}{keystr(path)}"
                 tensors[name] = torch.as_tensor(value, dtype=getattr(value, "dtype", torch.float64))
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def side_effects(after: dict[str, Tensor], explained: dict[str, Tensor]) -> SideEffects:
-    """Return what differs between the tensors after a step and those that the release explains.
+    """Return the side effects of a step, by the names of the tensors that have one.
+
+    A tensor that exists on one side only, or has another shape there, is compared with zeros.
 
     Args:
-        after: the tensors after the step.
-        explained: the tensors after a step of the optimizers alone, from the same beginning.
+        after: The tensors after the step.
+        explained: The tensors after the optimizers only stepped on the released gradient, from the
+            same state.
     """
     effects: SideEffects = {}
     for name in after | explained:
@@ -68,9 +76,22 @@ def side_effects(after: dict[str, Tensor], explained: dict[str, Tensor]) -> Side
             first, second = present, torch.zeros_like(present)
         if not torch.equal(first, second):
             unit = torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
-            change = first.float() - second.float()
-            effects[name] = SideEffect(change, ROUNDING * unit * float(first.float().norm()))
+            numbers = _numbers(first)
+            rounding = ROUNDING * unit * float(numbers.norm())
+            effects[name] = SideEffect(numbers - _numbers(second), rounding)
     return effects
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers as finite floats that keep their digits.
+
+    Small stand-ins replace infinities and NaN: their positions count, and the norm of the other
+    numbers stays finite. Integers and float64, which float32 would round, are compared in float64
+    on the CPU, because MPS has no float64.
+    """
+    fits = tensor.is_floating_point() and tensor.element_size() <= 4
+    numbers = tensor.float() if fits else tensor.to("cpu", torch.float64)
+    return numbers.nan_to_num(nan=0.5, posinf=1.0, neginf=-1.0)
 
 
 def far_apart(
@@ -79,17 +100,19 @@ def far_apart(
     """Return the names of the tensors whose side effects differ between two steps.
 
     Args:
-        first: side effects of a step.
-        second: side effects of another step from the same weights.
-        share: of the first's norm by which they may differ, beside rounding.
-        share_of_few: the same for tensors of fewer than 16 numbers; None: as of all.
+        first: The side effects of a step.
+        second: The side effects of another step from the same weights.
+        share: The allowed norm of the difference in norms of the first side effect, in addition to
+            rounding.
+        share_of_few: The same for tensors of fewer than :data:`FEW` numbers. None: ``share``.
     """
     names = []
     for name, present in (first | second).items():
         none = SideEffect(torch.zeros_like(present.change), 0.0)
-        one, other = first.get(name, none), second.get(name, none)
+        reference, effect = first.get(name, none), second.get(name, none)
         few = share if share_of_few is None else share_of_few
-        allowed = float(one.change.norm()) * (few if present.change.numel() < FEW else share)
-        if float((one.change - other.change).norm()) > allowed + max(one.rounding, other.rounding):
+        allowed = float(reference.change.norm()) * (few if present.change.numel() < FEW else share)
+        difference = float((reference.change - effect.change).norm())
+        if difference > allowed + max(reference.rounding, effect.rounding):
             names.append(name)
     return names

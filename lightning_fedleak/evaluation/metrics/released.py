@@ -1,11 +1,10 @@
-"""What fixed pools of texts show of a released model over any number of looks.
+"""Rates, intervals and tests of attacks on a released model, from fixed pools of texts.
 
-Members and non-members are the same texts at every look, so that the looks are not independent and
-no evidence adds up over them. Each look k has its own share ``alpha / (k (k + 1))`` of the
-probability of error instead; the shares of all looks add up to alpha.
+Members and non-members are the same texts at every look. The looks are therefore not independent,
+and evidence does not add up over them. Instead, look k has its own share ``alpha / (k (k + 1))`` of
+the probability of error; the shares of all looks add up to alpha.
 
-The bounds of a TPR follow from order statistics alone, so that they hold for any distribution of
-scores.
+The bounds of a TPR use order statistics only, so that they hold for any distribution of scores.
 """
 
 from __future__ import annotations
@@ -27,21 +26,27 @@ from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, fla
 from lightning_fedleak.evaluation.metrics.within import spent_at as spent_at
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 
-FPR = 0.01  # of the TPR that is shown, the usual one (Carlini et al. 2022)
-FPRS = (FPR, 0.001)  # of the TPRs that a release is judged by
-RESAMPLES = 1000  # of the bootstrap of an AUC, as MembershipInference has it; more: slower
-LEAST_CANARIES = 10  # of a tier, and held out; fewer: intervals say next to nothing. Not tuned
-TIERS = 1, 2, 5, 17  # least rows of the data that hold a tier's texts: 1, 2-4, 5-16, more
-LEAST_REPEATED = 10  # texts of a tier; fewer join the one below, as intervals say next to nothing
-PERMUTATIONS = 9900  # of the exact test; more: slower, and smaller p-values
+FPR = 0.01  # FPR of the TPR in `shown`, the usual one (Carlini et al. 2022)
+FPRS = (FPR, 0.001)  # FPRs of the TPRs that a release is judged by
+RESAMPLES = 1000  # resamples in the bootstrap of an AUC, as in MembershipInference; more: slower
+LEAST_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide intervals. Not tuned
+TIERS = 1, 2, 5, 17  # smallest number of rows with a tier's texts: tiers are 1, 2-4, 5-16, more
+LEAST_REPEATED = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
+PERMUTATIONS = 9900  # permutations of the exact test; more: slower, and smaller p-values
 CHANCE = 1e-3  # p-value below which a reference has seen rows; 1 sound run in 1,000 is refused
-POWER = 0.8  # chance that a look shows the rate that is printed as visible; the usual one
+POWER = 0.8  # probability that a look shows the rate reported as visible; the usual power
 
 
 def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
     """Return how many non-members a look needs before its bound on the TPR can be above 0.
 
-    The highest non-member leaves an FPR of at most ``fpr`` but for a probability ``(1 - fpr)^n``.
+    The FPR above the highest of n non-members exceeds ``fpr`` with probability ``(1 - fpr)^n``,
+    which may be half of the look's alpha.
+
+    Args:
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
+        fpr: The FPR of the TPR.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.released import others_needed
@@ -61,44 +66,47 @@ def rate_name(fpr: float) -> str:
 def shown_tpr(
     scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, fpr: float = FPR
 ) -> Rate:
-    """Return bounds of the TPR at a small FPR, each with half of the look's ``alpha``.
+    """Return a lower and an upper bound of the TPR at a small FPR.
 
-    ``low`` is unknown (NaN) with too few non-members; ``value`` is ``low``.
+    Each bound is wrong with a probability of at most the look's share of ``alpha``; both together
+    are wrong with at most twice that. The lower bound is unknown (NaN) with too few non-members.
+    The value of the rate is its lower bound.
 
-    The threshold is a non-member's score, high enough that its FPR is at most ``fpr`` but for half
-    of the look's alpha: the FPR above the j-th highest of n non-members has the distribution
-    Beta(j, n - j + 1). Clopper-Pearson's bound on the members above it takes the other half. The
-    upper bound mirrors this.
+    The lower bound's threshold is a non-member's score that is high enough: its FPR exceeds ``fpr``
+    with a probability of at most half of the look's share. The FPR above the j-th highest of n
+    non-members has the distribution Beta(j, n - j + 1). Clopper-Pearson's bound on the share of
+    members above the threshold takes the other half. The upper bound is computed likewise, from a
+    score that is low enough.
 
     Args:
-        scores: (N,) higher is more likely a member.
-        members: (N,) bool.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
-        fpr: the FPR.
+        scores: The scores (N,); a higher one is more likely a member's.
+        members: Whether each text is a member, (N,) bool.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
+        fpr: The FPR.
 
     Raises:
-        ValueError: no members, no non-members, lengths that differ, or a score that is NaN.
+        ValueError: There are no members or no non-members, the lengths differ, or a score is NaN.
     """
     score, member = _pool(scores, members)
     spent = spent_at(look, alpha)
-    others, inside = np.sort(score[~member])[::-1], score[member]
-    n, ranks = len(others), np.arange(1, len(others) + 1)
-    below = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
-    above = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
+    non_members, inside = np.sort(score[~member])[::-1], score[member]
+    n, ranks = len(non_members), np.arange(1, len(non_members) + 1)
+    strict = binom.cdf(ranks - 1, n, fpr) <= spent / 2  # P(FPR above the j-th > fpr)
+    lenient = binom.sf(ranks - 1, n, fpr) <= spent / 2  # P(FPR from the j-th on < fpr)
     low, high = math.nan, 1.0
-    if below.any():
-        hits = int((inside > others[np.flatnonzero(below)[-1]]).sum())
+    if strict.any():
+        hits = int((inside > non_members[np.flatnonzero(strict)[-1]]).sum())
         low = float(beta.ppf(spent / 2, hits, len(inside) - hits + 1)) if hits else 0.0
-    if above.any():
-        hits = int((inside >= others[np.flatnonzero(above)[0]]).sum())
-        most = hits == len(inside)
-        high = 1.0 if most else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
+    if lenient.any():
+        hits = int((inside >= non_members[np.flatnonzero(lenient)[0]]).sum())
+        full = hits == len(inside)
+        high = 1.0 if full else float(beta.ppf(1 - spent / 2, hits + 1, len(inside) - hits))
     return Rate(low, low, high)
 
 
 def _judged_tpr(scores: Tensor, members: Tensor, *, look: int, alpha: float, fpr: float) -> Rate:
-    """Return the TPR at an FPR between its bounds; all is unknown with too few non-members.
+    """Return the estimated TPR at an FPR with its bounds; all NaN with too few non-members.
 
     The value is the share of members above the (m + 1)-th highest of n non-members, for
     m = floor(fpr * n). Ties count against the members.
@@ -107,8 +115,8 @@ def _judged_tpr(scores: Tensor, members: Tensor, *, look: int, alpha: float, fpr
     if math.isnan(bounds.low):
         return UNKNOWN
     score, member = _pool(scores, members)
-    others = np.sort(score[~member])[::-1]
-    above = score[member] > others[int(fpr * len(others) + 1e-9)]
+    non_members = np.sort(score[~member])[::-1]
+    above = score[member] > non_members[int(fpr * len(non_members) + 1e-9)]
     return Rate(float(above.mean()), bounds.low, bounds.high)
 
 
@@ -119,13 +127,13 @@ def rank_test(scores: Tensor, members: Tensor) -> float:
     hypergeometric distribution if no text's membership matters. Ties count against the members.
 
     Args:
-        scores: (N,) higher is more likely a member.
-        members: (N,) bool.
+        scores: The scores (N,); a higher one is more likely a member's.
+        members: Whether each text is a member, (N,) bool.
     """
     score, member = _pool(scores, members)
-    others = np.sort(score[~member])[::-1]
-    allowed = int(FPR * len(others) + 1e-9)
-    hits = int((score[member] > others[allowed]).sum())
+    non_members = np.sort(score[~member])[::-1]
+    allowed = int(FPR * len(non_members) + 1e-9)  # 1e-9: a product may be just below m
+    hits = int((score[member] > non_members[allowed]).sum())
     n_members = int(member.sum())
     null = nhypergeom(len(score), n_members, allowed + 1)
     # The sum keeps the digits of a small tail, which 1 - cdf loses.
@@ -133,38 +141,40 @@ def rank_test(scores: Tensor, members: Tensor) -> float:
 
 
 def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 0.05) -> float:
-    """Return the least TPR that a look shows to be above 0 with probability 0.8, by the rank test.
+    """Return the smallest TPR that a look detects with probability 0.8, by the rank test.
 
-    It answers "how much could leak unnoticed". The threshold is taken at its expected FPR.
+    It answers "how much could leak unnoticed". The threshold is assumed at its expected FPR.
 
     Args:
-        n_members: texts that were trained on.
-        n_others: texts that were not.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
+        n_members: The number of texts that were trained on.
+        n_others: The number of texts that were not trained on.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
     """
     allowed = int(FPR * n_others + 1e-9)
     counts = np.arange(n_members + 1)
     null = nhypergeom(n_members + n_others, n_members, allowed + 1)
-    rare = np.flatnonzero(null.sf(counts - 1) <= spent_at(look, alpha))
-    if not len(rare):
+    significant = np.flatnonzero(null.sf(counts - 1) <= spent_at(look, alpha))
+    if not len(significant):
         return 1.0
-    needed = int(rare[0])
-    # The least p with P(Binomial(n, p) >= needed) = POWER.
+    needed = int(significant[0])
+    # The smallest p with P(Binomial(n, p) >= needed) = POWER.
     return float(beta.ppf(POWER, needed, n_members - needed + 1))
 
 
 def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: float) -> float:
-    """Return the least share of members whose excess is shown above 0 with probability 0.8.
+    """Return the smallest share of extracted members that a look detects with probability 0.8.
+
+    A share is detected if its excess over the non-members' share has an interval above 0.
 
     Args:
-        n_members: queried texts that were trained on.
-        n_others: queried texts that were not trained on.
-        others_hits: non-members of which the tokens were extracted.
-        alpha: probability of error of the look's interval.
+        n_members: The number of queried texts that were trained on.
+        n_others: The number of queried texts that were not trained on.
+        others_hits: The number of non-members whose tokens were extracted.
+        alpha: The probability of error of the look's interval.
 
     Returns:
-        The share; 1 if no number of members would be enough.
+        The share; 1 if no number of extracted members would be enough.
     """
     if not n_members or not n_others:
         return 1.0
@@ -181,21 +191,21 @@ def visible_excess(n_members: int, n_others: int, others_hits: int, *, alpha: fl
 
 
 def permutation_test(scores: Tensor, members: Tensor) -> float:
-    """Return the p-value of "members rank no higher than others", by permuted memberships.
+    """Return the one-sided p-value of "members rank no higher", by permuted memberships.
 
-    It is exact for exchangeable texts, whatever the ties, since the pool as it is counts as one of
-    9,901 permutations; so it is at least .0001.
+    It is exact for exchangeable texts, whatever the ties, because the observed memberships count as
+    one of 9,901 permutations. So it is at least .0001.
 
     Args:
-        scores: (N,) higher is more likely a member.
-        members: (N,) bool.
+        scores: The scores (N,); a higher one is more likely a member's.
+        members: Whether each text is a member, (N,) bool.
     """
     score, member = _pool(scores, members)
     ranks, generator = rankdata(score), np.random.default_rng(0)
-    seen, n = ranks[member].sum(), int(member.sum())
+    observed, n = ranks[member].sum(), int(member.sum())
+    rows = np.tile(ranks, (PERMUTATIONS // 100, 1))  # a hundredth at once, which bounds the memory
     as_high = sum(
-        int((generator.permuted(np.tile(ranks, (part, 1)), axis=1)[:, :n].sum(1) >= seen).sum())
-        for part in [PERMUTATIONS // 100] * 100
+        int((generator.permuted(rows, axis=1)[:, :n].sum(1) >= observed).sum()) for _ in range(100)
     )
     return (1 + as_high) / (1 + PERMUTATIONS)
 
@@ -203,41 +213,44 @@ def permutation_test(scores: Tensor, members: Tensor) -> float:
 def membership_values(
     scores: Tensor, members: Tensor, *, look: int = 1, alpha: float = 0.05, exact: bool = False
 ) -> dict[str, float]:
-    """Return what a look at two pools shows of one score, by the names of the logs.
+    """Return rates, intervals and tests of one score on members and non-members, by logged name.
 
-    - ``auc``, with ``_low`` and ``_high``: ties count half. ``auc_provable`` is the lower end where
-      so many texts are all ranked right.
-    - ``p_value``: the least ``alpha`` with which ``auc_low`` would lie above .5.
-    - ``shown``: the lower bound of :func:`shown_tpr`, unknown (NaN) with too few non-members;
-      ``shown_high`` is its upper bound.
-    - ``shown_p_value``: of :func:`rank_test`, corrected for all looks.
-    - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``, with ``_low`` and ``_high``: the bounds are of
-      :func:`shown_tpr`, and all is unknown with fewer non-members than :func:`others_needed`.
-    - ``visible``: of :func:`visible_tpr`.
+    - ``auc``, with ``_low`` and ``_high``: The AUC; ties count half. ``auc_provable`` is the lower
+      end if this many texts are all ranked correctly.
+    - ``p_value``: The smallest ``alpha`` with which ``auc_low`` would lie above .5; with ``exact``
+      see there.
+    - ``shown``: The lower bound of :func:`shown_tpr`, unknown (NaN) with too few non-members.
+      ``shown_high`` is the upper bound.
+    - ``shown_p_value``: The p-value of :func:`rank_test`, corrected for all looks.
+    - ``tpr_at_fpr_0.01`` and ``tpr_at_fpr_0.001``, with ``_low`` and ``_high``: The TPR with the
+      bounds of :func:`shown_tpr`. All three are NaN with fewer non-members than
+      :func:`others_needed`.
+    - ``visible``: The TPR of :func:`visible_tpr`.
 
-    The bounds of a rate hold at all looks together but for a probability ``alpha``, and so do both
-    tests.
+    The interval of the AUC, each bound of a TPR, and each test err with a probability of at most
+    ``alpha`` over all looks together.
 
     Args:
-        scores: (N,) higher is more likely a member.
-        members: (N,) bool.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
-        exact: ``p_value`` is that of :func:`permutation_test`, and ``auc_low`` is above .5 only
-            where that shows it too. The interval of an AUC is not exact where scores are coarse.
+        scores: The scores (N,); a higher one is more likely a member's.
+        members: Whether each text is a member, (N,) bool.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
+        exact: Whether ``p_value`` is the one-sided p-value of :func:`permutation_test`, corrected
+            for all looks. ``auc_low`` is then above .5 only if that test confirms it at half of the
+            look's share. The interval of an AUC is not exact if scores are coarse.
 
     Raises:
-        ValueError: as :func:`shown_tpr` does.
+        ValueError: There are no members or no non-members, the lengths differ, or a score is NaN.
     """
     shown = shown_tpr(scores, members, look=look, alpha=alpha)
     spent = spent_at(look, alpha)
     area = _auc(scores, members, spent)
     error = permutation_test(scores, members) if exact else least_error(*_pool(scores, members))
-    fewest = min(int(members.sum()), int((~members).sum()))
-    provable = (spent / 2) ** (1 / fewest)
+    pairs = min(int(members.sum()), int((~members).sum()))
+    provable = (spent / 2) ** (1 / pairs)  # so high an AUC ranks all disjoint pairs right
     if exact and error > spent / 2:
         area = replace(area, low=min(area.low, 0.5))
-    if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # less than the least p-value
+    if exact and spent / 2 < 1 / (1 + PERMUTATIONS):  # below the smallest p-value
         provable = min(provable, 0.5)
     tprs = (_judged_tpr(scores, members, look=look, alpha=alpha, fpr=fpr) for fpr in FPRS)
     rates = dict(zip(map(rate_name, FPRS), tprs, strict=True))
@@ -261,78 +274,79 @@ def extraction_values(
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[str, float]:
-    """Return how many more members than non-members are extracted, by the names of the logs.
+    """Return how many more members than non-members are extracted, by logged name.
 
-    - ``extracted_x1``, ``_x2``, ``_x5`` and ``_x17``, with ``_low`` and ``_high``: by
-      :func:`tiers_of`, the share of members of which k tokens are discoverable in the attack's
-      10,000 samples, minus that of non-members. All tiers share the probability of error.
-    - ``extracted``: that of the tier where it is highest; of no one tier hides another.
-      ``extracted_provable`` is the lower end that every tier shows where all of it is extracted
-      and no non-member, and ``extracted_x1_provable`` and so on that of one tier.
-    - ``greedy`` and so on: the same for greedy decoding.
-    - ``extracted_others`` and ``extracted_base``: the shares of non-members, and of members at the
-      base.
-    - ``visible``: of :func:`visible_excess`, of the decoding and tier that is least visible.
+    - ``extracted_x1``, ``_x2``, ``_x5`` and ``_x17``, with ``_low`` and ``_high``: The share of
+      members with k discoverable tokens in the attack's 10,000 samples, minus the share of
+      non-members, by tier of :func:`tiers_of`. All tiers share the probability of error.
+    - ``extracted``: The largest value, lower and upper end of all tiers, so that a large tier does
+      not hide a small one. ``extracted_provable`` is the lower end that every tier reaches if all
+      of its members are extracted and no non-member. ``extracted_x1_provable`` and so on are the
+      lower ends of each tier.
+    - ``greedy`` and so on: The same for greedy decoding.
+    - ``extracted_others`` and ``extracted_base``: The shares of non-members, and of members with
+      the base model.
+    - ``visible``: The share of :func:`visible_excess` for the decoding and tier with the largest.
 
-    The interval of a difference joins both Clopper-Pearson intervals (Newcombe 1998, method 10).
+    The interval of a difference combines both Clopper-Pearson intervals (Newcombe 1998, method 10).
     Texts without k label tokens in a row are not counted.
 
     Args:
-        guess: of the attack.
-        attack: says which texts its samples contain.
-        members: (N,) bool.
-        times: (N,) rows of the training data that hold each member; None: one.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
+        guess: The attack's guess about N texts.
+        attack: The attack, which says which texts its samples contain.
+        members: Whether each text is a member, (N,) bool.
+        times: The number of rows of the training data with each member, (N,). None: one row.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
     """
     inside, others = guess.has_run & members, guess.has_run & ~members
     n_others = int(others.sum())
     tiers = tiers_of(torch.ones_like(inside, dtype=torch.long) if times is None else times, inside)
     spent = spent_at(look, alpha) / len(tiers)
-    now, base = attack.extracted(guess.log_probs), attack.extracted(guess.base_log_probs)
+    hits_now, hits_base = attack.extracted(guess.log_probs), attack.extracted(guess.base_log_probs)
     sizes = [int(tier.sum()) for tier in tiers.values()]
-    nothing = proportion(0, n_others, 1 - spent)
+    no_hits = proportion(0, n_others, 1 - spent)
     provable = {
-        least: _difference(proportion(n, n, 1 - spent), nothing).low
-        for least, n in zip(tiers, sizes, strict=True)
+        min_rows: _difference(proportion(n, n, 1 - spent), no_hits).low
+        for min_rows, n in zip(tiers, sizes, strict=True)
     }
     values: dict[str, float] = {}
-    for name, hits in (("extracted", now), ("greedy", guess.greedy)):
+    for name, hits in (("extracted", hits_now), ("greedy", guess.greedy)):
         other = proportion(int(hits[others].sum()), n_others, 1 - spent)
         rates = {
-            f"{name}_x{least}": _difference(
+            f"{name}_x{min_rows}": _difference(
                 proportion(int(hits[tier].sum()), int(tier.sum()), 1 - spent), other
             )
-            for least, tier in tiers.items()
+            for min_rows, tier in tiers.items()
         }
         ends = zip(*((rate.value, rate.low, rate.high) for rate in rates.values()), strict=True)
         values |= flat({name: Rate(*map(max, ends)), **rates})
-        values |= {f"{name}_x{least}_provable": low for least, low in provable.items()}
+        values |= {f"{name}_x{min_rows}_provable": low for min_rows, low in provable.items()}
         values[f"{name}_provable"] = min(provable.values())
-    others_hits = max(int(hits[others].sum()) for hits in (now, guess.greedy))
+    others_hits = max(int(hits[others].sum()) for hits in (hits_now, guess.greedy))
     return values | {
         "visible": max(visible_excess(n, n_others, others_hits, alpha=spent) for n in sizes),
-        "extracted_others": proportion(int(now[others].sum()), n_others).value,
-        "extracted_base": proportion(int(base[inside].sum()), int(inside.sum())).value,
+        "extracted_others": proportion(int(hits_now[others].sum()), n_others).value,
+        "extracted_base": proportion(int(hits_base[inside].sum()), int(inside.sum())).value,
     }
 
 
 def tiers_of(times: Tensor, members: Tensor) -> dict[int, Tensor]:
-    """Return the members by how often they repeat, (N,) bool by the least number of rows.
+    """Return the members of each tier, (N,) bool by the tier's smallest number of rows.
 
-    Tiers are of 1, 2 to 4, 5 to 16 and more rows. One of fewer than ten members joins the one
-    below.
+    Members repeat in 1, 2 to 4, 5 to 16, or more rows. A tier of fewer than ten members joins the
+    tier below.
 
     Args:
-        times: (N,) rows of the training data that hold each text.
-        members: (N,) bool.
+        times: The number of rows of the training data with each text, (N,).
+        members: Whether each text is a member, (N,) bool.
     """
     tiers: dict[int, Tensor] = {}
-    rest = members
-    for least in reversed(TIERS):
-        tier = rest & (times >= least)
-        if int(tier.sum()) >= (LEAST_REPEATED if least > 1 else 1):
-            tiers[least], rest = tier, rest & ~tier
+    remaining = members
+    for min_rows in reversed(TIERS):
+        tier = remaining & (times >= min_rows)
+        if int(tier.sum()) >= (LEAST_REPEATED if min_rows > 1 else 1):
+            tiers[min_rows], remaining = tier, remaining & ~tier
     return tiers or {1: members}
 
 
@@ -345,28 +359,29 @@ def canary_values(
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[str, float]:
-    """Return what a look shows of canaries that were repeated equally often.
+    """Return rates and tests of canaries that were repeated equally often, by logged name.
 
-    The names are those of :func:`membership_values` and :func:`extraction_values`, and
+    The names are those of :func:`membership_values` and :func:`extraction_values`, and these:
 
-    - ``exposure``: in bits, ``log2(n + 1) - log2(rank)`` of the median canary among n held-out ones
-      (Carlini et al. 2019, arXiv 1802.08232, section 4.2). It cannot be above ``exposure_cap =
-      log2(n + 1)``. Its interval is that of the share of all possible canaries above that one;
-      if none of the n is, there is no upper end (infinite).
-    - ``exposure_capped``: the share of the canaries above all held-out ones.
+    - ``exposure``: The exposure in bits of the median canary among n held-out canaries,
+      ``log2(n + 1) - log2(rank)`` (Carlini et al. 2019, arXiv 1802.08232, section 4.2). It cannot
+      exceed ``exposure_cap = log2(n + 1)``. Its interval follows from the interval of the share of
+      all possible canaries that rank above the median one. If no held-out canary does, the upper
+      end is infinite.
+    - ``exposure_capped``: The share of the canaries that rank above all held-out ones.
 
-    Ties are counted against the canary. Scores are the rise of the log probability since the base.
+    Ties count against the canary. Scores are the increase of the log probability over the base.
 
     Args:
-        guess: about N canaries.
-        attack: says which texts its samples contain.
-        members: (N,) bool, canaries that were trained on.
-        others: (N,) bool, canaries that were held out.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
+        guess: The attack's guess about N canaries.
+        attack: The attack, which says which texts its samples contain.
+        members: The canaries that were trained on, (N,) bool.
+        others: The canaries that were held out, (N,) bool.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
 
     Raises:
-        ValueError: as :func:`shown_tpr` does.
+        ValueError: One of the two sides is empty, or a score is NaN.
     """
     pool, scores = members | others, guess.log_probs - guess.base_log_probs
     controls, planted = scores[others], scores[members]
@@ -395,23 +410,23 @@ def canary_tiers(
     look: int = 1,
     alpha: float = 0.05,
 ) -> dict[int, dict[str, float] | str]:
-    """Return what a look shows of canaries by how often they were repeated, or why it is unknown.
+    """Return the values of canaries by their number of repetitions, or why they are unknown.
 
-    All tiers share the probability of error, and the held-out canaries.
+    All tiers share the probability of error and the held-out canaries.
 
     Args:
-        guess: about N canaries.
-        attack: says which texts its samples contain.
-        times: the tiers.
-        repeats: (N,) how often each canary is repeated in the data, if it is there.
-        members: (N,) bool, canaries that were trained on.
-        others: (N,) bool, canaries that were held out.
-        look: counted from 1.
-        alpha: probability of error over all looks together.
+        guess: The attack's guess about N canaries.
+        attack: The attack, which says which texts its samples contain.
+        times: The number of repetitions in each tier.
+        repeats: The number of repetitions of each canary if it is in the data, (N,).
+        members: The canaries that were trained on, (N,) bool.
+        others: The canaries that were held out, (N,) bool.
+        look: The number of the look, counted from 1.
+        alpha: The probability of error over all looks together.
 
     Returns:
-        By tier the values of :func:`canary_values` with ``members``, ``others`` and ``alpha``; a
-        sentence if either side is too small.
+        The values of :func:`canary_values` with ``members``, ``others`` and ``alpha``, by tier; a
+        sentence for a tier with too few canaries on either side.
     """
     n_others, alpha = int(others.sum()), alpha / len(times)
     tiers: dict[int, dict[str, float] | str] = {}
@@ -433,12 +448,12 @@ def canary_tiers(
 
 
 def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]:
-    """Return the AUC of each score that knows nothing of the training, with its interval.
+    """Return the AUC of each score that does not use the trained model, with its interval.
 
     Args:
-        scores: (N,) by name, of
+        scores: The scores (N,) by name, from
             :func:`~lightning_fedleak.attacks.memorization.blind.blind_scores`.
-        members: (N,) bool.
+        members: Whether each text is a member, (N,) bool.
     """
     return {name: _auc(score, members, ALPHA) for name, score in scores.items()}
 
@@ -446,19 +461,20 @@ def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]
 def check_unseen(
     reference: TokenSnapshot, base: TokenSnapshot, compressed: Tensor, trains: Tensor
 ) -> None:
-    """Refuse a reference that tells both sides apart before any training: it has seen some rows.
+    """Refuse a reference model that distinguishes both sides before any training.
 
-    Trained on the rows that are left out, for example, it would show members of a model that was
-    trained on none.
+    Such a reference was trained on some of the rows. If these are the held-out rows, for example,
+    it would report members even for a model that was trained on no row.
 
     Args:
-        reference: what it says of N texts.
-        base: what the model says before its first step.
-        compressed: (N,) see :class:`~lightning_fedleak.model.snapshots.ReleasedModel`.
-        trains: (N,) bool, rows of the training data.
+        reference: The reference model's outputs on N texts.
+        base: The outputs of the audited model before its first step.
+        compressed: The compressed sizes (N,) of
+            :class:`~lightning_fedleak.model.snapshots.ReleasedModel`.
+        trains: Whether each text is a row of the training data, (N,) bool.
 
     Raises:
-        ValueError: the scores of both sides differ by more than chance.
+        ValueError: The scores of both sides differ by more than chance.
     """
     untrained = ReleasedModel(base, base, compressed, reference=reference)
     scores = CombinedReference().score(untrained)
@@ -467,15 +483,19 @@ def check_unseen(
         raise ValueError(
             "Memorization(reference=): before any training it scores the rows that are trained on "
             f"otherwise than those that are not (p = {p_value:.1g}), so that it has seen some of "
-            "them: give a model that was trained on other rows alone"
+            "them: set reference= to a model that was trained on other rows only"
         )
 
 
 def other_law(aucs: Mapping[str, Rate]) -> str | None:
-    """Return which blind AUC may lie outside .45 to .55, the farthest one; None: none of them.
+    """Return a sentence if members and non-members may be from different distributions, else None.
 
-    It begins with what that says of the texts: that they are from different distributions if a
-    whole interval lies outside; else that they are too few to decide.
+    It is None if all intervals of blind AUCs are within .45 to .55. If a whole interval is outside,
+    the texts are from different distributions; otherwise they are too few to decide. The sentence
+    names the AUC that is farthest away.
+
+    Args:
+        aucs: The blind AUCs by name, from :func:`blind_aucs`.
     """
     if all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values()):
         return None
@@ -483,10 +503,10 @@ def other_law(aucs: Mapping[str, Rate]) -> str | None:
     def outside(rate: Rate) -> float:
         return max(rate.low - MOST_AUC, LEAST_AUC - rate.high)
 
-    name, rate = max(aucs.items(), key=lambda one: abs(one[1].value - 0.5))
+    name, rate = max(aucs.items(), key=lambda item: abs(item[1].value - 0.5))
     finding = "too few to decide whether they are exchangeable"
     if max(map(outside, aucs.values())) > 0:
-        name, rate = max(aucs.items(), key=lambda one: outside(one[1]))
+        name, rate = max(aucs.items(), key=lambda item: outside(item[1]))
         finding = "from different distributions"
     return (
         f"{finding}: without the trained model '{name}' distinguishes them with an AUC of "
@@ -498,8 +518,8 @@ def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
     """Return the highest AUC of several scores, each taken in its better direction.
 
     Args:
-        scores: (N,) by name.
-        members: (N,) bool.
+        scores: The scores (N,) by name.
+        members: Whether each text is a member, (N,) bool.
     """
     pools = [_pool(score, members) for score in scores.values()]
     wins = [mannwhitneyu(score[member], score[~member]).statistic for score, member in pools]
@@ -508,13 +528,13 @@ def highest_auc(scores: Mapping[str, Tensor], members: Tensor) -> float:
 
 
 def _auc(scores: Tensor, members: Tensor, alpha: float) -> Rate:
-    """Return the AUC with an interval that errs with probability ``alpha``."""
+    """Return the AUC with an interval that is wrong with probability ``alpha``."""
     score, member = _pool(scores, members)
     return auc(score, member, np.arange(len(score)), alpha, RESAMPLES, np.random.default_rng(0))
 
 
 def _difference(first: Rate, second: Rate) -> Rate:
-    """Return the difference of two independent proportions; unknown where one is."""
+    """Return the difference of two independent proportions; unknown if either is unknown."""
     value = first.value - second.value
     if math.isnan(value):
         return UNKNOWN
@@ -524,10 +544,16 @@ def _difference(first: Rate, second: Rate) -> Rate:
 
 
 def _pool(scores: Tensor, members: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and membership as arrays, checked."""
+    """Return scores and membership as arrays.
+
+    Raises:
+        ValueError: There are no members or no non-members, the lengths differ, or a score is NaN.
+    """
     score, member = columns(scores, members)
     if np.isnan(score).any():
-        raise ValueError(f"{len(score)} scores hold NaN: give a number for each text")
+        raise ValueError(f"scores: some of {len(score)} are NaN: give a number for each text")
     if not member.any() or member.all():
-        raise ValueError(f"{member.sum()} members of {len(member)}: non-members are needed as well")
+        raise ValueError(
+            f"members: {member.sum()} of {len(member)} texts: give members and non-members"
+        )
     return score, member

@@ -29,7 +29,7 @@ def finder(atoms: Atoms, counted: list[int]):
     odds = torch.full((TOKENS,), -3.0)
 
     def find(rows: Sequence[Tensor], noise: Sequence[float]) -> tuple[PursuitResult, Tensor]:
-        shared = SharedRows.stack(rows, atoms.beside, rounding=1e-7, noise=noise)
+        shared = SharedRows.stack(rows, atoms.nuisance, rounding=1e-7, noise=noise)
         result = explain(atoms, shared, odds)
         counted.append(len(result.types))
         return result, atoms.rows(result.types)

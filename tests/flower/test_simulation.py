@@ -57,7 +57,6 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
     check = verify_run(tmp_path / "server")
     assert check.verdict.status == HOLDS, check.verdict
-    assert {f"client {c}" in " ".join(check.checked) for c in (0, 1)} == {True}
 
 
 def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path):

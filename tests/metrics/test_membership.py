@@ -160,6 +160,16 @@ def auc_of(members: np.ndarray, scores: np.ndarray) -> float:
     return float(ranks[members].sum() - n * (n + 1) / 2) / (n * (len(members) - n))
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_auc_of_one_cluster_has_the_widest_interval(seed: int) -> None:
+    """One cluster has no variance: neither end may be NaN (contributions sum to 0 but rounding)."""
+    scores, members = (column.numpy() for column in games(30, seed=seed))
+    one = np.zeros(30, dtype=np.int64)
+    rate = clustered.auc(scores, members, one, 0.05, 100, np.random.default_rng(0))
+    assert (rate.low, rate.high) == (0.0, 1.0)
+    assert rate.value == pytest.approx(roc_auc_score(members, scores))
+
+
 @pytest.mark.parametrize("decimals", [15, 0])
 def test_blocks_of_clusters_are_drawn_like_their_games(monkeypatch, decimals: int) -> None:
     """The two ways to compute a bootstrap, and one by ranks of the games drawn."""

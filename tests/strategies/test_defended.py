@@ -135,7 +135,7 @@ class OwnWrapping(DDPStrategy):
             lambda: DefendedStrategy(client="company"),
             r"client must be 'rank' or 'world'.*got 'company'",
         ),
-        (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "named alike"),
+        (lambda: DefendedStrategy(defenses=[*NOISE, *NOISE]), "have the same name"),
         (lambda: DefendedStrategy(defenses=[*NOISE, *PRIVATE]), "Put 'dpsgd' first among"),
         (
             lambda: DefendedStrategy(defenses=[*PRIVATE, ActivationNoise(1, 1.0, relative=True)]),

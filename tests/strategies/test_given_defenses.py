@@ -89,7 +89,7 @@ def test_gradients_after_the_release_are_not_those_that_were_released() -> None:
             self.manual_backward(self.loss(batch))
             own.step()
 
-    with pytest.raises(DefenseError, match="no defence has seen"):
+    with pytest.raises(DefenseError, match="gradients that were not defended"):
         fit(DefendedStrategy("auto", [noise()]), Twice)
 
 

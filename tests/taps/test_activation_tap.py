@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import text_blocks
 from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
+from lightning_fedleak.model.taps.hooks import taps_paused
 from tests.helpers.inputs import padded_batch as batch
 from tests.helpers.models import (
     DIM,
@@ -130,6 +131,27 @@ def test_one_record_a_micro_batch_under_checkpointing(reentrant: bool, inside: b
         for k, (states, gradient) in enumerate(micro_batches):
             torch.testing.assert_close(tap.states(layer)[k], states, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(tap.gradients(layer)[k], gradient, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("inside", [None, False, True])
+def test_a_check_of_the_graph_before_the_backward_leaves_no_record(inside: bool | None) -> None:
+    model, inputs = tiny_gpt2(layers=3).train(), batch()
+    if inside is not None:
+        model = checkpointed(model, False, inside)
+    states, gradient = reference(tiny_gpt2(layers=3).train(), 1, inputs)
+    tap = ActivationTap(find_anatomy(model), [1])
+    tap.arm()
+    with own_rng(5):
+        loss = model(**inputs).loss
+    with taps_paused():
+        first = next(model.parameters())
+        (of_check,) = torch.autograd.grad(3 * loss, first, retain_graph=True)
+    assert of_check.abs().max() > 0
+    assert tap.gradients(1) == ()
+    loss.backward()
+    assert [len(tap.states(1)), len(tap.gradients(1))] == [1, 1]
+    torch.testing.assert_close(tap.states(1)[0], states, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(tap.gradients(1)[0], gradient, rtol=1e-4, atol=1e-8)
 
 
 def test_forwards_without_gradient_leave_no_record() -> None:

@@ -160,7 +160,7 @@ class OwnStep(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-class DPOTrainer(Trainer):
+class KTOTrainer(Trainer):
     """Named as TRL's."""
 
 
@@ -169,7 +169,7 @@ class DPOTrainer(Trainer):
     [
         (Outside, "Outside changes the loss outside .*pass it to defended"),
         (OwnStep, "OwnStep.training_step is not known: change compute_loss"),
-        (DPOTrainer, "DPOTrainer compares several texts .*train on single texts"),
+        (KTOTrainer, "KTOTrainer compares several texts .*train on single texts"),
     ],
 )
 def test_trainers_that_compute_otherwise_are_refused(

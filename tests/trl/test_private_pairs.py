@@ -17,11 +17,13 @@ from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils
 
+from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.defenses import DPSGD, DefenseError, QuantileClip
+from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.trainers import defended
 from tests.helpers.models import own_rng
 from tests.trainers.hosts import traced
-from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer
+from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer, watched
 
 BETA = 0.5
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -51,7 +53,7 @@ class WideLogProbs:
 
 def trainer_of(
     folder: Path,
-    defense: DPSGD,
+    defense: DPSGD | None,
     kind: Any = DPOTrainer,
     data: Any = None,
     peft: Any = LORA,
@@ -60,13 +62,14 @@ def trainer_of(
     arguments = {**COMMON, "max_length": 48, "learning_rate": 0.0, "beta": BETA, **more}
     torch.manual_seed(3)
     model = model_of().double()
-    trainer = defended(kind)(
+    given = {} if defense is None else {"defenses": [defense]}
+    trainer = (kind if defense is None else defended(kind))(
         model,
         args=DPOConfig(str(folder), **arguments),
         train_dataset=Dataset.from_list(rows() if data is None else data),
         processing_class=tokenizer(),
         peft_config=peft,
-        defenses=[defense],
+        **given,
     )
     with own_rng(5), torch.no_grad():  # else the policy is the reference
         for parameter in trainer.model.parameters():
@@ -159,6 +162,28 @@ def test_a_clip_norm_may_follow_the_pairs(tmp_path: Path) -> None:
     trainer_of(tmp_path, defense).train()
     assert defense.releases == 3
     assert defense.clip_norm != 0.5
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_watched_step_made_again_explains_its_gradient(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    values = []
+    for defense in (None, DPSGD(2.0, 0.0, seed=1)):
+        folder = tmp_path / type(defense).__name__
+        trainer = trainer_of(folder, defense, gradient_accumulation_steps=steps)
+        trainer.model.float()
+        watched(trainer, [SubspaceWords(capacity_seconds=0)])
+        trainer.train()
+        names = ("leakage/step/unexplained", "leakage/subspace_words/control")
+        logs = [log for log in trainer.state.log_history if names[0] in log]
+        values.append([[log[name] for log in logs] for name in names])
+    (plain, control), (private, private_control) = values
+    assert len(plain) == len(private) == 3
+    assert max(*plain, *private) < 1e-5
+    assert min(control) > 0.99
+    assert private_control == pytest.approx(control, abs=1e-3)
 
 
 class Scaled(DPOTrainer):

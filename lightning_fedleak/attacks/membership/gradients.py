@@ -308,15 +308,15 @@ class GradientMembership(PassiveMembership):
         maps = [m for m in maps if m.name in whitened]
 
         controls = token_parts.join_fits(self._fits(maps, whitened, public))
-        weights = {name: 1 / token_parts.noise_level(fit) for name, fit in controls.items()}
+        weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.sizes.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
-        noise = token_parts.noise_level(control_fit).sqrt()
+        noise = token_parts.noise_variance(control_fit).sqrt()
 
         fits = [token_parts.sum_fits(f, weights) for f in self._fits(maps, whitened, candidates)]
-        scores = [token_parts.least_coefficient(fit, noise) for fit in fits]
-        return size, torch.cat(scores), token_parts.least_coefficient(control_fit, noise)
+        scores = [token_parts.min_coefficient(fit, noise) for fit in fits]
+        return size, torch.cat(scores), token_parts.min_coefficient(control_fit, noise)
 
     def _fits(
         self, maps: Sequence[LinearMap], shared: Mapping[str, Tensor], batch: TokenBatch

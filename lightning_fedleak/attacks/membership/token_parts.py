@@ -1,8 +1,9 @@
-"""Parts that single tokens add to the gradients of linear maps, and how much of each is shared.
+"""The parts of single tokens in the gradients of linear maps, and their fit to a shared gradient.
 
-The gradient of a linear map is a sum over tokens of outer products, ``sum_t e_t x_t^T`` of the
-map's input x and the *slope* e, the loss's gradient in the map's output. Both sides are whitened by
-public text (the Kronecker factors of Martens and Grosse 2015).
+The gradient of a linear map is a sum of outer products over tokens, ``sum_t e_t x_t^T``. Here x is
+the map's input, and the *slope* e is the gradient of the loss with respect to the map's output. One
+such product is a token's *part*. Both sides are whitened by public text (the Kronecker factors of
+Martens and Grosse 2015).
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ from lightning_fedleak.model.model_runs import (
 
 T = TypeVar("T")
 
-LOGITS_AT_ONCE = 1 << 22  # of one run, 16 MB, of which a backward has two; more: no faster
-WIDEST = 1024  # sides up to which whitening is a full matrix, wider ones diagonal; more: slower
-ALLOWANCE = 2.0  # standard errors that two tokens may fall short for free; not tuned
-MOST_LACKING = 0.5  # share of a coefficient that two tokens can take off; not tuned
+# The number of logits of one run (16 MB); its backward has two such tensors. More is not faster.
+LOGITS_AT_ONCE = 1 << 22
+# The width of the widest side that is whitened by a full matrix; wider ones are whitened by a
+# diagonal, since the cost of the full matrix grows with the cube of the width.
+MAX_FULL_WIDTH = 1024
+# The standard errors by which two tokens may fall short without an effect. A smaller value lowers
+# the scores of members by noise; a larger one keeps texts with two changed tokens high. Not tuned.
+ALLOWANCE = 2.0
+# The largest share of a coefficient that two tokens can take off. A larger share lets one pair of
+# tokens decide the score of a text. Not tuned.
+MAX_SHORTFALL = 0.5
 
 
 def map_token_parts(
@@ -40,18 +48,19 @@ def map_token_parts(
     batch: TokenBatch,
     function: Callable[[Mapping[str, tuple[Tensor, Tensor]]], T],
 ) -> list[T]:
-    """Return what a function makes of each token's part in the gradients of linear maps.
+    """Return a function's results for the tokens' parts in the gradients of linear maps.
 
     Args:
-        anatomy: the model, run in eval mode.
-        maps: each called once in a forward.
-        batch: texts (B, L) with labels.
-        function: called for a few texts at a time with a mapping from the map's name to inputs
-            (b, L, d) and slopes (b, L, o) of the summed loss, in float32. Padded and virtual tokens
-            are missing or zero, as are maps that are not called exactly once.
+        anatomy: The model, which runs in eval mode.
+        maps: The linear maps.
+        batch: The texts (B, L) with labels.
+        function: A function of the inputs (b, L, d) and slopes (b, L, o) of a few texts, by the
+            map's name, in float32. The slopes are those of the summed loss. Both are zero at
+            padding. Virtual tokens are missing, and so are maps that are not called exactly once or
+            do not affect the loss.
 
     Returns:
-        The function's results, in order.
+        The function's results, in the order of the texts.
     """
     results = []
     parameter_ids = {id(anatomy.parameter(m.name)) for m in maps}
@@ -60,12 +69,12 @@ def map_token_parts(
         for name, p in anatomy.model.named_parameters()
     }
     with undisturbed(anatomy) as model, torch.enable_grad(), only_needed_hooks(anatomy.root):
-        for part in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
+        for texts in micro_batches(anatomy, batch, LOGITS_AT_ONCE):
             with _record_calls(maps) as calls:
-                logits, labels = token_logits(model, part, views)
+                logits, labels = token_logits(model, texts, views)
             with torch.no_grad():
-                results.append(function(_inputs_and_slopes(maps, calls, logits, labels, part)))
-            del calls, logits  # with their graph, which the next run would add to
+                results.append(function(_inputs_and_slopes(maps, calls, logits, labels, texts)))
+            del calls, logits  # frees their graph before the next run builds another
     return results
 
 
@@ -74,10 +83,13 @@ def _inputs_and_slopes(
     calls: Mapping[int, list[tuple[Tensor, Tensor]]],
     logits: Tensor,
     labels: Tensor,
-    part: TokenBatch,
+    texts: TokenBatch,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return inputs and slopes by map; the logits are overwritten by the loss's gradient."""
-    length = part.input_ids.shape[1]
+    """Return the inputs and slopes by map, as :func:`map_token_parts` passes them on.
+
+    Float32 logits are overwritten by the gradient of the summed cross-entropy, softmax - one-hot.
+    """
+    length = texts.input_ids.shape[1]
     single_calls = {}
     for linear in maps:
         # DoRA also calls its maps on a unit matrix, through which no gradient flows.
@@ -87,23 +99,24 @@ def _inputs_and_slopes(
     outputs = [y for _, y in single_calls.values()]
     slopes: Sequence[Tensor | None] = ()
     if outputs:
-        errors = logits.detach().float()  # their own memory, of which cross_entropy takes four
+        # In the logits' memory: cross_entropy and its backward would need four times as much.
+        errors = logits.detach().float()
         errors.sub_(errors.logsumexp(1, keepdim=True)).exp_()
         errors[torch.arange(len(labels), device=labels.device), labels] -= 1
         slopes = torch.autograd.grad(logits, outputs, errors.to(logits.dtype), allow_unused=True)
-    real = None if part.attention_mask is None else (part.attention_mask != 0)[..., None]
+    real = None if texts.attention_mask is None else (texts.attention_mask != 0)[..., None]
     pairs = {}
     for (name, (x, _)), slope in zip(single_calls.items(), slopes, strict=True):
         if slope is None:
             continue
-        x, slope = x[:, -length:].float(), slope[:, -length:].float()
-        pairs[name] = (x, slope if real is None else slope * real)
+        x, slope = x[:, -length:].float(), slope[:, -length:].float()  # without virtual tokens
+        pairs[name] = (x, slope) if real is None else (x * real, slope * real)
     return pairs
 
 
 @contextmanager
 def _record_calls(maps: Sequence[LinearMap]) -> Iterator[dict[int, list[tuple[Tensor, Tensor]]]]:
-    """Yield a mapping that collects each map's inputs and outputs, by the id of its reader."""
+    """Yield a mapping that collects the inputs and outputs of the maps, by their reader's id."""
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -118,14 +131,14 @@ def _record_calls(maps: Sequence[LinearMap]) -> Iterator[dict[int, list[tuple[Te
 
 @dataclass(frozen=True)
 class SideWhitening:
-    """Whitening of both sides of a map's gradient, from public text.
+    """The whitening of both sides of a map's gradient, from public text.
 
     Attributes:
-        inputs: (d, d) factor of inputs from the right, which gives them one size in all directions;
-            (d,) for wide inputs, one factor a number.
-        slopes: (o, o) or (o,), the same for slopes.
-        axis: the parameter's axis along the input.
-        sizes: shaped as the parameter; root mean square of each number of a token's part.
+        inputs: (d, d) the factor that multiplies inputs from the right, so that their second moment
+            is the same in all directions; (d,) for wide inputs, one factor for each coordinate.
+        slopes: (o, o) or (o,) the same for slopes.
+        axis: The parameter's axis along the input.
+        sizes: The root mean square of each entry of a token's part, in the parameter's shape.
     """
 
     inputs: Tensor
@@ -135,7 +148,7 @@ class SideWhitening:
 
     @classmethod
     def from_moments(cls, inputs: Tensor, slopes: Tensor, axis: int) -> SideWhitening:
-        """Return the whitening for second moments of inputs, (d, d) or (d,), and of slopes."""
+        """Return the whitening for the second moments of inputs, (d, d) or (d,), and slopes."""
         squares = [m.diagonal() if m.dim() == 2 else m for m in (slopes, inputs)]
         sizes = torch.outer(*(square.sqrt() for square in squares)).float()
         if axis != 1:
@@ -143,29 +156,32 @@ class SideWhitening:
         return cls(whitening_matrix(inputs), whitening_matrix(slopes), axis, sizes)
 
     def whiten(self, gradient: Tensor) -> Tensor:
-        """Return the parameter's gradient, whitened, as (o, d)."""
+        """Return the whitened gradient (o, d) of the parameter."""
         g = gradient if self.axis == 1 else gradient.T
         return _multiply(_multiply(g.T, self.slopes).T, self.inputs)
 
 
 class Moments:
-    """Second moments of inputs and slopes over public tokens, by map."""
+    """The second moments of inputs and slopes over public tokens, by map."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Tensor] = {}
         self._slopes: dict[str, Tensor] = {}
 
     def add(self, parts: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add the parts of a few texts."""
+        """Add the inputs and slopes of a few texts, by map."""
         for name, sides in parts.items():
             for sums, values in zip((self._inputs, self._slopes), sides, strict=True):
                 flat = values.flatten(0, 1).double()
-                wide = flat.shape[1] > WIDEST
+                wide = flat.shape[1] > MAX_FULL_WIDTH
                 moment = flat.square().sum(0) if wide else flat.T @ flat
                 sums[name] = sums[name].add_(moment) if name in sums else moment
 
     def whitenings(self, maps: Sequence[LinearMap]) -> dict[str, SideWhitening]:
-        """Return the whitening of each map that public text reaches, by its name, and forget."""
+        """Return the whitening of each map that public text reaches, by its name.
+
+        The moments of these maps are dropped, to free their memory.
+        """
         whitenings = {}
         for m in maps:
             if m.name in self._inputs:
@@ -176,17 +192,17 @@ class Moments:
 
 
 def _multiply(values: Tensor, factor: Tensor) -> Tensor:
-    """Return rows times a matrix, or times the diagonal of one."""
+    """Return the rows of ``values`` times a matrix (n, n) or a diagonal (n,)."""
     return values @ factor if factor.dim() == 2 else values * factor
 
 
 @dataclass(frozen=True)
 class PartFit:
-    """Inner products of texts' token parts with the shared gradient and with each other.
+    """The inner products of token parts with the shared gradient and with each other.
 
     Attributes:
-        products: (B, L) inner product of each token's part with the shared gradient.
-        gram: (B, L, L) of the parts of a text with each other.
+        products: (B, L) the inner product of each token's part with the shared gradient.
+        gram: (B, L, L) the inner products of the parts of each text.
     """
 
     products: Tensor
@@ -194,18 +210,18 @@ class PartFit:
 
     @property
     def sizes(self) -> Tensor:
-        """Return (B, L): the squared norm of each part; 0 where a token has none."""
+        """Return the squared norm (B, L) of each part; 0 for a token without a part."""
         return self.gram.diagonal(dim1=1, dim2=2)
 
 
 @dataclass(frozen=True)
 class WhiteParts:
-    """Whitened parts of texts' tokens in the gradient of one map.
+    """The whitened parts of tokens in the gradient of one map.
 
     Attributes:
-        inputs: (B, L, d).
-        slopes: (B, L, o).
-        gram: (B, L, L) inner products of the parts of a text with each other.
+        inputs: (B, L, d) the whitened inputs.
+        slopes: (B, L, o) the whitened slopes.
+        gram: (B, L, L) the inner products of the parts of each text.
     """
 
     inputs: Tensor
@@ -219,71 +235,79 @@ class WhiteParts:
         return cls(x, slope, (slope @ slope.mT) * (x @ x.mT))
 
     def fit(self, shared: Tensor) -> PartFit:
-        """Return the fit of the parts to the whitened shared gradient, (o, d)."""
+        """Return the fit of the parts to the whitened shared gradient (o, d)."""
         return PartFit(((self.slopes @ shared) * self.inputs).sum(-1), self.gram)
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers are held."""
+        """Return the number of stored values."""
         return self.inputs.numel() + self.slopes.numel() + self.gram.numel()
 
 
 def join_fits(fits: Iterable[Mapping[str, PartFit]]) -> dict[str, PartFit]:
-    """Return one fit for all texts of several, by the map's name."""
-    rows: dict[str, list[PartFit]] = {}
+    """Return the fits of several groups of texts as one, by the map's name."""
+    groups: dict[str, list[PartFit]] = {}
     for fits_by_map in fits:
         for name, fit in fits_by_map.items():
-            rows.setdefault(name, []).append(fit)
+            groups.setdefault(name, []).append(fit)
     return {
-        name: PartFit(torch.cat([f.products for f in row]), torch.cat([f.gram for f in row]))
-        for name, row in rows.items()
+        name: PartFit(torch.cat([f.products for f in group]), torch.cat([f.gram for f in group]))
+        for name, group in groups.items()
     }
 
 
 def sum_fits(fits: Mapping[str, PartFit], weights: Mapping[str, Tensor]) -> PartFit:
-    """Return the weighted sum of the fits, over the maps that have a weight."""
+    """Return the weighted sum of the fits over the maps that have a weight.
+
+    Raises:
+        UnusableObservation: No map has both a fit and a weight.
+    """
     weighted = [(weights[name], fit) for name, fit in fits.items() if name in weights]
     if not weighted:
-        raise UnusableObservation("the loss depends on none of the maps that are read")
+        raise UnusableObservation("the loss depends on none of the linear maps that are read")
     products = [weight * fit.products for weight, fit in weighted]
     gram = [weight * fit.gram for weight, fit in weighted]
     return PartFit(torch.stack(products).sum(0), torch.stack(gram).sum(0))
 
 
-def noise_level(fit: PartFit) -> Tensor:
-    """Return the mean square of the products of texts outside the batch, over their size."""
-    counts = fit.sizes > 0
-    noise = (fit.products[counts].square() / fit.sizes[counts]).mean()
-    # A map that no text reaches has the mean of nothing, NaN, and gets no weight.
-    return noise.nan_to_num(nan=torch.inf).clamp_min(torch.finfo(noise.dtype).tiny)
+def noise_variance(fit: PartFit) -> Tensor:
+    """Return the variance () of the products of unit parts, from texts outside the batch."""
+    has_part = fit.sizes > 0
+    variance = (fit.products[has_part].square() / fit.sizes[has_part]).mean()
+    # The mean over no parts is NaN. An infinite variance gives such a map no weight.
+    return variance.nan_to_num(nan=torch.inf).clamp_min(torch.finfo(variance.dtype).tiny)
 
 
-def least_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
-    """Return (B,) a text's coefficient, less the largest shortfall of two neighbouring tokens.
+def min_coefficient(fit: PartFit, noise: Tensor) -> Tensor:
+    """Return each text's coefficient (B,), less the largest shortfall of two neighbouring tokens.
+
+    The coefficient is the least-squares multiple of the text's gradient in the shared gradient. The
+    shortfall lowers it for a text that differs from a member in a few tokens: their parts do not
+    fit. It is the least-squares coefficient of two tokens' part in the residual.
 
     Args:
-        fit: of the texts.
-        noise: () standard deviation of a part's inner product, in units of its norm.
+        fit: The fit of the texts, with at least two tokens each.
+        noise: () the standard deviation of a unit part's inner product.
     """
     tiny = torch.finfo(fit.gram.dtype).tiny
     coefficient = fit.products.sum(1) / fit.gram.sum((1, 2)).clamp_min(tiny)
-    rest = fit.products - coefficient[:, None] * fit.gram.sum(2)
+    residual = fit.products - coefficient[:, None] * fit.gram.sum(2)
     size = fit.sizes[:, 1:] + fit.sizes[:, :-1] + 2 * fit.gram.diagonal(1, dim1=1, dim2=2)
-    counts = size > 0
-    size = size.where(counts, torch.ones_like(size))
-    shortfalls = (rest[:, 1:] + rest[:, :-1]) / size + ALLOWANCE * noise / size.sqrt()
-    lack = shortfalls.masked_fill(~counts, 0.0).amin(1).clamp(max=0.0)
-    return coefficient + torch.maximum(lack, -MOST_LACKING * coefficient.abs())
+    has_part = size > 0
+    size = size.where(has_part, torch.ones_like(size))
+    differences = (residual[:, 1:] + residual[:, :-1]) / size + ALLOWANCE * noise / size.sqrt()
+    shortfall = differences.masked_fill(~has_part, 0.0).amin(1).clamp(max=0.0)
+    return coefficient + torch.maximum(shortfall, -MAX_SHORTFALL * coefficient.abs())
 
 
 def count_numbers(linear: LinearMap, anatomy: Anatomy) -> int:
-    """Return how many numbers a map's gradient and the whitening of its two sides have."""
+    """Return the number of values in a map's gradient and in the whitening of its two sides."""
     slopes, inputs = sides(linear, anatomy)
-    return slopes * inputs + sum(n if n > WIDEST else n * n for n in (slopes, inputs))
+    return slopes * inputs + sum(n if n > MAX_FULL_WIDTH else n * n for n in (slopes, inputs))
 
 
 def sides(linear: LinearMap, anatomy: Anatomy) -> tuple[int, int]:
-    """Return the widths of a map's output and input."""
+    """Return the widths (o, d) of a map's output and input."""
     parameter = anatomy.parameter(linear.name)
     assert parameter is not None
     return linear.rows, parameter.numel() // linear.rows

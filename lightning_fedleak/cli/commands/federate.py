@@ -22,7 +22,7 @@ from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import SourceError, quiet_logs, refuse_errors
 from lightning_fedleak.cli.studies.federation import Federation, Round, Values, train_in_process
 from lightning_fedleak.engine import gates
-from lightning_fedleak.engine.channels.played import LEAST_MEMBERS
+from lightning_fedleak.engine.channels.played import MIN_MEMBERS
 from lightning_fedleak.federation import SUM, trained_state
 from lightning_fedleak.report import ReportError, write
 
@@ -113,10 +113,10 @@ def _check_gates(federation: Federation) -> None:
     for gate in round_gates:
         with refuse_errors(f"--watch {gate.metric}", ValueError):
             gate.watch_rounds(observer)
-        if "membership" in gate.metric and texts < LEAST_MEMBERS:
+        if "membership" in gate.metric and texts < MIN_MEMBERS:
             raise SourceError(
                 f"--watch {gate.metric}: a round has {texts} texts of a client, and no update is "
-                f"judged with fewer than {LEAST_MEMBERS}: give more --local-steps or a larger "
+                f"judged with fewer than {MIN_MEMBERS}: give more --local-steps or a larger "
                 "--batch-size (and texts), or --watch leakage/worst/words"
             )
 

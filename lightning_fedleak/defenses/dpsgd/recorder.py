@@ -16,6 +16,7 @@ from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd import rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
+from lightning_fedleak.model.taps.hooks import taps_paused
 
 Layout = tuple[str, int]
 """Which rows (first dimension) of a layer's input belong to a sample: ("batch", 1) where it has one
@@ -194,7 +195,8 @@ class Recorder:
         """Record no gradients within this context, in which a check runs backward passes."""
         self._paused = True
         try:
-            yield
+            with taps_paused():
+                yield
         finally:
             self._paused = False
 

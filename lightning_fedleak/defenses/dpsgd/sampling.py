@@ -1,6 +1,7 @@
-"""How DP-SGD draws batches: the loader that it trains with, and the sample rate to account.
+"""The Poisson-sampled loader that DP-SGD trains with, and the sample rate to account.
 
-Users as the unit of privacy: the rows of each, and whether a batch keeps their order.
+For users as the unit of privacy, this module also groups rows by user, and checks that a batch
+keeps the order of its rows.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 
-ORDERED = 8  # examples that show whether the collate function keeps their order. Not tuned
-CANDIDATES = 64  # examples these are chosen from, to differ in length where any do. Not tuned
+# The number of examples that are collated to test their order. A smaller one would miss collate
+# functions that reorder few examples; a larger one costs time at setup.
+PROBES = 8
+# The number of examples from which the probes are chosen, so that their lengths differ if any do.
+CANDIDATES = 64
 
 
 def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
     """Return the rows of every user by key, in the order of each user's first row.
 
     Args:
-        dataset: map-style.
-        group_by: the name of a column, a function of an example, or one key for each row.
+        dataset: The map-style dataset.
+        group_by: The name of a column, a function of an example, or a sequence with a key for each
+            row.
 
     Raises:
-        DefenseError: a row without a key, or not one key for each row; names the column.
+        DefenseError: A row has no key, or the number of keys is not the number of rows. The message
+            names the column.
     """
     keys = _keys(dataset, group_by)
     if len(keys) != len(dataset):
         raise DefenseError(
-            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each"
+            f"DPSGD: group_by gives {len(keys)} keys for {len(dataset)} rows; give one for each row"
         )
     users: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
         try:
-            user = _comparable(key)
+            user = _user_key(key)
             if user is not None:
                 users.setdefault(user, []).append(row)
         except (TypeError, ValueError, RuntimeError) as error:  # also arrays, and pandas' NA
@@ -58,34 +64,42 @@ def rows_by_user(dataset: Any, group_by: GroupBy) -> dict[Any, list[int]]:
         if user is None:
             raise DefenseError(
                 f"DPSGD: row {row} has no {_key_name(group_by)} (it is {key!r}), so its user is "
-                "not known. Leave such rows out of the dataset, or give them a key."
+                "unknown. Leave such rows out of the dataset, or give them a key."
             )
     return users
 
 
-def _comparable(key: Any) -> Any:
-    """Return a key by which users are compared; None for None, NaN, "" and what holds one of them.
+def _user_key(key: Any) -> Any:
+    """Return the key as a plain value that identifies a user, or None if it is missing.
+
+    None, NaN and "" are missing keys, and so is a tuple or frozenset that contains one of them.
 
     Raises:
-        TypeError: it is equal to itself alone, or has no hash.
+        TypeError: The key is compared by identity, so that two rows never have the same one.
     """
     if isinstance(key, tuple | frozenset):
-        parts = [_comparable(part) for part in key]
-        kind = tuple if isinstance(key, tuple) else frozenset
-        return None if any(part is None for part in parts) else kind(parts)
+        elements = [_user_key(element) for element in key]
+        cls = tuple if isinstance(key, tuple) else frozenset
+        return None if any(element is None for element in elements) else cls(elements)
     key = key.item() if getattr(key, "shape", None) in ((), (1,)) else key
-    by_identity: Any = object.__hash__
-    if key is not None and type(key).__hash__ is by_identity:
-        raise TypeError("equal to itself alone")
+    identity_hash: Any = object.__hash__
+    if key is not None and type(key).__hash__ is identity_hash:
+        raise TypeError("compared by identity")
     missing = key is None or bool(key != key) or bool(key == "")
     return None if missing else key
 
 
 def _key_name(group_by: GroupBy) -> str:
+    """Return the name of a user's key for messages."""
     return f"'{group_by}'" if isinstance(group_by, str) else "key (group_by)"
 
 
 def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
+    """Return the users' keys in the order of the rows.
+
+    Raises:
+        DefenseError: ``group_by`` is a collection without an order.
+    """
     if isinstance(dataset, Subset) and (isinstance(group_by, str) or callable(group_by)):
         inner = _keys(dataset.dataset, group_by)
         return [inner[i] for i in dataset.indices]
@@ -96,7 +110,7 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
         if not ordered or isinstance(group_by, Mapping):
             raise DefenseError(
                 f"DPSGD: group_by is a {type(group_by).__name__}, whose keys have no order. Give "
-                "the name of a column, a function of an example, or a list, a key a row."
+                "the name of a column, a function of an example, or a list with a key for each row."
             )
         return group_by
     if hasattr(dataset, "column_names"):
@@ -108,90 +122,98 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
 def check_order(loader: DataLoader[Any]) -> None:
     """Raise an error for a dataset or collate function that changes the order of examples.
 
-    The user of a row follows from its place. A few examples are collated twice in one order and
-    once in another. Tensors that are equal in the first two must be reordered in the third, which
-    depends on the collate function and not on the examples. Global random states do not change.
+    The position of a row in the batch determines its user. A few examples are collated twice in one
+    order and once in another. A tensor that is equal in the first two batches must be reordered in
+    the third. So the outcome depends on the collate function, and not on the examples. Global
+    random states do not change.
 
     Raises:
-        DefenseError: it sorts or shuffles, or makes a row of several examples.
+        DefenseError: The order changes, or a row is made of several examples.
     """
     with preserve_process():
-        places = _unlike(loader)
-        count = len(places)
+        indices = _probe_indices(loader)
+        count = len(indices)
         # Sorting, reversing and rotating do not undo this order.
         order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
         first, second, permuted = (
-            _collated(loader, chosen) for chosen in (places, places, [places[i] for i in order])
+            _collated_tensors(loader, batch_indices)
+            for batch_indices in (indices, indices, [indices[i] for i in order])
         )
         conclusive = False
         for tensor, repeated, reordered in zip(first, second, permuted, strict=False):
             if len(tensor) != count:
                 continue
-            if _agree(tensor, repeated):
-                # Or it is the same whatever the examples are: their numbers in the batch, say.
-                keeps_order = _agree(tensor[order], reordered) or any(
-                    _agree(tensor, constant) for constant in _collated(loader, places[:1] * count)
+            if _are_equal(tensor, repeated):
+                # A tensor that does not depend on the examples, such as row numbers, is accepted.
+                keeps_order = _are_equal(tensor[order], reordered) or any(
+                    _are_equal(tensor, constant)
+                    for constant in _collated_tensors(loader, indices[:1] * count)
                 )
-                conclusive = conclusive or not _agree(tensor, tensor[:1].expand_as(tensor))
+                conclusive = conclusive or not _are_equal(tensor, tensor[:1].expand_as(tensor))
             else:
                 keeps_order = not _is_shuffled(tensor, repeated)
             if not keeps_order:
                 raise DefenseError(
                     f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
                     "dataset's `__getitems__` sorts or shuffles rows, or makes a row of several "
-                    "examples: one user's would be clipped as another's. Let row i of every tensor "
-                    "be of example i (pack_padded_sequence takes enforce_sorted=False)."
+                    "examples: rows of one user would be clipped as another's. Let row i of every "
+                    "tensor be of example i (pack_padded_sequence takes enforce_sorted=False)."
                 )
     if count > 1 and not conclusive:
         warnings.warn(
-            "DPSGD: with unit=Users() the user of a row follows from its place in the batch. "
+            "DPSGD: with unit=Users() the position of a row in the batch determines its user. "
             f"Whether the collate function ({_collate_name(loader)}) keeps the order of examples "
             "could not be checked: its batches are random, or the same for all examples. It is "
-            "trusted.",
+            "trusted; make sure that it keeps the order.",
             stacklevel=4,
         )
 
 
 def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:
-    """Say that a row of several documents is one example; raise an error where it is a user's.
+    """Warn if rows of the data contain several documents.
 
-    Rows of a few examples are read, as far as they mark documents.
+    Rows of a few examples are read. Documents that a batch does not mark, by position ids for
+    example, are not seen.
+
+    Args:
+        loader: The Poisson-sampled loader.
+        by_user: Whether users are the unit of privacy.
 
     Raises:
-        DefenseError: users are the unit, or the collate function makes a row of several examples.
+        DefenseError: Rows contain several documents, and users are the unit of privacy.
     """
     dataset: Any = loader.dataset
     last, packed = len(dataset) - 1, False
-    places = sorted({last * i // (ORDERED - 1) for i in range(ORDERED)}) if last >= 0 else []
+    indices = sorted({last * i // (PROBES - 1) for i in range(PROBES)}) if last >= 0 else []
     with preserve_process(), suppress(BatchError):
-        packed = read_batch(loader.collate_fn(_fetched(dataset, places)), "causal").is_packed
+        packed = read_batch(loader.collate_fn(_examples(dataset, indices)), "causal").is_packed
     if packed and by_user:
         raise DefenseError(
             "DPSGD: rows of the data hold several documents, which may be of several users, and "
-            "with unit=Users() a row is of one. Give each document a row of its own."
+            "with unit=Users() a row has one user. Give each document a row of its own."
         )
     if packed:
         warnings.warn(
             "DPSGD: rows of the data hold several documents, and a row is one example: it is "
-            "clipped as a whole, and epsilon is of a row as it is packed, not of a document. "
-            "Without one document the others would be packed otherwise. For a guarantee of "
-            "documents give each a row of its own.",
+            "clipped as a whole, and epsilon is for a packed row, not for a document. Without one "
+            "document the rest would be packed differently. For a guarantee for documents, give "
+            "each document a row of its own.",
             stacklevel=4,
         )
 
 
-def _unlike(loader: DataLoader[Any]) -> list[int]:
-    """Return places of a few examples, from the shortest to the longest of many."""
+def _probe_indices(loader: DataLoader[Any]) -> list[int]:
+    """Return the indices of a few examples, from the shortest to the longest candidate."""
     dataset: Any = loader.dataset
     last = len(dataset) - 1
-    places = sorted({last * i // (CANDIDATES - 1) for i in range(CANDIDATES)})
-    places.sort(key=lambda place: _length(dataset[place]))
-    ranks = sorted({(len(places) - 1) * i // (ORDERED - 1) for i in range(ORDERED)})
-    return [places[rank] for rank in ranks]
+    indices = sorted({last * i // (CANDIDATES - 1) for i in range(CANDIDATES)})
+    indices.sort(key=lambda index: _length(dataset[index]))
+    ranks = sorted({(len(indices) - 1) * i // (PROBES - 1) for i in range(PROBES)})
+    return [indices[rank] for rank in ranks]
 
 
 def _length(value: Any) -> int:
-    """Return how many letters and nonzero numbers an example has; padding is often zero."""
+    """Return the number of characters and nonzero values of an example; padding is often zero."""
     if isinstance(value, Mapping):
         return sum(map(_length, value.values()))
     if isinstance(value, list | tuple):
@@ -201,18 +223,20 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else bool(value)
 
 
-def _collated(loader: DataLoader[Any], places: list[int]) -> list[Tensor]:
-    """Return the tensors of a batch of these examples, fetched as a DataLoader does."""
-    batch = loader.collate_fn(_fetched(loader.dataset, places))
+def _collated_tensors(loader: DataLoader[Any], indices: list[int]) -> list[Tensor]:
+    """Return the tensors of the batch that the loader makes of the examples at ``indices``."""
+    batch = loader.collate_fn(_examples(loader.dataset, indices))
     return [tensor for tensor in tensors_of(batch) if tensor.dim()]
 
 
-def _fetched(dataset: Any, places: list[int]) -> list[Any]:
+def _examples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the examples at ``indices``, fetched as a DataLoader fetches them."""
     fetch = getattr(dataset, "__getitems__", None)
-    return list(fetch(places)) if fetch else [dataset[place] for place in places]
+    return list(fetch(indices)) if fetch else [dataset[index] for index in indices]
 
 
-def _agree(first: Tensor, second: Tensor) -> bool:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal, floating-point ones up to rounding."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.is_floating_point() or first.is_complex():
@@ -221,7 +245,7 @@ def _agree(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_shuffled(first: Tensor, second: Tensor) -> bool:
-    """Return whether they hold the same rows, each once, in another order."""
+    """Return whether two tensors have the same distinct rows, in any order."""
     if first.shape != second.shape:
         return False
     rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (first, second)]
@@ -229,17 +253,18 @@ def _is_shuffled(first: Tensor, second: Tensor) -> bool:
 
 
 def _collate_name(loader: DataLoader[Any]) -> str:
+    """Return the name of the user's collate function for messages."""
     collate: Any = loader.collate_fn
     if isinstance(collate, EmptyCollate):
         collate = collate.collate
     return str(getattr(collate, "__name__", type(collate).__name__))
 
 
-LOADING = (
+LOADER_SETTINGS = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
 )
-"""Settings of a DataLoader that the new one takes over."""
+"""The settings that the Poisson-sampled DataLoader takes from the user's DataLoader."""
 
 
 def sampling_of(
@@ -250,29 +275,29 @@ def sampling_of(
     trust: Trust,
     users: Users | None = None,
 ) -> poisson.Sampling:
-    """Return the loader to train with instead of ``dataloader``.
+    """Return the loader to train with instead of ``dataloader``, with its sample rate.
 
-    Examples or users are each in a batch with a chance of its mean size over their number.
+    Each example, or each user, is in a batch with the same probability: the loader's batch size
+    over the number of examples (users). If a dataset has a ``public_length``, the length is not
+    used.
 
     Args:
-        dataloader: as Lightning has prepared it.
-        context: client and process.
-        draws: entropy and step. A dataset with a ``public_length`` is drawn from by that, not by
-            its length.
-        trust: in the server.
-        users: None to draw examples.
+        dataloader: The training loader, as Lightning has prepared it.
+        context: The client and the process.
+        draws: The secret entropy, and the number of the first step.
+        trust: The trust in the server.
+        users: The setting of users as the unit of privacy; None to draw examples.
 
     Raises:
-        DefenseError: a loader that cannot be sampled, or one that yields an example in several
-            processes of one client, or in several clients in one step; where users are drawn, one
-            that does not keep the order of their rows.
+        DefenseError: The loader cannot be sampled; an example may be in the batches of several
+            processes of one client; or users are drawn, and the order of rows changes.
     """
     check_torch_loader(dataloader)
     if context.clients > 1 and not is_sharded(dataloader):
         central = " trust='central' also needs the same batch_size and noise on all of them."
         warnings.warn(
             f"DPSGD: {context.clients} clients, and no DistributedSampler splits the training data "
-            "among them: an example that several hold pays for each. Leave "
+            "among them: an example that several clients hold spends epsilon for each. Leave "
             "use_distributed_sampler=True, or let each process load data of its own."
             + (central if trust == "central" else ""),
             stacklevel=3,
@@ -297,9 +322,10 @@ def sampling_of(
     if users is not None:
         check_order(loader)
     if trust == "central" and context.clients > 1:
-        # The same on all clients: shards differ in size, and with them rate * size.
+        # All clients must divide by the same size; their shards, and so rate * size, may differ.
         expected = float(batch_size)
     elif context.processes == 1:
+        # Examples that the dataset leaves out are shared out evenly, as the sampler would do.
         expected = rate * (len(loader.batch_sampler.shard) + absent // replicas)
     else:
         expected = rate * population
@@ -307,14 +333,14 @@ def sampling_of(
 
 
 def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tuple[int, int]:
-    """Return how many are drawn from, and how many of these the dataset lacks.
+    """Return the number of examples (users) to draw from, and the number that the dataset lacks.
 
-    Draws and counts follow from these numbers, which must not depend on an example. So a dataset
-    that leaves some out has a ``public_length`` with them.
+    The sample rate depends on these numbers, so they must not depend on the content of the data. A
+    dataset that leaves examples out by chance has a ``public_length`` that includes them.
 
     Raises:
-        DefenseError: a Subset of a dataset that leaves some out: how many of these are its own is
-            not known.
+        DefenseError: The dataset is a Subset of one that leaves examples out: the number of these
+            that the Subset would contain is unknown.
     """
     if by_key is not None:
         return len(by_key), 0
@@ -323,33 +349,42 @@ def _population(dataset: Any, by_key: Mapping[Any, Sequence[int]] | None) -> tup
 
 
 def public_length(dataset: Any) -> int:
-    """Return the ``public_length`` of a dataset or of a ConcatDataset's parts, else its length.
+    """Return the ``public_length`` of a dataset, or its length if it has none.
+
+    The parts of a ConcatDataset are added.
 
     Raises:
-        DefenseError: a Subset of a dataset with a ``public_length``.
+        DefenseError: The dataset, or a part of it, is a Subset of data with a ``public_length``.
     """
     if isinstance(dataset, data.ConcatDataset):
         return sum(map(public_length, dataset.datasets))
-    inner = dataset
-    while isinstance(inner, data.Subset):
-        inner = inner.dataset
-    parts = inner.datasets if isinstance(inner, data.ConcatDataset) else [inner]
-    if inner is not dataset and any(hasattr(part, "public_length") for part in parts):
+    if isinstance(dataset, data.Subset) and _has_public_length(dataset.dataset):
         raise DefenseError(
             "DPSGD: the training data are a Subset of a dataset that leaves examples out, so that "
-            "the number of its rows tells of those. Take the Subset first, and leave out of it."
+            "the number of its rows reveals them. Take the Subset first, and leave out of it."
         )
     return int(getattr(dataset, "public_length", len(dataset)))
 
 
+def _has_public_length(dataset: Any) -> bool:
+    """Return whether a dataset, or one that it wraps, has a ``public_length``."""
+    if isinstance(dataset, data.ConcatDataset):
+        return any(map(_has_public_length, dataset.datasets))
+    wraps = isinstance(dataset, data.Subset) and _has_public_length(dataset.dataset)
+    return wraps or hasattr(dataset, "public_length")
+
+
 def _check_shares(dataloader: Any, context: DefenseContext) -> None:
-    """Raise an error where an example may be in the batches of two processes of one client.
+    """Raise an error if an example may be in the batches of two processes of one client.
 
     It would be clipped in each of them, and add more than the clip norm to their sum.
+
+    Raises:
+        DefenseError: No DistributedSampler splits the data among exactly these processes.
     """
     sampler = getattr(dataloader, "sampler", None)
-    place = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
-    if not is_sharded(dataloader) or place != (context.processes, context.process):
+    shard = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+    if not is_sharded(dataloader) or shard != (context.processes, context.process):
         raise DefenseError(
             "DPSGD: with client='world' no DistributedSampler splits the data among the "
             f"{context.processes} processes, so that an example may be twice in the sum. Leave "
@@ -365,34 +400,34 @@ def poisson_loader(
     users: Sequence[Sequence[int]] | None = None,
     rows_per_user: int | None = None,
 ) -> data.DataLoader[Any]:
-    """Return a loader's dataset, collate function and workers with Poisson sampling.
+    """Return a loader with the same dataset, collate function and workers, but Poisson sampling.
 
-    An epoch has ``round(1 / rate)`` batches: each example is drawn once in it on average.
+    An epoch has ``round(1 / rate)`` batches, so that each example is drawn once on average.
 
-    Where a DistributedSampler splits the dataset (Lightning adds one under DDP) the shard is this
-    process's part, without shuffling and without the examples that it repeats to make shards equal
-    in size: each example belongs to exactly one process. Otherwise the shard is the whole dataset.
-    Processes with different shards draw different masks, of one client or of several.
+    If a DistributedSampler splits the dataset (Lightning adds one under DDP), the shard is this
+    process's part, without shuffling and without the examples that the sampler repeats to make
+    shards equal in size: each example belongs to exactly one process. Otherwise the shard is the
+    whole dataset. Processes with different shards draw different masks.
 
     Args:
-        loader: with a map-style dataset and a sampler of torch's own.
-        rate: chance of each example to be in a batch, in (0, 1]; mean batch size over size of the
-            shard.
-        draws: entropy and client.
-        users: the rows of every user, where users are drawn; then the rate is that of a user, and
-            processes share users.
-        rows_per_user: of one user in a batch; None for all.
+        loader: A loader with a map-style dataset and one of torch's own samplers.
+        rate: The probability of each example to be in a batch, in (0, 1]: the mean batch size over
+            the size of the shard.
+        draws: The secret entropy, the client and the number of the first step.
+        users: The rows of every user, to draw users; the rate is then a user's, and users are split
+            among processes. None to draw examples.
+        rows_per_user: The largest number of rows of one user in a batch; None for all rows.
 
     Returns:
-        A new DataLoader; its ``batch_sampler`` is a :class:`PoissonBatchSampler`.
+        A new DataLoader, whose ``batch_sampler`` is a :class:`PoissonBatchSampler`.
 
     Raises:
-        DefenseError: a loader whose sampling cannot be replaced without changing what it loads, or
-            a value out of range; says what to change.
+        DefenseError: The sampling of the loader cannot be replaced without changing the examples
+            that it loads, or the shard is empty. The message says what to change.
     """
     check_torch_loader(loader)
     dataset: Any = loader.dataset
-    _check_fetches_none(loader)
+    _check_empty_fetch(loader)
     shard, steps = _shard(loader), max(1, round(1 / rate))
     if users is not None:
         shard = range(shard.start, len(users), shard.step)
@@ -407,7 +442,7 @@ def poisson_loader(
     else:
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
-    loading = {name: getattr(loader, name) for name in LOADING}
+    loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     collate = poisson.EmptyCollate(loader.collate_fn, loader.dataset, first)
     return data.DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
@@ -421,7 +456,8 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     """Raise an error for a loader whose examples cannot be drawn one by one.
 
     Raises:
-        DefenseError: says what to change.
+        DefenseError: The loader is not a plain DataLoader of a map-style dataset with torch's own
+            batch sampler. The message says what to change.
     """
     dataset = getattr(loader, "dataset", None)
     batches = getattr(loader, "batch_sampler", None)
@@ -442,8 +478,8 @@ def check_torch_loader(loader: data.DataLoader[Any]) -> None:
     refuse("DP-SGD draws each example independently, for which it must know the loader; ", refusals)
 
 
-def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
-    """Raise an error unless a dataset that fetches several examples at once can fetch none."""
+def _check_empty_fetch(loader: data.DataLoader[Any]) -> None:
+    """Raise an error if a dataset with ``__getitems__`` cannot fetch an empty batch."""
     fetch = getattr(loader.dataset, "__getitems__", list)
     try:
         count: object = len(fetch([]))
@@ -457,12 +493,16 @@ def _check_fetches_none(loader: data.DataLoader[Any]) -> None:
 
 
 def _shard(loader: data.DataLoader[Any]) -> range:
-    """Return the indices of this process's examples, each of which is in the dataset once."""
+    """Return the indices of this process's examples.
+
+    Raises:
+        DefenseError: An example is in the dataset twice, or the sampler chooses examples.
+    """
     dataset: Any = loader.dataset
     if isinstance(dataset, data.Subset | data.ConcatDataset):
-        _check_once(dataset)
+        _check_distinct(dataset)
     size, sampler = len(dataset), loader.sampler
-    # Of these classes exactly: one derived from them may choose or repeat any examples.
+    # The types must be exact: a subclass of a sampler may choose or repeat any examples.
     if type(sampler) is data.DistributedSampler and sampler.dataset is dataset:
         return range(sampler.rank, size, sampler.num_replicas)
     shuffles = type(sampler) is data.RandomSampler and not sampler.replacement
@@ -476,33 +516,33 @@ def _shard(loader: data.DataLoader[Any]) -> range:
     return range(size)
 
 
-def _check_once(dataset: data.Dataset[Any]) -> None:
-    """Raise an error where a Subset or ConcatDataset has an example at two places."""
-    sources, places = _origins(dataset)
-    order = np.lexsort((places, sources))
-    repeated = (np.diff(sources[order]) == 0) & (np.diff(places[order]) == 0)
+def _check_distinct(dataset: data.Dataset[Any]) -> None:
+    """Raise an error if a Subset or ConcatDataset contains an example twice."""
+    sources, indices = _origins(dataset)
+    order = np.lexsort((indices, sources))
+    repeated = (np.diff(sources[order]) == 0) & (np.diff(indices[order]) == 0)
     if repeated.any():
         raise DefenseError(
-            f"{int(repeated.sum())} of the {len(places)} places in the dataset hold an example "
-            "that is at another place too, and would pay several times. Let each occur once, and "
-            "train for more epochs."
+            f"{int(repeated.sum())} of the {len(indices)} rows of the dataset repeat an example, "
+            "which would spend epsilon several times. Let each example occur once, and train for "
+            "more epochs."
         )
 
 
 def _origins(dataset: Any) -> tuple[Any, Any]:
-    """Return for each place the identity of the example's dataset, and its place there.
+    """Return the ids of the innermost datasets (n,) and the indices (n,) there, for each row.
 
     Subset and ConcatDataset are resolved.
     """
     if isinstance(dataset, data.ConcatDataset):
-        parts = [_origins(part) for part in dataset.datasets]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+        origins = [_origins(part) for part in dataset.datasets]
+        return np.concatenate([o[0] for o in origins]), np.concatenate([o[1] for o in origins])
     if isinstance(dataset, data.Subset):
         indices = np.asarray(dataset.indices)
-        if indices.dtype.kind not in "iu":  # keys, or an empty list
-            _, places = np.unique(indices, return_inverse=True)
-            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), places
-        sources, places = _origins(dataset.dataset)
-        return sources[indices], places[indices]
+        if indices.dtype.kind not in "iu":  # the dataset is indexed by keys, or the Subset is empty
+            _, codes = np.unique(indices, return_inverse=True)
+            return np.full(len(indices), id(dataset.dataset), dtype=np.int64), codes
+        sources, inner_indices = _origins(dataset.dataset)
+        return sources[indices], inner_indices[indices]
     size = len(dataset)
     return np.full(size, id(dataset), dtype=np.int64), np.arange(size)

@@ -385,7 +385,7 @@ class MembershipChannel(Channel):
     @torch.no_grad()
     def _guess(
         self, attack: MembershipAttack, step: int, stage: Stage
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         if isinstance(self._targets, Unknown | Waiting):
             return self._targets
         games = self._games.get(attack.name, Unknown("no canary was computed at stage local"))
@@ -399,7 +399,7 @@ class MembershipChannel(Channel):
 
     def _run_attack(
         self, attack: MembershipAttack, games: _Games, step: int, stage: Stage
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         """Return an attack's guesses from its canary in its present state, with the truth."""
         canary = games.canary
         shared = {CRAFTED: canary.released}
@@ -407,11 +407,11 @@ class MembershipChannel(Channel):
         snapshot = GradientSnapshot(step, stage, shared, client=client, noise_std=std)
         answer = attack.run(Observation((snapshot,)), games.targets.query())
         check_guess(attack, answer, self.guesses)
-        return played.played_games(answer, games.targets.members)
+        return played.game_results(answer, games.targets.members)
 
     def rates(self, step: Step, plan: Plan, answer: object) -> Mapping[str, float]:
         """Return the rates of the games of this look."""
-        assert isinstance(answer, played.Played)
+        assert isinstance(answer, played.GameResults)
         return played.rates_of(answer)
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
@@ -422,14 +422,14 @@ class MembershipChannel(Channel):
         if not isinstance(targets, Targets):
             return targets
         games = self._control_games(plan, control, targets)
-        if not isinstance(games, played.Played):
+        if not isinstance(games, played.GameResults):
             return games
         return played.control_rates_of(games, is_part=control.is_part)
 
     @torch.no_grad()
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         """Return the games of an attack on a control's texts, before any defence."""
         attack: Any = plan.attack
         scale, layer = self.run.loss_scale, attack.layer
@@ -441,7 +441,7 @@ class MembershipChannel(Channel):
 
     def score(self, look: Look, series: Series, answer: object) -> list[float]:
         """Return the packed games of one look."""
-        assert isinstance(answer, played.Played)
+        assert isinstance(answer, played.GameResults)
         return answer.pack(self.width)
 
     # ---- over clients and looks -------------------------------------------------------------
@@ -490,7 +490,7 @@ class PassiveMembershipChannel(MembershipChannel):
             incomplete = any(series not in look.answers for series in expected)
             if not plan.exposed or not look.steps_with(plan.optimizer) or not incomplete:
                 continue
-            answer: played.Played | Unknown | Waiting | Targets = self._targets
+            answer: played.GameResults | Unknown | Waiting | Targets = self._targets
             if isinstance(answer, Targets):
                 answer = self._run_plan(plan, step, look.wanted[0], answer)
             for series in self.series(plan.attack, look.wanted):
@@ -498,11 +498,11 @@ class PassiveMembershipChannel(MembershipChannel):
 
     def _run_plan(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         answer = guess(plan, step, stage, self.run, targets.query())
-        return played.played_games(answer, targets.members)
+        return played.game_results(answer, targets.members)
 
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
-    ) -> played.Played | Unknown | Waiting:
+    ) -> played.GameResults | Unknown | Waiting:
         return self._run_plan(plan, control, Stage.LOCAL, targets)

@@ -1,4 +1,4 @@
-"""Games that were played: of one look, pooled over looks, and how many of them a rate needs."""
+"""The results of membership games: of one look, pooled over looks, and how many a rate needs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from lightning_fedleak.evaluation.metrics import Rate, membership_rates
 from lightning_fedleak.evaluation.metrics.membership import NEGATIVES_PER_FPR
 from lightning_fedleak.evaluation.metrics.within import lowest_p_value, rank_p_value
 
-LEAST_MEMBERS = 16
-"""Texts of a batch, and as many non-members, that one look needs before it can judge an update.
+MIN_MEMBERS = 16
+"""The number of texts of a batch, and of non-members, that one look needs to judge an update.
 
 The standard error of an AUC is at most ``sqrt(.25 / members)`` for any distribution of the scores
-(Van Dantzig 1951), 1/8 here. Fewer: an update that is read well may pass by chance. More: rounds of
-few texts can never be judged.
+(Van Dantzig 1951), here 1/8. With a smaller value a leaking update may pass by chance; with a
+larger one, rounds of few texts can never be judged.
 """
 
+MAX_CONTROL_P_VALUE = 0.05
+"""The largest p-value of a control's games at which the attack counts as working.
 
-BY_CHANCE = 0.05
-PART_BY_CHANCE = 0.01
-"""Chance of scores that know nothing above which a control, or one of a part, counts as not read.
-
-Of a part it is smaller since some three are tried. Higher: an attack that knows nothing passes as
-one that would have been seen; lower: batches of a few texts have no control. Of two texts no game
-is certain: their control counts as it is.
+With a larger value an attack that guesses passes as one that would have found a leak; with a
+smaller one, batches of a few texts have no control.
 """
+
+MAX_PART_P_VALUE = 0.01
+"""The same for the control of a part of a batch; lower, since about three parts are tried."""
 
 
 @dataclass(frozen=True)
-class Played:
-    """Hold the games of one client at one look.
+class GameResults:
+    """The results of the games of one client at one look.
 
     Attributes:
         scores: (n,) the adversary's scores.
         members: (n,) bool, the secret bits b.
-        decisions: (n,) bool, the adversary's b'.
+        decisions: (n,) bool, the adversary's decisions b'.
     """
 
     scores: Tensor
@@ -54,7 +54,10 @@ class Played:
     decisions: Tensor
 
     def pack(self, width: int) -> list[float]:
-        """Return n, scores, bits and decisions in this order, padded with zeros to ``width``."""
+        """Return n, the scores, bits and decisions in this order, with zeros up to ``width``.
+
+        Rows of one width can be gathered over processes; :meth:`Window.add` unpacks them.
+        """
         numbers = [float(len(self.scores))]
         for column in (self.scores, self.members, self.decisions):
             numbers += column.double().tolist()
@@ -62,13 +65,16 @@ class Played:
 
 
 class Window:
-    """Pool the games of one series over the last looks.
+    """The games of one series, pooled over the last looks.
 
-    Accuracy, F1 and advantage follow from the adversary's own decisions, so that one look is enough
-    for them. The threshold of a TPR is fitted on other games than those scored.
+    Accuracy, F1 and advantage use the adversary's own decisions, so that one look is enough for
+    them. The threshold of a TPR is fitted on games other than the scored ones.
 
-    Intervals are of these looks as they were: each game is a trial. Whether one look leaked at all
-    is an exact test within it (:mod:`lightning_fedleak.evaluation.metrics.within`).
+    Intervals describe only these looks: each game is a trial. An exact test within one look shows
+    whether it leaked at all (:mod:`lightning_fedleak.evaluation.metrics.within`).
+
+    Args:
+        looks: The number of looks to pool.
     """
 
     def __init__(self, looks: int) -> None:
@@ -76,7 +82,10 @@ class Window:
         self._next = 0
 
     def add(self, rows: Mapping[int, Sequence[float]]) -> Outcome:
-        """Add a look's packed games, by client, and return the rates over the whole window."""
+        """Add the packed games of a look, by client, and return the rates over the full window.
+
+        The p-value is the lowest of the clients', corrected for their number.
+        """
         games = []
         for client, numbers in rows.items():
             n = int(numbers[0])
@@ -86,24 +95,24 @@ class Window:
         self._next += 1
         self._looks.append(torch.cat(games))
         pooled = torch.cat(list(self._looks))
-        each = [_rates(g) for g in games]
-        now = each[0] if len(games) == 1 else _rates(self._looks[-1])
+        client_rates = [_rates(g) for g in games]
+        look_rates = client_rates[0] if len(games) == 1 else _rates(self._looks[-1])
         members = int(self._looks[-1][:, 3].sum())
         return Outcome(
             _rates(pooled),
             len(pooled),
-            worst=worst_of([_values(rates) for rates in each]),
-            now=_values(now),
+            worst=worst_of([_values(rates) for rates in client_rates]),
+            now=_values(look_rates),
             p_value=lowest_p_value([_p_value(g) for g in games]),
             too_few=too_few(members),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return (n, 5): look, client, score, bit and decision of every game in the window."""
+        """Return the games (n, 5) of the window: look, client, score, bit and decision."""
         return {"games": torch.cat(list(self._looks))} if self._looks else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the window."""
+        """Restore the window from :meth:`state_dict`."""
         self._looks.clear()
         self._next = 0
         if "games" in state:
@@ -114,13 +123,13 @@ class Window:
 
 
 def too_few(members: int) -> str | None:
-    """Return why a rate of so many members says too little; None where it does not."""
-    if members >= LEAST_MEMBERS:
+    """Return why this number of members is too small for a rate; None if it is large enough."""
+    if members >= MIN_MEMBERS:
         return None
     return (
-        f"{members} texts of the update were asked for, and as many non-members: fewer than "
-        f"{LEAST_MEMBERS}, of which a rate may be low by chance (games=Games(targets=...), and "
-        "more texts a round, give more)"
+        f"{members} texts of the update were queried, and as many non-members: with fewer than "
+        f"{MIN_MEMBERS} a rate may be low by chance (raise games=Games(targets=...), and use more "
+        "texts per round)"
     )
 
 
@@ -130,56 +139,61 @@ def requirement_of(
     """Return the looks that a TPR needs, and why a rate cannot judge one update alone.
 
     Args:
-        metric: its name, or that of an end of its interval.
-        targets: texts of one client's look that are in the batch, and so many that are not.
-        clients: whose games are pooled.
-        own_threshold: rates of the attacks' own decisions.
+        metric: The name of the rate, or of an end of its interval.
+        targets: The number of members in one client's look; non-members are as many.
+        clients: The number of clients whose games are pooled.
+        own_threshold: The names of the rates that use the attacks' own decisions.
     """
     rate = metric.removesuffix("_worst_client").removesuffix("_low").removesuffix("_high")
     looks, why = 1, ""
-    if rate.startswith("tpr_at_fpr_"):  # a small rate of false positives takes many texts
+    if rate.startswith("tpr_at_fpr_"):
         fpr, n = float(rate.removeprefix("tpr_at_fpr_")), targets * clients
+        # The tolerance keeps rounding from adding a look, as in 10 / 0.01 / n.
         looks = math.ceil(NEGATIVES_PER_FPR / fpr / n - 1e-9)
         why = (
-            f"a rate at {fpr:g} false positives is known only from {NEGATIVES_PER_FPR / fpr:.0f} "
-            f"texts that are not in the batch, and a look has {n} of them"
+            f"a TPR at an FPR of {fpr:g} needs {NEGATIVES_PER_FPR / fpr:.0f} non-members, and a "
+            f"look has {n}"
         )
-    alone = why if looks > 1 else too_few(targets)
+    never_alone = why if looks > 1 else too_few(targets)
     if metric.endswith(("_low", "_high")):
-        alone = "intervals are of the games of all rounds, and a gate judges one round"
+        never_alone = "intervals use the games of all rounds, and a gate judges one round"
     elif metric in own_threshold:
-        alone = (
-            "it is of the attack's own threshold, so that it may be 0 of an update that is read "
-            "without an error"
+        never_alone = (
+            "it uses the attack's own threshold, so that it may be 0 even if the scores separate "
+            "members from non-members without an error"
         )
-    return Requirement(looks, why, never_alone=alone)
+    return Requirement(looks, why, never_alone=never_alone)
 
 
 def _p_value(games: Tensor) -> float:
-    """Return how probable guessing is to rank the members so high."""
+    """Return the exact p-value of "members rank no higher than non-members" in packed games."""
     return rank_p_value(games[:, 2].numpy(), games[:, 3].numpy() == 1)
 
 
 def _values(rates: Mapping[str, Rate]) -> dict[str, float]:
+    """Return the rates without their intervals."""
     return {name: rate.value for name, rate in rates.items()}
 
 
 def _rates(games: Tensor) -> dict[str, Rate]:
-    """Return the rates; each game is a trial."""
+    """Return the rates of games (n, 5), with intervals that take each game as a trial."""
     decisions = games[:, 4] == 1
     return membership_rates(games[:, 2], games[:, 3] == 1, None, decisions, resamples=100)
 
 
-def rates_of(played: Played) -> dict[str, float]:
+def rates_of(results: GameResults) -> dict[str, float]:
     """Return the rates of the games of one look."""
-    columns = (played.scores, played.members, played.decisions)
+    columns = (results.scores, results.members, results.decisions)
     games = torch.stack([column.double() for column in columns], 1)
-    rates = _rates(torch.nn.functional.pad(games, (2, 0)))
+    rates = _rates(torch.nn.functional.pad(games, (2, 0)))  # columns of look and client: unused
     return _values(rates)
 
 
-def played_games(guess: Any, members: Tensor) -> Played | Unknown | Waiting:
-    """Return a guess beside the secret bits; unknown where there is none, or of other targets."""
+def game_results(guess: Any, members: Tensor) -> GameResults | Unknown | Waiting:
+    """Return a guess next to the secret bits ``members`` (n,).
+
+    The result is unknown if the guess is, or if its shape does not fit or a score is NaN.
+    """
     if isinstance(guess, Unknown | Waiting):
         return guess
     try:
@@ -189,27 +203,30 @@ def played_games(guess: Any, members: Tensor) -> Played | Unknown | Waiting:
             raise UnusableObservation("the attack gave no score and decision for each target")
     except Exception as error:
         return Unknown(reason(error))
-    return Played(scores, members, decisions)
+    return GameResults(scores, members, decisions)
 
 
-def control_rates_of(games: Played, *, is_part: bool) -> dict[str, float] | Unknown:
-    """Return the rates of a control's games; unknown where scores that know nothing do as well.
+def control_rates_of(results: GameResults, *, is_part: bool) -> dict[str, float] | Unknown:
+    """Return the rates of a control's games; unknown if random scores may do as well.
+
+    A batch with so few texts that not even perfect scores are significant keeps its rates. A part
+    of a batch does not, since the full batch is the alternative.
 
     Args:
-        games: of known texts.
-        is_part: they are of a part of the batch.
+        results: The games of texts that are known to be in the batch or not.
+        is_part: Whether they are the games of a part of the batch.
     """
-    chance, least = _chances(games)
-    most = PART_BY_CHANCE if is_part else BY_CHANCE
-    if chance > most and (is_part or least <= most):
-        return Unknown(f"scores that know nothing do as well with a chance of {chance:.2f}")
-    return rates_of(games)
+    p_value, min_p_value = _control_p_values(results)
+    threshold = MAX_PART_P_VALUE if is_part else MAX_CONTROL_P_VALUE
+    if p_value > threshold and (is_part or min_p_value <= threshold):
+        return Unknown(f"random scores do as well with a probability of {p_value:.2f}")
+    return rates_of(results)
 
 
-def _chances(games: Played) -> tuple[float, float]:
-    """Return the chance that scores which know nothing do as well (exact), and its least value."""
-    members, non_members = games.scores[games.members], games.scores[~games.members]
+def _control_p_values(results: GameResults) -> tuple[float, float]:
+    """Return the p-value of "members score no higher" (Mann-Whitney), and its smallest value."""
+    members, non_members = results.scores[results.members], results.scores[~results.members]
     if not len(members) or not len(non_members):
         return 1.0, 1.0
-    chance = float(mannwhitneyu(members, non_members, alternative="greater").pvalue)
-    return chance, 1 / math.comb(len(games.scores), len(members))
+    p_value = float(mannwhitneyu(members, non_members, alternative="greater").pvalue)
+    return p_value, 1 / math.comb(len(results.scores), len(members))

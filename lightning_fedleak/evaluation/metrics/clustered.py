@@ -2,6 +2,10 @@
 
 Games of one step share the model, the batch and the noise, so they are not independent trials.
 Every interval in this module treats the *clusters* (steps, clients) as independent, not the games.
+
+The columns of n games are ``score`` (n,), which is higher for likelier members, ``member`` (n,) for
+the secret bits, and ``code`` (n,) for the index of each game's cluster. An interval has confidence
+``1 - alpha``.
 """
 
 from __future__ import annotations
@@ -20,15 +24,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-FEW_CLUSTERS = 5  # with wrong games, below which an interval's end is capped; not tuned
-NUMBERS_AT_ONCE = 1 << 21  # in an array of the bootstrap (16 MiB); more: more memory, same draws
+# The number of clusters with wrong games from which on their variance decides alone; with fewer the
+# interval's low end is capped too. A smaller value trusts a variance that few clusters determine.
+FEW_CLUSTERS = 5
+# The largest number of float64 values in an array of the bootstrap (16 MiB). It bounds the memory,
+# and does not change the draws.
+NUMBERS_AT_ONCE = 1 << 21
 
 
 def columns(scores: Tensor, members: Tensor) -> tuple[Floats, Bools]:
-    """Return scores and bits as flat arrays.
+    """Return scores and secret bits as flat arrays.
 
     Raises:
-        ValueError: lengths differ.
+        ValueError: The lengths of the columns differ.
     """
     score: Floats = scores.detach().reshape(-1).cpu().double().numpy()
     member: Bools = members.detach().reshape(-1).bool().cpu().numpy()
@@ -37,25 +45,29 @@ def columns(scores: Tensor, members: Tensor) -> tuple[Floats, Bools]:
 
 
 def check_length(name: str, length: int, n: int) -> None:
-    """Raise ``ValueError`` unless a column has a value for each of n scores."""
+    """Raise ``ValueError`` unless the column ``name`` has ``n`` values, as many as the scores."""
     if length != n:
-        raise ValueError(f"{name} holds {length} games, scores {n}: give one value for each game")
+        raise ValueError(f"{name} has {length} values, scores has {n}: give one for each game")
 
 
 def share_rate(hits: Bools, population: Bools, code: Ints, alpha: float) -> Rate:
-    """Return the share of the games ``population`` that are ``hits``, with its interval."""
+    """Return the share of ``hits`` (n,) among the games of ``population`` (n,), as a rate."""
     trials = int(population.sum())
     value = float(hits[population].mean())
     influence = (hits[population] - value) / trials
     code = code[population]
     k = np.unique(code).size
     low, high = _interval(value, influence, code, trials, alpha)
-    best = (alpha / 2) ** (1 / k)
-    return _capped_rate(value, low, high, best, code[~hits[population]], code[hits[population]])
+    # Clopper-Pearson's low end for k hits in k trials: each cluster is one trial.
+    cap = (alpha / 2) ** (1 / k)
+    return _capped_rate(value, low, high, cap, code[~hits[population]], code[hits[population]])
 
 
 def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rate:
-    """Return TPR + TNR - 1 with its interval: that of their mean p, mapped by 2 p - 1."""
+    """Return the rate TPR + TNR - 1 of the games that are ``right`` (n,).
+
+    Its interval is the interval of the mean p of TPR and TNR, mapped by 2 p - 1.
+    """
     sides = [member, ~member]
     means = [float(right[side].mean()) for side in sides]
     value = sum(means) / 2
@@ -64,33 +76,37 @@ def advantage_rate(right: Bools, member: Bools, code: Ints, alpha: float) -> Rat
         influence[side] = (right[side] - rate) / (2 * side.sum())
     trials = 4 / sum(1 / side.sum() for side in sides)
     low, high = _interval(value, influence, code, trials, alpha)
-    # Either all games of a cluster have one outcome, or only those of one side.
-    a, k = alpha / 2, np.unique(code).size
-    one_side = min((1 + a ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
-    best = min(a ** (1 / k), one_side)
-    mean = _capped_rate(value, low, high, best, code[~right], code[right])
+    # The cap is the lower of two: all games of a cluster share one outcome, or only the members
+    # (non-members) of a cluster do, and all games of the other side are right.
+    tail, k = alpha / 2, np.unique(code).size
+    one_side_cap = min((1 + tail ** (1 / np.unique(code[side]).size)) / 2 for side in sides)
+    cap = min(tail ** (1 / k), one_side_cap)
+    mean = _capped_rate(value, low, high, cap, code[~right], code[right])
     return Rate(*(2 * p - 1 for p in (mean.value, mean.low, mean.high)))
 
 
 def effective_trials(
     value: float, influence: Floats, code: Ints, trials: float, alpha: float
 ) -> float:
-    """Return how many independent trials would determine the rate as well as these clusters do.
+    """Return the number of independent trials that determine the rate as well as the clusters do.
+
+    It is the number of games over the design effect, less Student's correction for the number of
+    clusters (Korn & Graubard 1998).
 
     Args:
-        value: the rate.
-        influence: (n,) what each game adds to the rate's error; sums to 0.
-        code: (n,) clusters.
-        trials: games; the result is never larger.
-        alpha: of the interval, for Student's correction.
+        value: The rate.
+        influence: (n,) the contribution of each game to the rate's error; it sums to 0.
+        code: (n,) the cluster of each game.
+        trials: The number of games; the result is never larger.
+        alpha: The error probability of the interval, for Student's correction.
     """
     sums = np.bincount(code, influence)
     k = np.unique(code).size
     if k == 1:
         return 0.0
     variance = k / (k - 1) * float((sums**2).sum())
-    plain = value * (1 - value) / max(trials - 1, 1)
-    effective = trials if plain == 0 or variance <= plain else trials * plain / variance
+    binomial = value * (1 - value) / max(trials - 1, 1)
+    effective = trials if binomial == 0 or variance <= binomial else trials * binomial / variance
     correction = stdtrit(max(trials - 1, 1), 1 - alpha / 2) / stdtrit(k - 1, 1 - alpha / 2)
     return effective * min(1.0, float(correction)) ** 2
 
@@ -98,24 +114,34 @@ def effective_trials(
 def _interval(
     value: float, influence: Floats, code: Ints, trials: float, alpha: float
 ) -> tuple[float, float]:
-    """Return both ends of Clopper-Pearson's interval on the effective number of trials."""
+    """Return both ends of the Clopper-Pearson interval on the effective number of trials."""
     trials = effective_trials(value, influence, code, trials, alpha)
     return clopper_pearson(value * trials, (1 - value) * trials, alpha)
 
 
 def _capped_rate(
-    value: float, low: float, high: float, best: float, wrong: Ints, right: Ints
+    value: float, low: float, high: float, cap: float, wrong: Ints, right: Ints
 ) -> Rate:
-    """Return the rate with its interval capped at ``best`` where few clusters have ``wrong``
-    (``right``) games.
+    """Return the rate, with low <= cap if few clusters have a wrong game.
+
+    Few wrong games do not show how the games of a cluster depend on each other. The high end is
+    likewise at or above 1 - cap if few clusters have a right game.
+
+    Args:
+        value: The rate.
+        low: The low end of the interval.
+        high: The high end of the interval.
+        cap: The low end for a perfect rate if all games of a cluster have one outcome.
+        wrong: The clusters of the wrong games; they may repeat.
+        right: The clusters of the right games; they may repeat.
     """
-    low = min(low, best) if np.unique(wrong).size < FEW_CLUSTERS else low
-    high = max(high, 1 - best) if np.unique(right).size < FEW_CLUSTERS else high
+    low = min(low, cap) if np.unique(wrong).size < FEW_CLUSTERS else low
+    high = max(high, 1 - cap) if np.unique(right).size < FEW_CLUSTERS else high
     return rate_with_value(value, low, high)
 
 
 def rate_with_value(value: float, low: float, high: float) -> Rate:
-    """Return a rate whose interval is widened to hold its value."""
+    """Return the rate, with an interval that is widened to contain its value."""
     return Rate(value, min(low, value), max(high, value))
 
 
@@ -125,11 +151,11 @@ def rate_with_value(value: float, low: float, high: float) -> Rate:
 def auc(
     score: Floats, member: Bools, code: Ints, alpha: float, resamples: int, rng: np.random.Generator
 ) -> Rate:
-    """Return Mann-Whitney's estimate, with an interval from a bootstrap that draws clusters.
+    """Return the Mann-Whitney estimate of the AUC; its interval is on the logit scale.
 
-    Where each game is its own cluster nothing is drawn: the variance is that of the games' shares
-    of the error (DeLong 1988). There the interval is no wider than Hoeffding's: a variance says
-    next to nothing where a few games decide, such as the one member that ranks low among all.
+    The variance comes from a bootstrap over clusters. If each game is its own cluster, nothing is
+    drawn: the variance is DeLong's (1988), and the interval is cut to Hoeffding's. A variance that
+    depends on very few games, such as a single member with a low score, makes it too wide.
     """
     order = np.argsort(score, kind="stable")
     score, member, code = score[order], member[order], code[order]
@@ -147,30 +173,31 @@ def auc(
         else:
             draws = _bootstrap_aucs(member, code, starts, clusters, resamples, rng)
             error = float(np.nanstd(draws, ddof=1))
-        freedom = _freedom(sums)
-        step = -float(stdtrit(freedom, alpha / 2)) * error / (value * (1 - value))
+        quantile = -float(stdtrit(_degrees_of_freedom(sums), alpha / 2))
+        half_width = quantile * error / (value * (1 - value))  # on the logit scale (delta method)
         logit = np.log(value) - np.log1p(-value)
-        low, high = (float(1 / (1 + np.exp(-(logit + sign * step)))) for sign in (-1, 1))
+        low, high = (float(1 / (1 + np.exp(-(logit + sign * half_width)))) for sign in (-1, 1))
+    # The trials of the cap: disjoint pairs of a cluster with a member and one with a non-member.
     pairs = min(np.unique(code[member]).size, np.unique(code[~member]).size, clusters // 2)
-    best = (alpha / 2) ** (1 / pairs) if pairs else 0.0
+    cap = (alpha / 2) ** (1 / pairs) if pairs else 0.0
     wrong, right = (_decisive_clusters(sign * score, member, code) for sign in (1, -1))
-    rate = _capped_rate(value, low, high, best, wrong, right)
+    rate = _capped_rate(value, low, high, cap, wrong, right)
     if not by_game:
         return rate
     n = min(int(member.sum()), int((~member).sum()))
-    low, below = (_least_mean(one, n, alpha / 2) for one in (value, 1 - value))
-    return Rate(value, max(rate.low, low), min(rate.high, 1 - below))
+    low, low_of_complement = (_hoeffding_low(share, n, alpha / 2) for share in (value, 1 - value))
+    return Rate(value, max(rate.low, low), min(rate.high, 1 - low_of_complement))
 
 
 def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
-    """Return the least alpha at which :func:`auc`'s interval lies above ``mean``, at most 1.
+    """Return the smallest alpha at which the interval of :func:`auc` lies above ``mean``.
 
-    Each game is its own cluster.
+    Each game is its own cluster. The result is at most 1.
 
     Args:
-        score: (n,) higher is more likely a member.
-        member: (n,) bool, with both classes.
-        mean: an AUC within (0, 1).
+        score: (n,) the scores; a higher one is evidence of membership.
+        member: (n,) bool, the secret bits, with both classes.
+        mean: The AUC to exceed, within (0, 1).
     """
     order = np.argsort(score, kind="stable")
     score, member = score[order], member[order]
@@ -183,30 +210,35 @@ def least_error(score: Floats, member: Bools, mean: float = 0.5) -> float:
     if value < 1:
         influence = _influence(member, starts, value)
         error = math.sqrt(_delong_variance(influence, member)) / (value * (1 - value))
-        apart = math.log(value * (1 - mean) / (mean * (1 - value)))
-        tail = float(stdtr(_freedom(influence), -apart / error))
+        log_odds_ratio = math.log(value * (1 - mean) / (mean * (1 - value)))
+        tail = float(stdtr(_degrees_of_freedom(influence), -log_odds_ratio / error))
     if _decisive_clusters(score, member, np.arange(member.size)).size < FEW_CLUSTERS:
         tail = max(tail, mean**n)
     hoeffding = math.exp(-n * float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)))
     return min(1.0, 2 * min(tail, hoeffding))
 
 
-def _least_mean(value: float, n: int, alpha: float) -> float:
-    """Return the least mean of a U statistic under which so high a value is not rarer than alpha.
+def _hoeffding_low(value: float, n: int, alpha: float) -> float:
+    """Return the smallest mean of a U statistic that Hoeffding's bound does not reject.
 
-    ``P(U >= u) <= exp(-n kl(u, mean))`` for a kernel within [0, 1] and n disjoint pairs (Hoeffding
-    1963, section 5).
+    The bound is ``P(U >= u) <= exp(-n kl(u, mean))`` for a kernel within [0, 1] and n disjoint
+    pairs (Hoeffding 1963, section 5). A mean is rejected if the bound at ``value`` is below
+    ``alpha``.
     """
 
     def excess(mean: float) -> float:
         return float(rel_entr(value, mean) + rel_entr(1 - value, 1 - mean)) + math.log(alpha) / n
 
-    least = 1e-9
-    return 0.0 if value <= least or excess(least) <= 0 else float(brentq(excess, least, value))
+    start = 1e-9  # the bracket's low end: the divergence is infinite at a mean of 0
+    return 0.0 if value <= start or excess(start) <= 0 else float(brentq(excess, start, value))
 
 
 def _influence(member: Bools, starts: Ints, value: float) -> Floats:
-    """Return (n,) what each game adds to the AUC's error: its share of pairs in the right order."""
+    """Return each game's contribution (n,) to the AUC's error; the contributions sum to 0.
+
+    It is the game's share of the rightly ordered pairs, less the mean of its class. The games are
+    in the order of their scores; ``starts`` are the indices at which a new score begins.
+    """
     members, non_members = np.add.reduceat(
         np.stack([member, ~member]).astype(float), starts, axis=1
     )
@@ -220,7 +252,10 @@ def _influence(member: Bools, starts: Ints, value: float) -> Floats:
 
 
 def _delong_variance(influence: Floats, member: Bools) -> float:
-    """Return DeLong's variance of the AUC; of one member (non-member) alone Van Dantzig's bound."""
+    """Return DeLong's variance of the AUC.
+
+    One member (non-member) has no variance; its term is Van Dantzig's upper bound 1/4.
+    """
     total = 0.0
     for side in (member, ~member):
         n = int(side.sum())
@@ -228,21 +263,24 @@ def _delong_variance(influence: Floats, member: Bools) -> float:
     return total
 
 
-def _freedom(sums: Floats) -> float:
-    """Return the degrees of freedom, 1 to k - 1, of a variance from k clusters, estimated from
-    their kurtosis.
+def _degrees_of_freedom(sums: Floats) -> float:
+    """Return the degrees of freedom of a variance from the contributions ``sums`` (k,) of clusters.
 
-    k normal contributions give k - 1. Where few clusters carry most of the error, the variance is
-    estimated as badly as from few clusters.
+    They are estimated from the kurtosis, and lie between 1 and k - 1: k normal contributions give
+    k - 1. If few clusters contribute most of the error, the variance is as uncertain as one from
+    few clusters.
     """
     if not sums.any():
         return max(1.0, sums.size - 1.0)
     kurtosis = sums.size * float((sums**4).sum()) / float((sums**2).sum()) ** 2
-    return min(sums.size - 1.0, max(1.0, 2 * sums.size / max(kurtosis - 1, 1e-9)))
+    return max(1.0, min(sums.size - 1.0, 2 * sums.size / max(kurtosis - 1, 1e-9)))
 
 
 def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
-    """Return the clusters without whose games every member would score above every non-member."""
+    """Return the clusters of the misranked members, or of the misranked non-members if fewer.
+
+    Without these games every member would score above every non-member.
+    """
     members = code[member & (score <= score[~member].max())]
     non_members = code[~member & (score >= score[member].min())]
     return min(np.unique(members), np.unique(non_members), key=len)
@@ -251,30 +289,34 @@ def _decisive_clusters(score: Floats, member: Bools, code: Ints) -> Ints:
 def _bootstrap_aucs(
     member: Bools, code: Ints, starts: Ints, clusters: int, resamples: int, rng: np.random.Generator
 ) -> Floats:
-    """Return (resamples,) AUCs of as many draws of clusters, with replacement.
+    """Return the AUCs (resamples,) of draws of clusters with replacement.
 
-    Few clusters are drawn as whole blocks of pairs (faster), many as weights of their games.
+    Few clusters are counted by a matrix of pairs (faster), many by the weights of their games.
     """
     few = member.size * clusters <= NUMBERS_AT_ONCE
-    blocks = _blocks(member, code, starts, clusters) if few else None
+    ordered_pairs = _ordered_pairs(member, code, starts, clusters) if few else None
     sizes = [np.bincount(code[side], minlength=clusters) for side in (member, ~member)]
     rows = max(1, NUMBERS_AT_ONCE // member.size)
     draws: list[Floats] = []
     for first in range(0, resamples, rows):
         b = min(rows, resamples - first)
+        # Each draw counts in its own range of bins, so that one bincount serves all.
         picks = rng.integers(clusters, size=(b, clusters)) + clusters * np.arange(b)[:, None]
         counts = np.bincount(picks.ravel(), minlength=b * clusters)
         times = counts.reshape(b, clusters).astype(float)
-        if blocks is None:
+        if ordered_pairs is None:
             draws.append(_weighted_auc(times[:, code], member, starts))
             continue
-        wins = ((times @ blocks) * times).sum(1)
+        wins = ((times @ ordered_pairs) * times).sum(1)
         draws.append(_ratio(wins, (times @ sizes[0]) * (times @ sizes[1])))
     return np.concatenate(draws)
 
 
-def _blocks(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
-    """Return (C, C): at [a, b] the rightly ordered pairs of a member of a and a non-member of b."""
+def _ordered_pairs(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
+    """Return the numbers (C, C) of rightly ordered pairs of a member and a non-member.
+
+    The member's cluster is the row, the non-member's is the column. A tie counts half.
+    """
     non_members_before = np.zeros((member.size + 1, clusters))
     non_members = np.flatnonzero(~member)
     non_members_before[non_members + 1, code[non_members]] = 1
@@ -285,15 +327,16 @@ def _blocks(member: Bools, code: Ints, starts: Ints, clusters: int) -> Floats:
     ends = np.append(starts[1:], member.size)
     below = (non_members_before[starts[tied]] + non_members_before[ends[tied]]) / 2
     present, first = np.unique(code[members], return_index=True)
-    blocks = np.zeros((clusters, clusters))
-    blocks[present] = np.add.reduceat(below, first, axis=0)
-    return blocks
+    pairs = np.zeros((clusters, clusters))
+    pairs[present] = np.add.reduceat(below, first, axis=0)
+    return pairs
 
 
 def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
-    """Return (b,) AUCs of games counted ``weights`` (b, n) times; NaN without both classes.
+    """Return the AUCs (b,) of games that count ``weights`` (b, n) times; NaN without both classes.
 
-    The games are in the order of their scores; ``starts`` are where a new score begins.
+    The games are in the order of their scores; ``starts`` are the indices at which a new score
+    begins.
     """
     members = np.add.reduceat(weights * member, starts, axis=1)
     non_members = np.add.reduceat(weights * ~member, starts, axis=1)
@@ -302,7 +345,7 @@ def _weighted_auc(weights: Floats, member: Bools, starts: Ints) -> Floats:
 
 
 def _ratio(wins: Floats, pairs: Floats) -> Floats:
-    """Return ``wins / pairs``, NaN where there are no pairs."""
+    """Return ``wins / pairs``, NaN without pairs."""
     shares: Floats = np.full_like(wins, np.nan)
     np.divide(wins, pairs, out=shares, where=pairs > 0)
     return shares

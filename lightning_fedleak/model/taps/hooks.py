@@ -12,15 +12,22 @@ from torch import Tensor, nn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_pauses: set[object] = set()
+"""Of the process: on a GPU, hooks run in threads of autograd, which have no context variables."""
 
 
 def raised_when_read(
     hook: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[Concatenate[Any, _P], _R | None]:
-    """Return a hook that changes nothing where it fails: its tap keeps the ``error``."""
+    """Return a hook that changes nothing where it fails: its tap keeps the ``error``.
+
+    Within :func:`taps_paused` it does nothing.
+    """
 
     @wraps(hook)
     def run(tap: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        if _pauses:
+            return None
         try:
             return hook(tap, *args, **kwargs)
         except Exception as error:
@@ -28,6 +35,20 @@ def raised_when_read(
             return None
 
     return run
+
+
+@contextmanager
+def taps_paused() -> Iterator[None]:
+    """Let the hooks of taps do nothing, where gradients are computed that the step does not have.
+
+    A check of a loss runs backward through the step's own graph.
+    """
+    key = object()
+    _pauses.add(key)
+    try:
+        yield
+    finally:
+        _pauses.remove(key)
 
 
 def raise_kept(tap: Any) -> None:

@@ -16,9 +16,10 @@ from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.attacks.membership.token_parts import (
+    Moments,
     PartFit,
-    least_coefficient,
     map_token_parts,
+    min_coefficient,
 )
 from lightning_fedleak.attacks.row_space.linear_maps import find_linear_maps
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -137,6 +138,25 @@ def test_parts_add_up_to_the_gradient_that_backward_gives(family: Any) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", [llama, gpt2])
+def test_padding_adds_nothing_to_the_moments_of_the_whitening(family: Any) -> None:
+    anatomy, ids = find_anatomy(ready(family())), texts(2, LENGTH)
+    maps = [m for m in find_linear_maps(anatomy) if anatomy.trainable(m.name)]
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    padded = TokenBatch(ids, ids.masked_fill(mask == 0, -100), mask, "causal")
+    rows = [TokenBatch(row[None], row[None], None, "causal") for row in (ids[0, :-3], ids[1])]
+    together, separate = Moments(), Moments()
+    map_token_parts(anatomy, maps, padded, together.add)
+    for row in rows:
+        map_token_parts(anatomy, maps, row, separate.add)
+    for name, moment in separate._inputs.items():
+        torch.testing.assert_close(together._inputs[name], moment, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            together._slopes[name], separate._slopes[name], rtol=1e-4, atol=1e-6
+        )
+
+
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 3.0))
 def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +164,7 @@ def test_the_least_coefficient_is_that_of_least_squares(seed: int, noise: float)
     parts[1, -1] = 0  # a causal text's last token has none
     shared = parts[0].sum(0) + torch.randn(40, dtype=torch.float64, generator=generator)
     fit = PartFit(parts @ shared, parts @ parts.mT)
-    result = least_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
+    result = min_coefficient(fit, torch.tensor(noise, dtype=torch.float64))
     for row, tokens in zip(result, parts, strict=True):
         whole = torch.linalg.lstsq(tokens.sum(0)[:, None], shared[:, None]).solution.item()
         rest = shared - whole * tokens.sum(0)
@@ -332,7 +352,7 @@ def test_noise_takes_the_difference_away() -> None:
 
 
 def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.WIDEST", 5)
+    monkeypatch.setattr("lightning_fedleak.attacks.membership.token_parts.MAX_FULL_WIDTH", 5)
     inside = texts(ROWS, LENGTH)
     guess = asked(ready(llama()), inside, torch.cat([inside, *variants(inside).values()]))
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())

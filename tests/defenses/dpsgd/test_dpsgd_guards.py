@@ -180,7 +180,7 @@ def test_a_collator_that_merges_or_doubles_rows_is_refused_at_setup(
 def test_rows_packed_in_the_data_are_one_example_each_and_it_is_said() -> None:
     given = DataLoader(packed(), batch_size=8)
     state = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="epsilon is of a row as it is packed, not of a document"):
+    with pytest.warns(UserWarning, match="epsilon is for a packed row, not for a document"):
         run = Run(DPSGD(CLIP, noise_multiplier=1.0), loader=given)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(run.loader.dataset) == 40

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, Sampling
@@ -149,3 +149,22 @@ def test_a_public_length_decides_rate_steps_and_mean_size_in_place_of_the_length
         assert (sampling.rate, sampling.expected, sampling.examples) == (8 / 120, 8.0, 120)
     for first, second in zip(one.loader.batch_sampler, more.loader.batch_sampler, strict=True):
         assert first == [row for row in second if row < 120]
+
+
+@pytest.mark.parametrize("depth", ["flat", "in a concatenation", "in a Subset", "in two"])
+def test_a_subset_of_a_dataset_with_a_public_length_is_refused(depth: str) -> None:
+    """The number of its rows depends on the rows that were left out, however deep they are."""
+
+    class Rows(TensorDataset):
+        public_length = 10
+
+    rows = Rows(torch.arange(9))
+    wrapped: Any = {
+        "flat": rows,
+        "in a concatenation": ConcatDataset([rows, TensorDataset(torch.arange(3))]),
+        "in a Subset": ConcatDataset([Subset(rows, range(5))]),
+        "in two": ConcatDataset([ConcatDataset([rows])]),
+    }[depth]
+    loader = DataLoader(Subset(wrapped, range(4)), batch_size=2, shuffle=True)
+    with pytest.raises(DefenseError, match="Take the Subset first"):
+        sampling_of(loader, context(), Draws(bytes(32)), trust="local")

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
-from lightning_fedleak.engine.channels.played import Played, Window
+from lightning_fedleak.engine.channels.played import GameResults, Window
 from lightning_fedleak.engine.outcomes import Outcome
 
 SHOWN = ("auc", "advantage", "accuracy", "f1")
 
 
 def packed(scores: torch.Tensor, members: torch.Tensor, cut: float = 0.0) -> list[float]:
-    return Played(scores, members, scores > cut).pack(1 + 3 * len(scores))
+    return GameResults(scores, members, scores > cut).pack(1 + 3 * len(scores))
 
 
 def right(n: int) -> list[float]:

@@ -26,7 +26,8 @@ from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, takes, virtual_to
 BLOCK_SIZES = {"cpu": 16}
 DEFAULT_BLOCK_SIZE = 128  # positions, on every other device
 # The largest difference between states with and without the cache, in standard deviations of the
-# states. A larger value would accept a cache that changes the states. Not tuned.
+# states. A larger value would accept a cache that changes the states; a smaller one would reject
+# a correct cache for its rounding. Not tuned.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _DEFAULT_TOLERANCE = 0.1  # standard deviations, for half precision and other dtypes
 
@@ -76,6 +77,7 @@ class Layout:
         return self._map(lambda tensor: tensor[rows])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Layout:
+        """Return the layout with ``function`` applied to each of its tensors."""
         tensors = {k: None if v is None else function(v) for k, v in vars(self).items()}
         return replace(self, **tensors)  # type: ignore[arg-type]
 
@@ -98,7 +100,12 @@ class _Slots(Cache):
     """A key-value cache in buffers that hold ``capacity`` slots from the start.
 
     Only the first ``used`` slots are part of the cache. A forward writes its keys and values into
-    the slots after them.
+    the slots after them, so that a candidate costs no copy of the prefix.
+
+    Attributes:
+        buffers: The keys and values (B, heads, slots, d) by layer.
+        used: The number of slots that hold prefixes.
+        capacity: The number of slots that a new buffer has at least.
     """
 
     def __init__(self) -> None:
@@ -110,6 +117,10 @@ class _Slots(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values, and return those of the prefix and the new ones.
+
+        The base class prescribes this method, which transformers calls in each attention layer.
+        """
         states = (key_states, value_states)
         end = self.used + key_states.shape[2]
         buffers = self.buffers.get(layer_idx)
@@ -122,6 +133,7 @@ class _Slots(Cache):
     def _enlarge(
         self, old_buffers: tuple[Tensor, Tensor] | None, states: tuple[Tensor, Tensor], end: int
     ) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers with at least ``end`` slots, and the used slots copied."""
         size = max(end, self.capacity)
         buffers = [v.new_zeros(*v.shape[:2], size, v.shape[3]) for v in states]
         if old_buffers is not None:
@@ -143,6 +155,7 @@ class _Slots(Cache):
         return copy
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of used slots, from which transformers computes mask sizes."""
         return self.used
 
 
@@ -203,6 +216,7 @@ class Prefixes:
             if candidates.shape[1]:
                 states.append(self._run_separately(tokens, candidates, depths))
             return torch.cat(states, 1)
+        # A token attends to itself and to the chain's tokens before its depth, never to candidates.
         order = torch.arange(len(depth), device=device)
         attends = (order < n) & (order < depth[:, None]) | (order == order[:, None])
         return self._run(self._pending, indices, attends)
@@ -226,6 +240,7 @@ class Prefixes:
         target = self.lengths[rows] + steps
         self.tokens[rows, target] = tokens[rows, offsets]
         if self.cached:
+            # The forward wrote behind the longest prefix: tokens of shorter texts move to the left.
             source = self._slots.used + offsets
             displaced = source != target
             if bool(displaced.any()):
@@ -249,7 +264,7 @@ class Prefixes:
         Args:
             tokens: (B, n) token ids.
             indices: (B, n) the index in the text that each token has.
-            attends: (n, n) bool, whether the token of the row attends to that of the column.
+            attends: (n, n) bool, whether the row's token attends to the column's token.
         """
         slots = self._slots
         slots.used = int(self.lengths.max())
@@ -289,7 +304,7 @@ class Prefixes:
 
         Args:
             tokens: (k, N) the real tokens of each text.
-            rows: (k,) the texts whose layouts they have.
+            rows: (k,) the index of the layout that each text has.
             length: The number of tokens whose states are returned.
         """
         layout = self.layout[rows]
@@ -335,6 +350,10 @@ def can_cache(bottom: BottomModel, layout: Layout) -> bool:
 
 
 def _window(bottom: BottomModel) -> int | None:
+    """Return the longest text for which a cache may be exact; None if the config names no limit.
+
+    It is the attention window, or the length above which RoPE scaling changes all frequencies.
+    """
     config = getattr(without_peft(bottom.anatomy.model), "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -364,12 +383,12 @@ def _agrees(bottom: BottomModel) -> bool:
             run_states.append(run.follow(tokens[:, :3])[:, :2])
             run.keep(torch.tensor([2, 1], device=bottom.device))
             run_states.append(run.attempt(tokens[:, 1:4]))
-            none = torch.zeros(2, dtype=torch.int64, device=bottom.device)
-            run.keep(none, torch.tensor([1, 0], device=bottom.device))
+            zeros = torch.zeros(2, dtype=torch.int64, device=bottom.device)
+            run.keep(zeros, torch.tensor([1, 0], device=bottom.device))
             run_states.append(
                 run.follow(tokens[:, 3:4], tokens[:, :2], torch.arange(2, device=bottom.device))
             )
-        except Exception:
+        except Exception:  # models fail in many ways with a cache that they do not support
             if run.cached:
                 return False
             raise

@@ -102,9 +102,9 @@ def crowded_llama() -> tuple[torch.nn.Module, torch.Tensor]:
     return model.to(torch.bfloat16), torch.tensor([text])
 
 
-def rough_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def rough_cache(monkeypatch: pytest.MonkeyPatch, seed: int = 4) -> None:
     """Runs with a cache differ from whole texts by half a percent."""
-    run, generator = Prefixes._run, torch.Generator().manual_seed(4)
+    run, generator = Prefixes._run, torch.Generator().manual_seed(seed)
 
     def rough(self: Prefixes, *args: torch.Tensor) -> torch.Tensor:
         states = run(self, *args)
@@ -301,12 +301,13 @@ def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeyp
 def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
     """Whatever is called finished is what is found without a budget.
 
-    At 36 and 47 ms the clock ends the check of a text that is wrong, and has been read to its end.
+    Some of the clocks end the check of a text that is wrong, and has been read to its end. Which
+    ones do depends on the CPU, whose products of bfloat16 round in an order of its own.
     """
     model, sent = crowded_llama()
     hidden = hidden_states(find_anatomy(model), 3, sent)
     ends = set()
-    for milliseconds in (36, 47, 10_000):
+    for milliseconds in (*range(2, 60, 3), 10_000):
         with monkeypatch.context() as same:  # and the same rounding in every run
             careless(same)
             attack = prepared(model, 3, budget_seconds=(milliseconds + 0.5) / 1000)
@@ -318,7 +319,7 @@ def test_the_last_check_of_a_text_that_the_clock_ends_is_unfinished(monkeypatch)
     assert ends == {True, False}
 
 
-def careless(monkeypatch: pytest.MonkeyPatch) -> None:
+def careless(monkeypatch: pytest.MonkeyPatch, seed: int = 4) -> None:
     """Tokens are believed too soon, within the rounding of a cache."""
     believed = verification.Decision.accepted
 
@@ -326,17 +327,25 @@ def careless(monkeypatch: pytest.MonkeyPatch) -> None:
         return believed(self, tokens, distances, noise) | (distances <= 0.5 * noise)
 
     monkeypatch.setattr(verification.Decision, "accepted", sooner)
-    rough_cache(monkeypatch)
+    rough_cache(monkeypatch, seed)
 
 
 def test_what_was_believed_too_soon_is_mended_by_a_run_of_the_whole_text(monkeypatch) -> None:
+    """Which rounding misleads depends on the CPU: several are tried."""
     model, sent = crowded_llama()
     hidden = hidden_states(find_anatomy(model), 3, sent)
-    careless(monkeypatch)
     attack = prepared(model, 3)
-    assert torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
-    monkeypatch.setattr(search, "REOPENED", 0)
-    assert not torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
+
+    def is_right(seed: int, times: int) -> bool:
+        with monkeypatch.context() as same:
+            careless(same, seed)
+            same.setattr(search, "REOPENED", times)
+            return torch.equal(attack.reconstruct(hidden, None, None).tokens, sent)
+
+    misleading = [seed for seed in range(16) if not is_right(seed, 0)]
+    if not misleading:
+        pytest.skip("uncached runs repeat the client's on this CPU: nothing is believed too soon")
+    assert all(is_right(seed, search.REOPENED) for seed in misleading)
 
 
 def test_tokens_with_equal_embeddings_spoil_no_other() -> None:

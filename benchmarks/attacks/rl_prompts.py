@@ -51,8 +51,8 @@ from lightning_fedleak.model.taps import token_log_probs
 from lightning_fedleak.trainers import LeakageCallback, WatchSettings
 
 SMOKE = (
-    "--model {model} --text {text} --prompts 40 --prompt 9 --length 4 --epochs 1 --batch 5",
-    "--model {model} --text {text} --prompts 40 --prompt 9 --length 4 --epochs 1 --batch 5 "
+    "--model {model} --text {text} --prompts 40 --generations 4 --epochs 1",
+    "--model {model} --text {text} --prompts 40 --generations 4 --epochs 1 "
     "--trainer rloo --lora 4 --reward shared --null",
 )
 
@@ -267,14 +267,14 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo")
     parser.add_argument("--reward", choices=("own", "shared"), default="own")
-    parser.add_argument("--prompts", type=int, default=200, help="that are asked about")
-    parser.add_argument("--prompt", type=int, default=10, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=8, help="tokens of a completion")
-    parser.add_argument("--generations", type=int, default=4, help="completions of a prompt")
+    parser.add_argument("--prompts", type=int, default=100, help="that are asked about")
+    parser.add_argument("--prompt", type=int, default=9, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, default=4, help="tokens of a completion")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--lora", type=int, default=0, help="rank, on all linear maps; 0: whole")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--batch", type=int, default=10, help="prompts")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--batch", type=int, default=5, help="prompts")
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--null", action="store_true", help="train on other prompts")
     parser.add_argument("--seeds", default="0")
     options = parser.parse_args()

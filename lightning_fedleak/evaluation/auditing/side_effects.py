@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 ROUNDING = 8.0  # units in the last place of a tensor's norm, up to which a change may be rounding
 FEW = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
 CHANCE = 10.0, 1e4
-"""Allowed ratio between the norms of two draws of the same noise.
+"""Allowed difference of two draws of the same noise, in norms of the first draw.
 
 The first is for tensors of at least :data:`FEW` numbers. The second is for smaller ones, because a
 draw of a single number is often near 0, so that the next draw is many times as long.

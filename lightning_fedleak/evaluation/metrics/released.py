@@ -41,7 +41,7 @@ def others_needed(look: int, alpha: float = 0.05, fpr: float = FPR) -> int:
     """Return how many non-members a look needs before its bound on the TPR can be above 0.
 
     The FPR above the highest of n non-members exceeds ``fpr`` with probability ``(1 - fpr)^n``,
-    which may be half of the look's alpha.
+    which may be at most half of the look's share of ``alpha``.
 
     Args:
         look: The number of the look, counted from 1.

@@ -6,11 +6,11 @@ candidate instead of a threshold). All remaining tokens are guessed, and one run
 model over the guesses verifies them up to the first mistake. There more candidates are tried:
 :mod:`~lightning_fedleak.attacks.texts.prefix.verification` chooses and accepts them.
 
-Where no token's state equals the observed one, the states were noised or the copy of the bottom
-model is stale. Then beams read the rest (:class:`_BeamSearch`). The true text is then the one whose
-states are nearest to the observed ones in sum, and a wrong token changes all later states a little.
-So several prefixes are continued, each candidate is verified after each of them, and those with
-the smallest total distance stay, as far as noise explains their distance from the best.
+If no token's state equals the observed one, the states were noised or the copy of the bottom model
+is stale. A beam search (:class:`_BeamSearch`) then recovers the rest. The true text has the
+smallest sum of distances to the observed states, and a wrong token changes all later states a
+little. So several prefixes are continued, and each candidate is verified after each of them. The
+prefixes with the smallest sums stay, if noise can explain how far they are from the best.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 
 # None of the values was tuned.
-AHEAD = 4, 48  # tokens guessed ahead, at least and at most; more waste work after a mistake
-LOW_PRECISION = 1e-4  # relative rounding above which it may hide which token is right
-REOPENED = 8  # positions of one text that may be opened again; bounds the time
+AHEAD = 4, 48  # the fewest and most tokens guessed ahead; more waste work after a mistake
+LOW_PRECISION = 1e-4  # the relative rounding above which it may hide which token is right
+REOPENED = 8  # the most positions of one text that are opened again; bounds the time
 
-# Of beams.
-BEAM = 4  # prefixes that are continued side by side; more find more behind noise, and cost time
-OPENING = 16  # candidates of the first ranking that are verified first
-ROUNDS = 32, 64, 128, 256  # more candidates in each round; a round without a nearer one is the last
-GAP = 12.0  # nats by which a prefix may be less likely than the best; less drops true ones
-LEARN_AT = 4  # positions after which the noise's spread is learned; then at twice as many, ...
-DOUBT = 16.0  # positions that the assumed spread counts for, next to the learned one
+# Constants of the beam search.
+BEAM = 4  # the most prefixes that are continued; more recover more noised text, and cost time
+OPENING = 16  # the candidates of the first ranking that are verified first
+ROUNDS = 32, 64, 128, 256  # the candidates of each round; a round without a nearer one is the last
+GAP = 12.0  # the nats by which a prefix may be less likely than the best; less drops true ones
+LEARN_AT = 4  # the positions after which the noise's spread is learned; then at twice as many, ...
+DOUBT = 16.0  # the positions that the assumed spread counts for, against the learned one
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class _Pass:
     """One forward over the guesses of all texts.
 
     Attributes:
-        positions: (B, w) positions of the chain.
-        inside: (B, w) whether they lie in the text.
+        positions: (B, w) the positions of the chain.
+        inside: (B, w) whether each position lies in the text.
         chain: (B, w) the guessed tokens, in sequence.
-        others: (B, k) more candidates for the first of these positions.
-        states: (B, w + k, d) of chain and others.
+        alternatives: (B, k) more candidates for the first of these positions.
+        states: (B, w + k, d) the states of the chain, then of the alternatives.
         target: (B, w, d) the observed states of the positions.
-        distances: (B, w) of the chain's states from these; 0 where a run of the whole text, as the
-            client makes it, gives the observed state.
-        noise: (B, w) of the observed states.
+        distances: (B, w) the distances of the chain's states from the observed ones; 0 if an
+            uncached run of the text, as the client makes it, gives the observed state.
+        noise: (B, w) the distances that two computations of the observed states may have.
     """
 
     positions: Tensor
     inside: Tensor
     chain: Tensor
-    others: Tensor
+    alternatives: Tensor
     states: Tensor
     target: Tensor
     distances: Tensor
@@ -76,15 +76,15 @@ class PrefixSearch:
     """The search for all texts of ``prefixes``, which are empty at first.
 
     Args:
-        prefixes: the texts' layout, and the bottom model.
-        table: ranks candidates.
-        observed: (B, N, d) float32 states by real token.
-        top: the top model, which ranks the next token, or None.
-        precision: share of a state's length by which two computations of it may differ.
-        noised: whether no token's state equals the observed one. None finds out, which verifies
-            the whole vocabulary at the first such position, for half of the remaining time at most.
-            With False every position takes the nearest token of the whole vocabulary.
-        deadline: checked before each forward.
+        prefixes: The layout of the texts, with the bottom model.
+        table: The table that ranks candidates.
+        observed: (B, N, d) the float32 states of the real tokens.
+        top: The top model, which ranks the next token; None without one.
+        precision: The share of a state's norm by which two computations of it may differ.
+        noised: Whether no token's state equals the observed one. None to find out, which verifies
+            the full vocabulary at the first such position and takes up to half of the remaining
+            time. With False every position takes the nearest token of the full vocabulary.
+        deadline: The deadline, which is checked before each forward.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class PrefixSearch:
     def run(self, spread: Tensor) -> TextGuess:
         """Return all texts, packed to the left.
 
-        Where time ran out, the token after the last verified one is the best of the candidates so
-        far, and the others are the first of the ranking.
+        If time ran out, the token after the last verified one is the best candidate so far, and
+        later tokens are the current guesses.
 
         Args:
-            spread: (d,) what noise adds, as in :class:`_BeamSearch`.
+            spread: (d,) the spread of the noise, as in :class:`_BeamSearch`.
         """
         while self._open() and not self.decision.noised and not self.deadline.passed:
             self._advance()
@@ -133,7 +133,10 @@ class PrefixSearch:
         return TextGuess(tokens, finished, candidates)
 
     def _open(self) -> bool:
-        """Return whether a position is open; open those again whose state differs without cache."""
+        """Return whether a position is open, after reopening the first wrong one of each text.
+
+        A position is wrong if its state in an uncached run is not the observed one.
+        """
         if bool((self.prefixes.lengths < self.counts).any()):
             return True
         if not (self.exact_runs.low_precision and self.exact_runs.repeatable):
@@ -155,7 +158,7 @@ class PrefixSearch:
         return bool((self.prefixes.lengths < self.counts).any())
 
     def _beams(self, tokens: Tensor, lengths: Tensor, spread: Tensor) -> bool:
-        """Fill in the rest of each text; return False if time ran out."""
+        """Recover the rest of each text in place by beams; return False if time ran out."""
         finished = True
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
             n, start = int(self.counts[i]), int(lengths[i])
@@ -193,9 +196,9 @@ class PrefixSearch:
         other = torch.full_like(correct, -1)
         other_distances = (states[:, forward.width :] - forward.target[:, :1]).norm(dim=2)
         for i in (correct == 0).logical_and(forward.inside[:, 0]).nonzero().squeeze(1).tolist():
-            position, others = self.positions[i], forward.others[i].tolist()
+            position, tokens = self.positions[i], forward.alternatives[i].tolist()
             position.add(int(forward.chain[i, 0]), states[i, 0], float(distances[i, 0]))
-            pairs = zip(others, other_distances[i].tolist(), strict=True)
+            pairs = zip(tokens, other_distances[i].tolist(), strict=True)
             for j, (token, distance) in enumerate(pairs):
                 position.add(token, states[i, forward.width + j], distance)
             chosen = self.decision.decide(i, position)
@@ -203,8 +206,8 @@ class PrefixSearch:
                 continue
             if chosen == int(forward.chain[i, 0]):
                 correct[i] = 1
-            elif chosen in others:
-                other[i] = forward.width + others.index(chosen)
+            elif chosen in tokens:
+                other[i] = forward.width + tokens.index(chosen)
             else:
                 position.settled = chosen
         self._note_twins(forward, correct, other)
@@ -212,27 +215,34 @@ class PrefixSearch:
         self._move_on(forward, correct, other)
 
     def _forward(self) -> _Pass:
-        others = self._others()
+        """Run one forward over the guesses and the alternatives of all texts."""
+        alternatives = self._alternatives()
         lengths = self.prefixes.lengths
         positions = lengths[:, None] + torch.arange(self._width(), device=lengths.device)
         inside = positions < self.counts[:, None]
         positions = positions.clamp(max=self.guess.shape[1] - 1)
         chain = self.guess.gather(1, positions)
-        states = self.prefixes.follow(chain, others).float()
+        states = self.prefixes.follow(chain, alternatives).float()
         target = self.task.observed[self.rows[:, None], positions]
         distances = (states[:, : chain.shape[1]] - target).norm(dim=2)
         noise = self.task.noise.gather(1, positions)
-        return _Pass(positions, inside, chain, others, states, target, distances, noise)
+        return _Pass(positions, inside, chain, alternatives, states, target, distances, noise)
 
     def _width(self) -> int:
-        """Return how many tokens to guess: twice what is usually right, fewer in long searches."""
+        """Return the number of tokens to guess: twice the mean run of right guesses.
+
+        It is halved in every round after the first that a position stays open.
+        """
         open_tokens = int((self.counts - self.prefixes.lengths).max())
         rounds = max((p.round for p in self.positions), default=0)
         width = max(AHEAD[0], min(AHEAD[1], int(2 * self.run_length))) >> max(0, rounds - 1)
         return max(1, min(open_tokens, width))
 
-    def _others(self) -> Tensor:
-        """Return (B, k) candidates beside the first of the chain, padded for texts without some."""
+    def _alternatives(self) -> Tensor:
+        """Choose the chains' first tokens, and return alternatives (B, k) to them.
+
+        Texts with fewer alternatives are padded by the first ranking, then by token 0.
+        """
         candidates: list[list[int]] = [[] for _ in self.positions]
         heads = self.prefixes.lengths.clamp(max=self.first.shape[1] - 1).tolist()
         for i, (position, column) in enumerate(zip(self.positions, heads, strict=True)):
@@ -250,7 +260,7 @@ class PrefixSearch:
         return torch.tensor(candidates, dtype=torch.int64, device=self.guess.device)
 
     def _correct(self, forward: _Pass) -> Tensor:
-        """Return how many first tokens (B,) of the chain are right."""
+        """Return the number (B,) of right tokens at the start of each chain."""
         device = forward.positions.device
         accepted = self.decision.accepted(forward.chain, forward.distances, forward.noise)
         accepted &= forward.inside
@@ -275,7 +285,7 @@ class PrefixSearch:
         return correct
 
     def _note_twins(self, forward: _Pass, correct: Tensor, other: Tensor) -> None:
-        """Note which right tokens may have twins, between which later states decide."""
+        """Note which right tokens may have twins: tokens with equal states here, but not later."""
         is_other = other >= 0
         for i in (correct + is_other.long()).nonzero().squeeze(1).tolist():
             position = self.positions[i]
@@ -295,7 +305,7 @@ class PrefixSearch:
             self.positions[i] = position = verification.OpenPosition()
             m = int(correct[i])
             if m:
-                self.run_length += 0.2 * (m - self.run_length)
+                self.run_length += 0.2 * (m - self.run_length)  # a mean over about 5 chains
                 if m < forward.width and bool(forward.inside[i, m]):
                     distance = float(forward.distances[i, m])
                     position.add(int(forward.chain[i, m]), forward.states[i, m], distance)
@@ -309,27 +319,28 @@ class PrefixSearch:
         )
 
 
-# ---- beams, where states are noised ---------------------------------------------------------
+# ---- beams for noised states ----------------------------------------------------------------
 
 
 class _BeamSearch:
-    """The search for the rest of one text.
+    """The beam search for the rest of one text.
 
     Args:
-        prefixes: the text's prefix, which stays.
-        table: ranks candidates.
-        observed: (N, d) float32 states by real token.
-        first: (N, k) candidates for each position from its observed state, the likeliest first.
-        prior: returns the log-probabilities (V,) of the token at a position, up to a constant; None
-            if there is no prediction.
-        width: prefixes that are continued, at most.
-        spread: (d,) standard deviation of observed states about the true ones, up to a factor;
-            distances count in these units.
+        prefixes: The prefix of the text, which is not changed.
+        table: The table that ranks candidates.
+        observed: (N, d) the float32 states of the real tokens.
+        first: (N, k) the candidates for each position by its observed state, the likeliest first.
+        prior: A function of a position that returns the log-probabilities (V,) of its token, up to
+            a constant; None if there is no prediction.
+        width: The largest number of prefixes that are continued.
+        spread: (d,) the standard deviation of observed states from the true ones, up to a factor.
+            Distances are measured in these units.
 
     Attributes:
-        position: number of tokens that were recovered; the last one may be the nearest of fewer
-            candidates.
-        computed: tokens that went through the bottom model, but for those of ``prefixes``.
+        position: The number of recovered tokens. If time ran out, the last one may be chosen from
+            fewer candidates.
+        computed: The number of tokens that the bottom model has computed in prefixes that were
+            replaced since; ``prefixes`` counts the rest.
     """
 
     def __init__(
@@ -342,8 +353,8 @@ class _BeamSearch:
         width: int,
         spread: Tensor,
     ) -> None:
-        one = torch.zeros(1, dtype=torch.int64, device=observed.device)
-        self.prefixes = prefixes.select(one)
+        index = torch.zeros(1, dtype=torch.int64, device=observed.device)
+        self.prefixes = prefixes.select(index)
         self.table, self.observed, self.first = table, observed, first
         self.prior, self.width = prior, width
         self.position = self.start = int(prefixes.lengths[0])
@@ -354,9 +365,10 @@ class _BeamSearch:
         self._set_spread(spread)
 
     def _set_spread(self, spread: Tensor) -> None:
+        """Set the spread, and the entries of the table in its units."""
         self.spread = spread
         self.entries = self.table.entries / spread
-        self.lengths = self.entries.square().sum(1)
+        self.squared_norms = self.entries.square().sum(1)
 
     @property
     def tokens(self) -> Tensor:
@@ -367,19 +379,19 @@ class _BeamSearch:
         return tokens
 
     def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
-        """Read the rest of the text; return False if time ran out.
+        """Recover the rest of the text; return False if time ran out.
 
         Args:
-            deadline: checked before each forward.
-            learn: improve the spread by the distances of recovered tokens.
+            deadline: The deadline, which is checked before each forward.
+            learn: Whether to improve the spread by the distances of recovered tokens.
         """
-        n, due, whole = len(self.observed), LEARN_AT, True
-        while whole and self.position < n and not deadline.passed:
-            whole = self._step(deadline)
+        n, due, in_time = len(self.observed), LEARN_AT, True
+        while in_time and self.position < n and not deadline.passed:
+            in_time = self._step(deadline)
             if learn and self.position - self.start >= due:
                 due *= 2
                 self._learn()
-        return whole and self.position == n
+        return in_time and self.position == n
 
     def _step(self, deadline: Deadline) -> bool:
         """Choose the token at one position; return False if time ran out before all rounds."""
@@ -388,24 +400,24 @@ class _BeamSearch:
         tokens = self.first[self.position, :OPENING].expand(len(rows), -1)
         states = self._open(tokens)
         squares = ((states - target) / self.spread).square().sum(2)
-        whole = True
+        in_time = True
         for count in ROUNDS:
             best = squares.argmin(1)
-            more = self._more(tokens, states[rows, best], tokens[rows, best], count)
-            if not more.shape[1]:
+            new = self._new_candidates(tokens, states[rows, best], tokens[rows, best], count)
+            if not new.shape[1]:
                 break
-            whole = not deadline.passed
-            if not whole:
+            in_time = not deadline.passed
+            if not in_time:
                 break
-            more_states = self.prefixes.attempt(more).float()
-            far = ((more_states - target) / self.spread).square().sum(2)
-            nearer = far.amin(1) < squares[rows, best]
-            tokens, states = torch.cat([tokens, more], 1), torch.cat([states, more_states], 1)
-            squares = torch.cat([squares, far], 1)
+            new_states = self.prefixes.attempt(new).float()
+            new_squares = ((new_states - target) / self.spread).square().sum(2)
+            nearer = new_squares.amin(1) < squares[rows, best]
+            tokens, states = torch.cat([tokens, new], 1), torch.cat([states, new_states], 1)
+            squares = torch.cat([squares, new_squares], 1)
             if not bool(nearer.any()):
                 break
         self._choose(tokens, states, squares)
-        return whole
+        return in_time
 
     def _open(self, candidates: Tensor) -> Tensor:
         """Return the states of the first candidates after the tokens that were chosen last."""
@@ -417,30 +429,46 @@ class _BeamSearch:
         self.last = None
         return states.float()
 
-    def _more(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
+    def _new_candidates(self, tokens: Tensor, states: Tensor, best: Tensor, count: int) -> Tensor:
         """Return new candidates (W, k) whose predicted states are nearest to the observed one.
 
-        A quarter are the likeliest by the top model.
+        A token's state is predicted from the best candidate's state: it differs by the difference
+        of their entries in the table. With a top model, a quarter of the candidates are those with
+        the highest sum of its log-probability and a score that falls with the distance.
+
+        Args:
+            tokens: (W, n) the candidates that were verified.
+            states: (W, d) the states of the best candidates.
+            best: (W,) the best candidates.
+            count: The largest number of new candidates.
         """
-        free = self.table.distinct - tokens.shape[1]
-        count = min(count, free)
+        count = min(count, self.table.distinct - tokens.shape[1])
         points = (self.observed[self.position] - states) / self.spread + self.entries[best]
-        far = self.lengths + points.square().sum(1, keepdim=True)
-        far = torch.addmm(far, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
-        far = self.table.only_tried(far.neg_()).scatter_(1, tokens, -float("inf"))
+        squares = self.squared_norms + points.square().sum(1, keepdim=True)
+        squares = torch.addmm(squares, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
+        scores = self.table.only_tried(squares.neg_()).scatter_(1, tokens, -float("inf"))
         prior = self.prior(self.position)
         if prior is None or count < 4:
-            return far.topk(count, dim=1).indices
-        near = far.topk(count - count // 4, dim=1).indices
-        likely = far.neg_().log_().mul_(-0.125 * self.observed.shape[1]).add_(prior)
+            return scores.topk(count, dim=1).indices
+        near = scores.topk(count - count // 4, dim=1).indices
+        # d / 8 nats for each factor e of the squared distance: a quarter of a Gaussian's d / 2 for
+        # unknown noise, since predicted states are only near the true ones.
+        likely = scores.neg_().log_().mul_(-0.125 * self.observed.shape[1]).add_(prior)
         likely = likely.nan_to_num_(nan=-float("inf")).scatter_(1, near, -float("inf"))
         return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
 
     def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
-        """Keep the best prefixes, each with its token at this position."""
+        """Keep the best prefixes, each with its token at this position.
+
+        Args:
+            tokens: (W, k) the verified candidates.
+            states: (W, k, d) their states.
+            squares: (W, k) their squared distances from the observed state, in units of the spread.
+        """
         totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
         ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
         unit = float(ranked.values[0]) / ((self.position - self.start + 1) * len(self.spread))
+        # A Gaussian with variance ``unit`` loses 1 nat for each 2 * unit of the squared distance.
         near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
         best_ranked = ranked.indices[near]
         rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
@@ -453,7 +481,10 @@ class _BeamSearch:
         self.position += 1
 
     def _learn(self) -> None:
-        """Learn the spread by dimension from the best prefix's residuals and the assumption."""
+        """Learn the spread of each dimension from the best prefix's residuals.
+
+        The assumed spread, scaled to the residuals' mean, counts as DOUBT positions.
+        """
         positions = self.position - self.start
         assumed = self.assumed.square()
         level = (self.squares[0] / assumed).mean() / positions

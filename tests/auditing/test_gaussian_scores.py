@@ -60,7 +60,7 @@ def test_the_bound_is_the_noncentral_ts() -> None:
         (lambda s, m: (torch.where(m, s, 2 * s), m), "not spread alike"),
         (lambda s, m: (m.double(), m), "all scores of the members"),
         (lambda s, m: (s, torch.arange(len(s)) < 19), "got 19 in"),
-        (lambda s, m: (s[:-1], m), "give one value for each"),
+        (lambda s, m: (s[:-1], m), "give one for each game"),
     ],
 )
 def test_scores_of_another_form_are_refused(change, said: str) -> None:

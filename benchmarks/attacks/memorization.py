@@ -45,6 +45,7 @@ from lightning_fedleak import LeakageCallback, Memorization, WatchSettings, leav
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference, MemorizationAttack
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
+from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
@@ -237,7 +238,9 @@ def train_auto(options: argparse.Namespace, seed: int) -> None:
             start = time.perf_counter()
             trainer.train()
             seconds = time.perf_counter() - start  # with what the looks took
-            channel = callback.engine.channels[0]
+            channel = next(
+                c for c in callback.engine.channels if isinstance(c, MemorizationChannel)
+            )
             spent = channel.reference_seconds
             members = int(channel.pool.trains.sum())
             print(f"{members} members, {int((~channel.pool.trains).sum())} others are asked")

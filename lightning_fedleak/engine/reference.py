@@ -89,6 +89,11 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
 
 def _anatomy_of(reference: Any, anatomy: Anatomy) -> Anatomy:
     """Return the parts of the reference; raise a ValueError where it cannot be one."""
+    if not isinstance(reference, nn.Module | str | Path):
+        raise ValueError(
+            f"Memorization(reference=): a function that returns a {type(reference).__name__} names "
+            "no model: have it return the model that it trained, or its folder"
+        )
     model = reference if isinstance(reference, nn.Module) else _load(str(reference), anatomy)
     trained = {id(p) for p in anatomy.root.parameters() if p.requires_grad}
     if any(id(p) in trained for p in model.parameters()):

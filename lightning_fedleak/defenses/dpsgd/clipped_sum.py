@@ -97,7 +97,9 @@ class QuantileClip:
         """
         drawn = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
         share = (unclipped + self.count_noise * noise_multiplier * float(drawn)) / expected + 0.5
-        norm *= math.exp(-self.learning_rate * (share - self.quantile))
+        most = 2 * math.log(MOST_CHANGE)  # from one end of the range to the other; exp stays finite
+        change = -self.learning_rate * (share - self.quantile)
+        norm *= math.exp(min(max(change, -most), most))
         return min(max(norm, self.initial / MOST_CHANGE), self.initial * MOST_CHANGE)
 
     def check_clients(self, clients: int) -> None:

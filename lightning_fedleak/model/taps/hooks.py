@@ -13,7 +13,7 @@ from torch import Tensor, nn
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _pauses: set[object] = set()
-"""Of the process: on a GPU, hooks run in threads of autograd, which have no context variables."""
+"""It is the process's own: on a GPU, hooks run in threads of autograd without context variables."""
 
 
 def raised_when_read(

@@ -216,3 +216,11 @@ def test_what_does_not_fit_is_refused() -> None:
         DPSGD(QuantileClip(1.0), noise_multiplier=1.0, check=True)
     with pytest.raises(DefenseError, match="client='world'"):
         Run(DPSGD(QuantileClip(1.0), noise_multiplier=1.0), clients=2)
+
+
+@pytest.mark.parametrize(("counted", "end"), [(-1e9, 1e5), (1e9, 1e-7)])
+def test_noise_far_above_the_batch_moves_the_norm_to_an_end_of_its_range(
+    counted: float, end: float
+) -> None:
+    clip = QuantileClip(initial=0.1)
+    assert clip.next_norm(0.1, counted, 1.0, 1.0, b"k" * 32) == pytest.approx(end)

@@ -480,6 +480,11 @@ def test_a_function_that_writes_to_the_run_ends_it(tmp_path: Path) -> None:
         fit([monitor(tmp_path, BOTH, auto(reference))], model, halved())
 
 
+def test_a_function_that_returns_no_model_is_refused_by_what_it_returns(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="returns a NoneType names no model: have it return"):
+        fit([monitor(tmp_path, BOTH, auto(lambda rows: None))], tiny(), halved())
+
+
 def test_only_a_model_a_folder_or_a_function_is_a_reference() -> None:
     with pytest.raises(TypeError, match="got a list"):
         Memorization(reference=[])

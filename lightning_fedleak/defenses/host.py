@@ -42,6 +42,7 @@ class Host:
         batch_number: The index of the current training batch; None if the loop does not count.
         model: The model as it is called in training, in DistributedDataParallel if that reduces the
             gradients.
+        reads_gradients: Whether anything may read ``p.grad`` between backward and the release.
         finds_learning_rate: Whether a learning rate finder trains the model before the run.
     """
 
@@ -53,6 +54,7 @@ class Host:
     batch_number: int | None = None
     model: object = None
     finds_learning_rate: bool = False
+    reads_gradients: bool = True
 
     @property
     def reducer(self) -> DistributedDataParallel | None:

@@ -115,6 +115,12 @@ class UpdateRelease:
         return _register(self._canaries, fn)
 
     @property
+    def reads_gradients(self) -> bool:
+        """Return whether ``p.grad`` is read before a per-sample defence recomputes it."""
+        first = [defense.per_sample for defense in self.gradient_defenses[:1]]
+        return bool(self._taps or self._canaries) or first != [True]
+
+    @property
     def is_open(self) -> bool:
         """Return whether the defences have their context: between ``open`` and ``end``."""
         return self._context is not None

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 _COUNTERS = (None, "step", "epoch")
 """What a callback monitors that chooses nothing by data."""
 
+_READERS = (
+    *("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step"),
+    *("configure_gradient_clipping", "optimizer_step"),
+)
+"""Hooks of modules and callbacks that may read a gradient before its release."""
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")  # none of its own hooks reads one
+
 
 class LightningHost(Host):
     """A Lightning Trainer with a defended strategy; see :class:`Host`.
@@ -48,6 +55,19 @@ class LightningHost(Host):
     def finds_learning_rate(self) -> bool:  # type: ignore[override]
         """Return whether Lightning's learning rate finder is running."""
         return any(type(c).__name__ == "_LRCallback" for c in self._trainer.callbacks)
+
+    @property
+    def reads_gradients(self) -> bool:  # type: ignore[override]
+        """Return whether a monitor, a defence, the module or a callback may read ``p.grad``."""
+        trainer = self._trainer
+        hooks = [
+            getattr(o, n)
+            for o in (trainer.lightning_module, *trainer.callbacks)
+            for n in _READERS
+            if hasattr(o, n)
+        ]
+        users = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_LIGHTNING)]
+        return bool(users) or trainer.strategy._fedleak.reads_gradients
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""

@@ -283,6 +283,7 @@ class ClippedSum:
         broken = [-1, *(~finite).nonzero().flatten().tolist(), len(finite)]
         self._spans = [(i + 1, end) for i, end in itertools.pairwise(broken) if i + 1 < end]
         self.clip = clip
+        self._lacks_sums = recorder.lacks_sums
         self.half = recorder.half or (earlier is not None and earlier.half)
 
     def sum_of(
@@ -367,7 +368,9 @@ class ClippedSum:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                plain = (total.dtype, total.stride()) == (parameter.dtype, parameter.stride())
+                usable = plain and not isinstance(parameter, DTensor)
+                parameter.grad = total if usable else torch.zeros_like(parameter)
             number, released = index, parameter.grad
             if isinstance(parameter, DTensor):
                 number += processes.shard_number(parameter) << SHARD_BITS
@@ -448,12 +451,12 @@ class ClippedSum:
         infinity is not compared.
 
         Returns:
-            Whether they were compared: earlier pieces were probed.
+            Whether they were compared: autograd computed it, and earlier pieces were probed.
 
         Raises:
             DefenseError: names the parameter.
         """
-        if self._earlier is not None and not self._earlier.probed:
+        if self._lacks_sums or (self._earlier is not None and not self._earlier.probed):
             return False
         with team.together():
             rows = [self._components(i, p, team) for i, p in enumerate(parameters)]

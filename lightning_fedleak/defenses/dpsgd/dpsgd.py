@@ -48,8 +48,8 @@ class DPSGD(Defense):
     the gradient of sample i's loss, C is ``max_grad_norm``, sigma ``noise_multiplier``, and L the
     expected batch size. Batches are Poisson samples of the client's examples; an empty one releases
     only noise. :attr:`privacy` is the privacy cost so far. ``p.grad`` is the local gradient until
-    the release. ``docs/dpsgd.md`` says what the guarantee covers, what is refused and why, what it
-    costs, and how several processes train as one client.
+    the release; most steps leave it out where nothing reads it. ``docs/dpsgd.md`` says what the
+    guarantee covers, what it costs, what is refused, and how several processes are one client.
 
     Examples:
         >>> import lightning as L
@@ -542,6 +542,7 @@ class DPSGD(Defense):
             self._check_every,
         )
         self._is_alone = context.clients == context.processes == 1
+        self._fit_step.audited = True
         if self._team.size > 1:
             self._referee.give_up("probes are not supported if several processes form one client")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,7 @@ class Recorder:
         samples: number of samples in the last step.
         counts: whether they count.
         half: whether a gradient came in half precision.
+        lacks_sums: whether backward leaves out ``p.grad`` of parameters with records.
         terms: number of terms of the loss, if gradients are those of the terms' sum; None if they
             are those of the mean.
     """
@@ -98,7 +99,7 @@ class Recorder:
         self.parts: dict[Tensor, list[Part]] = {}
         self.calls: list[Call] = []
         self.samples = 0
-        self.half = False
+        self.half = self.lacks_sums = False
         self.terms: int | None = None
         self._recording = self._paused = False
         self.counts = True
@@ -200,10 +201,41 @@ class Recorder:
         finally:
             self._paused = False
 
+    def without_sums(self, loss: Tensor, calls: Sequence[Call]) -> Tensor:
+        """Return a loss whose backward leaves out sums over the batch that records replace.
+
+        It runs down to the outputs of recorded layers, and to all leaves but the parameters of
+        those layers. A parameter with a hook of its own is a leaf like the others.
+
+        Args:
+            loss: with its graph.
+            calls: of layers in this step.
+        """
+        trained = [call for call in calls if call.trained]
+        modules = {self.root.get_submodule(call.name) for call in trained}
+        replaced = {p for (module, _), p in self._parameters.items() if module in modules}
+        ends: list[Any] = [call.edge for call in trained]
+        stack, visited = [loss.grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            stack += [below for below, _ in node.next_functions]
+            leaf: Any = getattr(node, "variable", None)
+            if leaf is None:
+                continue
+            if leaf not in replaced or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                ends.append(leaf)
+        self.lacks_sums = True
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))  # type: ignore[no-untyped-call]
+        return partial
+
     def clear(self) -> None:
         """Discard all records, and with them the autograd graph."""
         self.parts, self.calls, self.samples = {}, [], 0
-        self.half, self.terms, self._failure = False, None, None
+        self.half, self.lacks_sums, self.terms, self._failure = False, False, None, None
         self._moments = {}
 
     def remove(self) -> None:
@@ -374,6 +406,21 @@ class Recorder:
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error
+
+
+class _PartialBackward(torch.autograd.Function):
+    """A loss whose backward runs its graph only as far as some edges and leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graph: tuple[Tensor, list[Any]]) -> Any:
+        ctx.graph = graph
+        return graph[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        loss, ends = ctx.graph
+        torch.autograd.backward(loss, gradient, inputs=ends)
+        return None, None
 
 
 def _involve_one_sample(matches: Tensor, owners: Tensor) -> bool:

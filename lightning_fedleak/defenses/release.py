@@ -115,10 +115,9 @@ class UpdateRelease:
         return _register(self._canaries, fn)
 
     @property
-    def reads_gradients(self) -> bool:
-        """Return whether ``p.grad`` is read before a per-sample defence recomputes it."""
-        first = [defense.per_sample for defense in self.gradient_defenses[:1]]
-        return bool(self._taps or self._canaries) or first != [True]
+    def is_watched(self) -> bool:
+        """Return whether functions are called with the gradients of each stage."""
+        return bool(self._taps or self._canaries)
 
     @property
     def is_open(self) -> bool:

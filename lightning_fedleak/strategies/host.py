@@ -58,16 +58,14 @@ class LightningHost(Host):
 
     @property
     def reads_gradients(self) -> bool:  # type: ignore[override]
-        """Return whether a monitor, a defence, the module or a callback may read ``p.grad``."""
+        """Return whether a monitor, the module or a callback may read ``p.grad``."""
         trainer = self._trainer
+        owners = trainer.lightning_module, *trainer.callbacks
         hooks = [
-            getattr(o, n)
-            for o in (trainer.lightning_module, *trainer.callbacks)
-            for n in _READERS
-            if hasattr(o, n)
+            getattr(owner, name) for owner in owners for name in _READERS if hasattr(owner, name)
         ]
         users = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith(_LIGHTNING)]
-        return bool(users) or trainer.strategy._fedleak.reads_gradients
+        return bool(users) or trainer.strategy._fedleak.is_watched
 
     def refusals(self) -> Mapping[str, object]:
         """Return the Trainer's settings that break the guarantee or have no effect."""

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -273,6 +275,7 @@ class DefendedMixin(Trainer):
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
         finally:
             self._setting_up = False
+            vars(self.accelerator).pop("gather", None)
             self._fedleak.end()
 
     def _check(self, trial: Any) -> None:
@@ -440,10 +443,19 @@ class DefendedMixin(Trainer):
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
         if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
+        if self._of_pairs and self.args.world_size > 1:  # TRL gathers rewards in every step
+            self.accelerator.gather = _gather_rows  # type: ignore[method-assign]
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
             sampler.passed_over = self.state.global_step % len(sampler)
+
+
+def _gather_rows(values: Tensor) -> Tensor:
+    """Return the rows of all processes, which may have different numbers of them."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values.detach().cpu())
+    return torch.cat([torch.atleast_1d(part) for part in parts]).to(values.device)
 
 
 def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:

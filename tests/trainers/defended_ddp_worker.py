@@ -22,6 +22,7 @@ from tests.trainers.hosts import (
     N,
     Trace,
     clipped_sum,
+    dora,
     drawing,
     rows,
     traced,
@@ -51,6 +52,8 @@ def under_trainer(root: Path) -> dict[str, Any]:
     more: dict[str, Any] = {"ddp_backend": "gloo"}
     trace = traced(trainer_of(root / "exact", tiny_llama(), [exact], 0.0, **more))
     found = {"distance": max(distances(trace, CLIP)), "releases": exact.releases, **facts(trace)}
+    adapted = trainer_of(root / "dora", dora(), [DPSGD(0.3, 0.0, seed=1)], 0.0, **more)
+    found["distance of adapters"] = max(distances(traced(adapted), 0.3))
     more |= {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
     known = {"target_epsilon": 4.0, "target_delta": 1e-3}
     first = DPSGD(CLIP, **known)

@@ -16,6 +16,7 @@ def test_two_processes_release_one_clipped_sum(tmp_path: Path) -> None:
     for found in two_processes("tests.trainers.defended_ddp_worker", tmp_path):
         trainer, loop = found["trainer"], found["loop"]
         assert trainer["distance"] < 1e-6
+        assert trainer["distance of adapters"] < 1e-6
         assert loop["distance"] < 1e-6
         assert trainer["releases"] == found["steps"] == 3
         assert trainer["resumed"] == [6, 4]

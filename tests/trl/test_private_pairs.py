@@ -22,6 +22,7 @@ from lightning_fedleak.defenses import DPSGD, DefenseError, QuantileClip
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.trainers import defended
 from tests.helpers.models import own_rng
+from tests.helpers.processes import two_processes
 from tests.trainers.hosts import traced
 from tests.trl.test_trl import ANSWERS, COMMON, model_of, pairs, tokenizer, watched
 
@@ -125,6 +126,17 @@ def test_what_is_shared_is_the_clipped_sum_over_pairs(
         assert shared.dtype == torch.float64
         assert float((shared * 8 - total).norm() / total.norm()) < 1e-6
     assert min(norms) < clip < max(norms)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_two_processes_share_one_clipped_sum_over_the_pairs_of_both(tmp_path: Path) -> None:
+    """Poisson draws differ in size, and TRL gathers the rewards of all pairs in every step."""
+    for found in two_processes("tests.trl.pairs_worker", tmp_path):
+        assert found["sizes differ"]
+        assert max(found["distances"]) < 1e-6
+        assert found["rate"] == 8 / len(rows())
+        assert found["restored"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -254,9 +254,10 @@ def trainer(**settings: Any) -> SimpleNamespace:
 
 
 class Unnumbered(LightningHost):
-    """Batches are told apart by what they are."""
+    """Batches are told apart by what they are, and tests read gradients before releases."""
 
     batch_number = None  # type: ignore[assignment]
+    reads_gradients = True  # type: ignore[assignment]
 
 
 def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:

@@ -117,24 +117,6 @@ class Own(nn.Module):
         return SimpleNamespace(logits=self.head(self.norm(torch.tanh(hidden))))
 
 
-class Sizes(Defense):
-    """Keeps how many rows come through."""
-
-    name, guarantee = "sizes", "none"
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.empty = False
-
-    def before(self, batch: Any, batch_idx: int) -> None:
-        """Of the batch that was drawn."""
-        self.empty = len(batch["labels"]) == 0
-
-    def on_batch(self, batch: Any, context: Any) -> Any:
-        self.sizes.append(len(batch["labels"]))
-        return batch
-
-
 class Look(Callback):
     """Keeps what was local and shared in each step, and what brute force makes of the samples.
 

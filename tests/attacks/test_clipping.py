@@ -71,7 +71,7 @@ def looked(root: Path, case: str, **trainer: Any) -> dict[str, float]:
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
     monitor = LeakageMonitor(make(), every_n_steps=1, games=Games(held_out=PublicText(HELD)))
-    loader = random_token_loader(n=4, batch_size=2, length=10, vocab=VOCABULARY)
+    loader = random_token_loader(n=2, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], root, module=module, loader=loader, **trainer)
     name = monitor.attacks[0].name
     values = {m: monitor.latest.get(f"leakage/{name}/{m}") for m in ("f1", "auc", "token_accuracy")}

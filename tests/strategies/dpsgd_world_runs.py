@@ -60,6 +60,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 class LM(CausalLM):
     """Also calls a model that is sharded; FSDP2 gathers for its ``forward`` alone."""
 
+    synced = True
+
     def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
         super().__init__(gpt2() if model is None else model, lr)
         self.causal = "ForMaskedLM" not in type(self.model).__name__

@@ -54,7 +54,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
     "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),
     "lora": (lora, lambda: SubspaceWords(capacity_seconds=0)),
-    "texts": (lora, lambda: SubspaceTexts(budget_seconds=20)),
+    "texts": (lora, lambda: SubspaceTexts(budget_seconds=3)),
     "own gradient": (lora, lambda: GradientMembership(PublicText(TEXT))),
     "row spaces": (lora, lambda: SubspaceMembership(PublicText(TEXT))),
 }

@@ -33,10 +33,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     rehearse_updates,
     update_features,
 )
-from lightning_fedleak.attacks.words.head_gradients import (
-    GradientParts,
-    head_parameters,
-)
+from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import Compression, explain_compression

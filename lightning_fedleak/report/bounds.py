@@ -77,14 +77,12 @@ def allowances(
 def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     """Return the largest TPR at 1% FPR and the largest AUC of a test of who is in one batch.
 
-    For independent Gaussian noise this is exact, by its least multiplier. An example in a truncated
-    batch may have another's place, which moves the sum by two norms. Else it follows from the
+    For independent Gaussian noise this is exact, by its least multiplier. Else it follows from the
     epsilon of all releases without sampling.
     """
     from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
     least = min((one.noise_multiplier for one in account.history), default=0.0)
-    least /= 2 if account.settings.get("truncated_batch_size") else 1
     if least > 0:
         return gaussian_tpr(FPR, least), gaussian_auc(least)
     sampled = not account.is_of_tokens and account.poisson is not False

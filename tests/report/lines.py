@@ -106,6 +106,7 @@ def spent(
         "sample_rate": rate,
         "releases": count,
         "history": [[sigma, rate, count]],
+        "sampling": "poisson",
     }
 
 

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.texts import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import LIKENESSES, Likeness, RowAdam, TokenTable
-from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
+from lightning_fedleak.attacks.texts.descent import (
+    LIKENESSES,
+    Likeness,
+    RowAdam,
+    TokenTable,
+    high_errors,
+    sweep,
+)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
@@ -146,7 +152,7 @@ class EmbeddingDescent(base.InversionAttack):
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
-            (:func:`~lightning_fedleak.attacks.texts.sweeps.sweep`). For encoders; 0 is
+            (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders; 0 is
             the paper's attack.
         always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
             tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.

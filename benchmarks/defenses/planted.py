@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.defenses.crafted import CraftedFC, two_identities
 from lightning_fedleak.attacks.membership.base import direction_of
-from lightning_fedleak.attacks.membership.fc import CraftedFC, two_identities
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of
@@ -40,7 +40,7 @@ def inserted(
     Args:
         anatomy: of the model, whose child the layers become.
         layer: block whose output they read and change, 0 for the embeddings.
-        crafted: as ``MembershipAttack.craft`` returns them.
+        crafted: as ``craft`` returns them.
         scale: factor of what is added.
         mask: (B, L) of all batches, 0 where padded.
     """

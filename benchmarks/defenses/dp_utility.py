@@ -42,16 +42,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import (
-    add_line,
-    content_of,
-    data_folder,
-    fit,
-    print_place,
-    read_lines,
-    table,
-    trained,
-)
+from benchmarks import shared
 from lightning_fedleak.defenses import DPSGD, DPAdamBC
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -126,7 +117,9 @@ def shuffled(rows: Sequence[Any]) -> list[Any]:
 def movie_sentences() -> list[str]:
     """Sentences of IMDB's reviews."""
     lines = (
-        t for p in sorted((data_folder() / "imdb").glob("*.gz")) for t in content_of(p).splitlines()
+        t
+        for p in sorted((shared.data_folder() / "imdb").glob("*.gz"))
+        for t in shared.content_of(p).splitlines()
     )
     reviews = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
     sentences = [t.strip() for review in reviews for t in re.split("[.!?]", review)]
@@ -135,9 +128,12 @@ def movie_sentences() -> list[str]:
 
 def review_sentences() -> list[tuple[str, str]]:
     """Sentences of Yelp's reviews and their sentiment, as many of both, none twice."""
-    files = [sorted((data_folder() / "yelp_sentences").glob(f"*.{label}.gz")) for label in "01"]
+    files = [
+        sorted((shared.data_folder() / "yelp_sentences").glob(f"*.{label}.gz")) for label in "01"
+    ]
     texts = [
-        shuffled(sorted({t for p in paths for t in content_of(p).splitlines()})) for paths in files
+        shuffled(sorted({t for p in paths for t in shared.content_of(p).splitlines()}))
+        for paths in files
     ]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
 
@@ -193,7 +189,7 @@ def compute(options: argparse.Namespace) -> None:
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
     if options.text:
-        rows = [(t, "01"[len(t) % 2]) for t in content_of(Path(options.text)).splitlines()]
+        rows = [(t, "01"[len(t) % 2]) for t in shared.content_of(Path(options.text)).splitlines()]
         train, test, public = rows, rows[:20], rows
     else:
         rows = review_sentences()
@@ -238,7 +234,7 @@ class Tuned(L.LightningModule):
         with torch.no_grad():
             features = self.in_pieces("public_", self.features)
         self.mean, self.deviation = features.mean(0), features.std(0)
-        self.weights = trained(self)
+        self.weights = shared.trained(self)
 
     def in_pieces(self, name: str, function: Callable[[str, Tensor], Tensor]) -> Tensor:
         """What the function returns for all rows, at no more memory than a piece needs."""
@@ -339,7 +335,7 @@ def one_lora(
     module.train()
     start = time.process_time()
     loader = DataLoader(Places(range(count)), batch, shuffle=True, collate_fn=collated)
-    fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
+    shared.fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
     seconds = time.process_time() - start
     if private:
         spent = defense.accountant.epsilon(DELTA)
@@ -366,14 +362,14 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.features), Path(options.out)
-    finished = {key_of(row) for row in read_lines(path)}
+    finished = {key_of(row) for row in shared.read_lines(path)}
     for seed, changes, epsilon in product(
         range(options.seeds), options.sets, [None, *options.epsilons]
     ):
         if (Path(options.model).name, epsilon, seed, changes) in finished:
             continue
         row = one_lora(data, epsilon, seed, changes, options)
-        add_line(path, row)
+        shared.add_line(path, row)
         summary = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
         print(f"epsilon {epsilon} seed {seed} {changes}: {summary}", flush=True)
 
@@ -381,7 +377,7 @@ def train(options: argparse.Namespace) -> None:
 def print_table(options: argparse.Namespace) -> None:
     """A model's runs by epsilon: means over seeds, and half of what lies between least and most."""
     runs: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
-    for row in read_lines(Path(options.out)):
+    for row in shared.read_lines(Path(options.out)):
         model, epsilon, _, changes = key_of(row)
         by_epsilon = runs.setdefault((model, changes.replace("alpha=0", "head alone")), {})
         by_epsilon.setdefault(epsilon, []).append(row)
@@ -395,7 +391,11 @@ def print_table(options: argparse.Namespace) -> None:
             shown = "no defence" if epsilon is None else f"{epsilon:g}"
             cells = [spread(kept, ".1%"), spread(scores, ".3f"), f"{rows[0]['sigma']:.2f}"]
             lines.append([name, shown, *cells, str(len(rows))])
-    print(table(["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines))
+    print(
+        shared.table(
+            ["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines
+        )
+    )
 
 
 def main() -> None:
@@ -413,7 +413,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print_place()
+    shared.print_place()
     steps = {"features": compute, "run": train, "table": print_table}
     for quantity in options.what:
         steps[quantity](options)

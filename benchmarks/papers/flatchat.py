@@ -30,21 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 from transformers import BartForConditionalGeneration as Bart
 
 from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
-from benchmarks.papers import reference
+from benchmarks.papers import reference, tables
 from benchmarks.papers.cells import Cell, Row, chosen
-from benchmarks.papers.tables import (
-    Grid,
-    Paper,
-    Results,
-    Shown,
-    Table,
-    finding,
-    number,
-    of_one_model,
-    pm,
-    published,
-    student,
-)
+from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, pm
 from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -637,7 +625,7 @@ def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 
 def theirs(table: str, row: str) -> list[float] | None:
-    values = published()["flatchat"][table]["rows"].get(row)
+    values = tables.published()["flatchat"][table]["rows"].get(row)
     return None if values is None else list(values)
 
 
@@ -700,7 +688,9 @@ def show_table3(results: Results, size: Size) -> Shown:
     head = ["model", "text", "batch", "types", "MAER", "precision", "recall", "F1",
             "F1, true number of types given", REFERENCE]  # fmt: skip
     note = "F1 is of the predicted number of types; the last but one column is of the true number."
-    return Shown([of_one_model(Grid(head, lines, IN_PAIRS))], note if results else "Not run.")
+    return Shown(
+        [tables.of_one_model(Grid(head, lines, IN_PAIRS))], note if results else "Not run."
+    )
 
 
 def show_table4(results: Results, size: Size) -> Shown:
@@ -718,13 +708,13 @@ def show_table4(results: Results, size: Size) -> Shown:
                     gaps += [g - a for g, a in zip(other["f1"], row["f1"], strict=True)]
     notes = []
     if gaps:
-        gap = student(gaps)
+        gap = tables.student(gaps)
         notes.append(
             f"F1(GMM) - F1(Abs) is {number(gap.value, 4)} "
             f"({number(gap.low, 4)} to {number(gap.high, 4)}), in the paper 0.0047 to 0.0057"
         )
     head = ["model", "text", "scorer, number of types", "precision", "recall", "F1", REFERENCE]
-    return Shown([of_one_model(Grid(head, lines, IN_PAIRS))], finding(notes))
+    return Shown([tables.of_one_model(Grid(head, lines, IN_PAIRS))], finding(notes))
 
 
 def halving_sigma(rows: Sequence[Row]) -> float | None:
@@ -797,7 +787,7 @@ def at_one_shape(size: Size, models: Sequence[str]) -> list[Cell]:
     return words_cells(size, models, [size.one_shape])
 
 
-PAPER = Paper(
+PAPER = tables.Paper(
     "flatchat",
     "FLAT-CHAT: A Word Recovery Attack on Federated Language Model Training",
     (

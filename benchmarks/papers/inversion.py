@@ -17,19 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.papers import tables
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
-from benchmarks.papers.tables import (
-    Grid,
-    Paper,
-    Results,
-    Shown,
-    Table,
-    finding,
-    number,
-    of_one_model,
-    rate_of,
-)
+from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, rate_of
 from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
@@ -204,7 +195,7 @@ def show_fig1(results: Results, size: Size) -> Shown:
         notes.append("no noise level that was run lowers the task's accuracy to a tenth")
     head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
     grids = [Grid(head, lines), published_grid(results, size)]
-    return Shown([*map(of_one_model, grids)], finding(notes))
+    return Shown([*map(tables.of_one_model, grids)], finding(notes))
 
 
 def published_grid(results: Results, size: Size) -> Grid:
@@ -258,14 +249,14 @@ def show_fig2(results: Results, size: Size) -> Shown:
                 for attack, ends in values.items() if ends
             ]  # fmt: skip
     head = ["model", "split", "tokens", *size.length_attacks]
-    return Shown([of_one_model(Grid(head, lines))], finding(notes))
+    return Shown([tables.of_one_model(Grid(head, lines))], finding(notes))
 
 
 def _steps(rows: Sequence[Row]) -> str:
     return "" if not rows or rows[0]["taken"] is None else f"{rows[0]['taken']:.0f}"
 
 
-PAPER = Paper(
+PAPER = tables.Paper(
     "inversion",
     "Input Reconstruction Attack against Vertical Federated Large Language Models (Zheng)",
     (

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import flatchat, inversion, membership
+from benchmarks.papers import flatchat, inversion, membership, tables
 from benchmarks.papers.cells import Cell, Log, run
 from benchmarks.papers.tables import Paper, Results, Table, published
 
@@ -176,31 +176,12 @@ def page(sizes: dict[str, Any], log: Log) -> str:
         for table in paper.tables
         for cell in table.cells(sizes[paper.name], names[paper.name, table.name])
     ]
-    parts = [
-        "# The tables of the papers",
-        "What this package measures next to what the papers published, for those who compare "
-        "attacks. One command runs all of it and writes this page:",
-        "    make papers ENCODER=DIR STORIES=DIR",
-        "One table alone: `python -m benchmarks.papers membership table2 --model DIR`. "
-        "`--json FILE` writes every interval and number of games, `--list` names all tables, also "
-        "those that are not on this page, and their times.",
-        "| paper | attack and setting | in this package |\n|---|---|---|\n"
-        "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
-        "under local differential privacy | `FCMembership`, `AttentionMembership`, "
-        "`TrainedMembership` |\n"
-        "| FLAT-CHAT | word recovery from the gradient of the output head | `FlatChat`, "
-        "`AlignedFlatChat`, `RevealLabels` (RLG) |\n"
-        "| Zheng 2023 (arXiv 2311.07585) | embedding inversion in split learning, called vertical "
-        "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
-        "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
-        "averaged, which is conservative. `±` is half of a 95% interval over batches (Student's "
-        "t). Times are CPU seconds.",
-        cost(unique(every), log),
-    ]
+    parts = [*tables.page_text()["introduction"], cost(unique(every), log)]
     for paper in PAPERS:
         size = sizes[paper.name]
         parts.append(f"## {paper.title}")
-        parts.append("\n".join(f"- {note}" for note in paper.notes))
+        notes = tables.page_text()[paper.name]["notes"]
+        parts.append("\n".join(f"- {note}" for note in notes).format(size=paper.sizes["default"]))
         parts += [
             text_of(paper, table, size, names[paper.name, table.name], log)
             for table in paper.tables

@@ -265,16 +265,4 @@ PAPER = tables.Paper(
     ),
     SIZES,
     {"inversion": measure},
-    (
-        "Model and text: ours are stories15M and the named text; the paper's are ChatGLM-6B on "
-        "SQuAD and FindSum. Split: "
-        "behind a third and two thirds of the blocks, as the paper's 10 and 20 of 28. Task: the "
-        "next token.",
-        f"Texts: {SIZES['default'].texts} of {SIZES['default'].length} tokens in Fig. 1 (the "
-        "paper's have about 220). Noise: in standard deviations of each dimension of the states; "
-        "the paper's is absolute.",
-        "`paper` is the paper's attack, `relaxation` its baseline, `descent` and `prefix` are "
-        f"ours. Descents take at most {SIZES['default'].steps} steps here, the paper's 1,000, so "
-        "lower recovery here says nothing about the paper's attack.",
-    ),
 )  # fmt: skip

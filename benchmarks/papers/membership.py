@@ -753,28 +753,4 @@ PAPER = tables.Paper(
     SIZES,
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
      "one_hot": measure_one_hot},
-    (
-        "Models and texts: column heads name ours; the paper's five models were not available. "
-        "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
-        "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
-        "Yelp: single sentences of reviews.",
-        "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
-        "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
-        "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
-        "`Fig. 2` is the paper's game. In the authors' code the target sentence is planted in "
-        "place of another one; ours does so in half of its games. Games of `paper`: per value, "
-        "from the paper's Table 1.",
-        "Local DP is as in the authors' code (`TokenLDP.as_published`), which has no LDP "
-        "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
-        "authors' protocol, the authors' rule (the mean of all scores). `reference "
-        "implementation`: AUC of the same games of Fig. 2 with replacements that multi-freq-ldpy's "
-        "clients draw. Tests compare their law with ours.",
-        "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. Fig. 6: we "
-        "attack layer 3; the paper does not say its layer. For more than 100 sentences, gamma is "
-        "calibrated for 100. `unique word`: the target's word is in no other sentence of the "
-        "batch.",
-        "App. D finds GPTs more resilient against the attention adversary than BERTs. In its "
-        "Tables 2 and 3 this holds for GPT2 only.",
-    ),
 )  # fmt: skip

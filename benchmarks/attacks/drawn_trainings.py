@@ -86,22 +86,13 @@ class Training:
         draw = random.Random(seed)
         rows, length = draw.choice([(1, 6), (1, 12), (2, 8), (4, 8), (4, 16), (8, 24)])
         return cls(
-            seed,
-            draw.choice(list(LOSSES)),
-            draw.choice(list(PARTS)),
-            draw.choice([2, 4, 8, 16]),
-            draw.random() < 0.3,
-            draw.choice([0.0, 0.0, 0.1]),
-            draw.choice([0.0, 0.0, 5.0]),
+            seed, draw.choice(list(LOSSES)), draw.choice(list(PARTS)), draw.choice([2, 4, 8, 16]),
+            draw.random() < 0.3, draw.choice([0.0, 0.0, 0.1]), draw.choice([0.0, 0.0, 5.0]),
             draw.choice(["32-true", "32-true", "bf16-mixed", "bf16-true"]),
-            draw.choice([0, 1, 2, 5, 10, 30]),
-            rows,
-            length,
-            draw.choice([1e-4, 1e-3, 5e-3]),
-            draw.choice(["nothing"] * len(TOUCHES) + [*TOUCHES]),
-            draw.random() < 0.3,
+            draw.choice([0, 1, 2, 5, 10, 30]), rows, length, draw.choice([1e-4, 1e-3, 5e-3]),
+            draw.choice(["nothing"] * len(TOUCHES) + [*TOUCHES]), draw.random() < 0.3,
             draw.choice(["the same", "the same", "the same", "cropped", "another"]),
-        )
+        )  # fmt: skip
 
     @classmethod
     def large(cls, seed: int) -> Training:

@@ -81,9 +81,8 @@ def prepared(folder: str, name: str, split: int, steps: int) -> InversionAttack:
     """The model does not change, so an attack is prepared once for a split."""
     tokenizer, anatomy = loaded(folder)
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
-    attack = make_adversary(
-        name, split, steps=steps, hello=hello, special_ids=tokenizer.all_special_ids
-    )
+    settings = {"steps": steps, "hello": hello, "special_ids": tokenizer.all_special_ids}
+    attack = make_adversary(name, split, **settings)
     attack.prepare(anatomy)
     attack.prepare = lambda anatomy: None
     return attack
@@ -108,17 +107,11 @@ def measure(
     )  # fmt: skip
     if not cell.rates:
         raise RuntimeError(cell.problem)
-    row: Row = {
-        "split": split,
-        "blocks": cell.blocks,
-        "seconds": cell.cpu_seconds,
-        "taken": cell.steps,
-    }
+    row: Row = {"split": split, "blocks": cell.blocks}
+    row |= {"seconds": cell.cpu_seconds, "taken": cell.steps}
     row |= {name: vars(cell.rates[name]) for name in ("token_accuracy", "exact_sentences")}
-    utility = cell.utility
-    return [
-        row | {"task": utility and utility.accuracy, "perplexity": utility and utility.perplexity}
-    ]
+    names = {"task": "accuracy", "perplexity": "perplexity"}
+    return [row | {k: cell.utility and getattr(cell.utility, name) for k, name in names.items()}]
 
 
 def cell(
@@ -169,9 +162,8 @@ def show_fig1(results: Results, size: Size) -> Shown:
     models = results.values("model") or ["ours"]
     weakest = size.noises[1] if len(size.noises) > 3 else None
     for model, text, third in product(models, size.sources, size.thirds):
-        selected = results.where(
-            model=model, text=text, third=third, length=size.length, steps=size.steps
-        )
+        cell = {"model": model, "text": text, "third": third, "length": size.length}
+        selected = results.where(**cell, steps=size.steps)
         clean = next((r["task"] for r in selected if r["noise"] == 0.0), None)
         for noise in size.noises:
             if noise == weakest:
@@ -185,11 +177,11 @@ def show_fig1(results: Results, size: Size) -> Shown:
             )  # fmt: skip
             if not notes and clean and task is not None and task["task"] < LOST * clean:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in by_attack.items() if r}
+                read = ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
                 notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
                     f"lowers next-token accuracy from {number(clean, 2)} to "
-                    f"{number(task['task'], 2)}, and "
-                    + ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
+                    f"{number(task['task'], 2)}, and {read}"
                 )
     if any(row["noise"] for row in results.rows) and not notes:
         notes.append("no noise level that was run lowers the task's accuracy to a tenth")
@@ -202,12 +194,10 @@ def published_grid(results: Results, size: Size) -> Grid:
     """The paper's attack with its number of steps, next to ours."""
     third, lines = size.thirds[0], []
     for model, text in product(results.values("model") or ["ours"], size.sources):
-        selected = results.where(
-            model=model, text=text, third=third, length=size.length, noise=0.0, attack="paper"
-        )
-        by_steps = {
-            n: [r for r in selected if r["steps"] == n] for n in (size.steps, size.published_steps)
-        }
+        cell = {"model": model, "text": text, "third": third, "length": size.length}
+        selected = results.where(**cell, noise=0.0, attack="paper")
+        counts = (size.steps, size.published_steps)
+        by_steps = {n: [r for r in selected if r["steps"] == n] for n in counts}
         cells = [text for rows in by_steps.values() for text in (rate(rows), str(_steps(rows)))]
         lines.append([model, text, place(selected, third), *cells])
     head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]

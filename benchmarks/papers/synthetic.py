@@ -94,16 +94,9 @@ def box_probability(
 
 
 def simulate_bound(
-    law: Law,
-    dim: int,
-    tokens: int,
-    beta: float,
-    *,
-    n_batch: int = 1,
-    runs: int = 200,
-    box_draws: int = 100,
-    seed: int = 0,
-) -> SimulatedBound:
+    law: Law, dim: int, tokens: int, beta: float, *, n_batch: int = 1, runs: int = 200,
+    box_draws: int = 100, seed: int = 0,
+) -> SimulatedBound:  # fmt: skip
     """(5) for data of a known law, averaged over simulated data sets; Fig. 5 has n_batch 1.
 
     Delta and M of each data set come from its tokens' products. Those of Gaussian tokens are drawn
@@ -139,14 +132,9 @@ def simulate_bound(
     radius = lemma.projection_radius(beta, tokens, norm)
     p_proj = projection_probability(law, dim, radius)
     p_direction = p_proj if law != "one_hot" else lemma.direction_probability(dim, radius)
-    p_box = np.array(
-        [
-            box_probability(
-                law, dim, 3 * float(e), draws=box_draws, seed=int(rng.integers(2**63))
-            ).value
-            for e in error
-        ]
-    )
+    widths = [(3 * float(e), int(rng.integers(2**63))) for e in error]
+    boxes = (box_probability(law, dim, w, draws=box_draws, seed=s) for w, s in widths)
+    p_box = np.array([box.value for box in boxes])
     holds = int((delta >= needed).sum())
     return SimulatedBound(
         condition_ratio=_mean(np.where(needed > 0, delta / needed, np.nan)),

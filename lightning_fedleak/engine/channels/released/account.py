@@ -114,5 +114,8 @@ def too_few_non_members(counts: list[int], alpha: float, metric: str, fpr: float
         return None
     look = 1 + lacks.index(max(lacks))
     needed, count = others_needed(look, alpha, fpr), counts[look - 1]
-    mend = "leave out more rows, and let Memorization(most_texts=, max_overhead=) ask about them"
+    mend = (
+        f"leave out more rows, and ask about all: Memorization(most_texts={2 * needed}) or more, "
+        "and a higher max_overhead="
+    )
     return f"'{metric}' needs {needed} non-members at look {look}, and has {count}: {mend}"

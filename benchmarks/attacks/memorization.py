@@ -50,6 +50,7 @@ from lightning_fedleak.attacks.memorization import Combined, CombinedReference, 
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.released.pool import MIN_POOL
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
@@ -219,7 +220,7 @@ def train_auto(options: argparse.Namespace, seed: int) -> None:
         settings = replace(watched, reference="auto", reference_rows=count)
         latest, seconds, channel = run_trainer(options, tokenizer, data, seed, settings)
         members, asked = int(channel.pool.trains.sum()), len(channel.pool.texts)
-        settings = replace(watched, most_texts=asked)
+        settings = replace(watched, most_texts=max(asked, MIN_POOL))
         _, without, _ = run_trainer(options, tokenizer, data, seed, settings)
         cells = [str(count), f"{members} / {asked - members}"]
         for name in ("combined", "combined_reference"):

@@ -49,11 +49,12 @@ class TimedLook(Look):
     """A look that adds up its processor time."""
 
     @contextmanager
-    def clock(self, device, **kwargs):
+    def clock(self, device, *, is_control=False):
         started = time.process_time()
-        with super().clock(device, **kwargs):
+        with super().clock(device, is_control=is_control):
             yield
-        InTurn.processor_seconds += time.process_time() - started
+        if not is_control:  # which is a part of a look
+            InTurn.processor_seconds += time.process_time() - started
 
 
 scheduler.Look = TimedLook  # the looks of steps begin there

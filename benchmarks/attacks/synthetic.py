@@ -18,7 +18,7 @@ their first token. All kinds are in one run. Prints how well the tuned weights t
 texts that they write, tell planted ones from those left out:
 
     python -m benchmarks.attacks.synthetic --model DIR --text wikitext2 --length 32 \\
-        --canaries 100 --epochs 1,4 --generated 1000 --seeds 0,1
+        --canaries 100 --epochs 1,4 --generated 1000
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ def play_canaries(options: argparse.Namespace, seed: int) -> None:
             side = torch.arange(len(texts)) // options.canaries == number
             row = [f"{epochs}", kind]
             for first, last in ((before, now), answers):
-                released = ReleasedModel(
-                    last.rows(side), first.rows(side), torch.ones(int(side.sum()))
-                )
+                released = ReleasedModel(last, first, torch.ones(len(texts))).rows(side)
                 v = membership_values(Combined().score(released), coins[side], alpha=0.05 / 6)
                 row.append(f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})")
             cells.append([*row, f"{int(coins[side].sum())} / {int((~coins[side]).sum())}"])

@@ -444,7 +444,7 @@ class DefendedMixin(Trainer):
         if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
         if self._of_pairs and self.args.world_size > 1:  # TRL gathers rewards in every step
-            self.accelerator.gather = _gather_rows  # type: ignore[method-assign]
+            self.accelerator.gather = _gather_rows
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:
@@ -455,7 +455,7 @@ def _gather_rows(values: Tensor) -> Tensor:
     """Return the rows of all processes, which may have different numbers of them."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, values.detach().cpu())
-    return torch.cat([torch.atleast_1d(part) for part in parts]).to(values.device)
+    return torch.cat([part if part.dim() else part[None] for part in parts]).to(values.device)
 
 
 def _mean_of_texts(outputs: Any, labels: Tensor, num_items_in_batch: object = None) -> Tensor:

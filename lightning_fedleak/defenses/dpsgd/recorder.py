@@ -229,7 +229,7 @@ class Recorder:
                 ends.append(leaf)
         self.lacks_sums = True
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))  # type: ignore[no-untyped-call]
+        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))
         return partial
 
     def clear(self) -> None:

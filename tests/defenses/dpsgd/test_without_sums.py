@@ -151,7 +151,7 @@ class Turns(CausalLM):
             return super().loss(batch)
         weight = self.model.transformer.h[0].mlp.c_fc.weight
         handle = self.model.lm_head.register_forward_pre_hook(
-            lambda _, given: (given[0] + given[0] @ weight @ weight.T,)
+            lambda _, given: (given[0] + 30 * given[0] @ weight @ weight.T,)
         )
         logits = self.model(**{k: v for k, v in batch.items() if k != "labels"}).logits.clone()
         handle.remove()

@@ -229,7 +229,7 @@ class Recorder:
                 ends.append(leaf)
         self.lacks_sums = True
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))
+        partial: Tensor = _PartialBackward.apply(anchor, (loss, ends))  # type: ignore[no-untyped-call]
         return partial
 
     def clear(self) -> None:
@@ -417,7 +417,7 @@ class _PartialBackward(torch.autograd.Function):
         return graph[0].detach().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         loss, ends = ctx.graph
         torch.autograd.backward(loss, gradient, inputs=ends)
         return None, None

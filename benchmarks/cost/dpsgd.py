@@ -3,6 +3,7 @@
     python -m benchmarks.cost.dpsgd                      # GPT-2 6 x 384 untied, V = 50,257, 8 x 64
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
+    python -m benchmarks.cost.dpsgd --watched            # something reads each raw gradient
     python -m benchmarks.cost.dpsgd --trainer --lora --model DIR    # under transformers' Trainer
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
@@ -54,7 +55,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import defended
 
 SMOKE = (
-    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --watched",
     "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 1 --pieces 2 --lora",
     "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 2 --trainer --peers plain hooks",
 )
@@ -263,6 +264,14 @@ class InTurn(L.Callback):
             self.times[name].append(clock(self.device) - start)
 
 
+class Watched(L.Callback):
+    """Reads the gradients of every stage."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        strategy.add_tap(lambda stage, optimizer: None)
+
+
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
     defense = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
     fit(
@@ -272,7 +281,7 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
         accelerator=options.device,
         max_steps=options.rounds + 1,
         max_epochs=-1,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *([Watched()] if options.watched else [])],
     )
     return defense
 
@@ -285,6 +294,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--modules", nargs="+", help="names of the layers that get a LoRA")
     parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--watched", action="store_true", help="p.grad is read in each step")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--vocabulary", type=int, default=50257)

@@ -275,7 +275,6 @@ class DefendedMixin(Trainer):
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
         finally:
             self._setting_up = False
-            vars(self.accelerator).pop("gather", None)
             self._fedleak.end()
 
     def _check(self, trial: Any) -> None:
@@ -414,10 +413,14 @@ class DefendedMixin(Trainer):
         if self._per_sample:
             num_items_in_batch = None  # it counts the tokens of the other examples too
         self._in_step = True
+        if self._of_pairs and self.args.world_size > 1:  # TRL gathers each pair's rewards
+            self.accelerator.gather = _gather_rows
         try:
             return super().training_step(model, inputs, num_items_in_batch, **kwargs)
         finally:
             self._in_step = False
+            if self.accelerator.gather is _gather_rows:
+                del self.accelerator.gather
 
     def compute_loss_context_manager(self) -> Any:
         """Return the Trainer's context; in a training step each forward has its own."""
@@ -443,8 +446,6 @@ class DefendedMixin(Trainer):
         """Call the defences once optimizers exist, and let a resumed epoch begin where it is."""
         if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
-        if self._of_pairs and self.args.world_size > 1:  # TRL gathers rewards in every step
-            self.accelerator.gather = _gather_rows
         self._fedleak.train_starts()
         sampler: Any = getattr(self.callback_handler.train_dataloader, "batch_sampler", None)
         if hasattr(sampler, "passed_over") and not self.args.ignore_data_skip:

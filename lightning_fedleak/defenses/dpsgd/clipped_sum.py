@@ -368,8 +368,8 @@ class ClippedSum:
                 total.add_(earlier.pop(parameter))
             exact = None if gauge is None else gauge.before(total)
             if parameter.grad is None:
-                plain = (total.dtype, total.stride()) == (parameter.dtype, parameter.stride())
-                usable = plain and not isinstance(parameter, DTensor)
+                alike = (total.dtype, total.stride()) == (parameter.dtype, parameter.stride())
+                usable = alike and team.size == 1 and not isinstance(parameter, DTensor)
                 parameter.grad = total if usable else torch.zeros_like(parameter)
             number, released = index, parameter.grad
             if isinstance(parameter, DTensor):

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import scipy.stats
@@ -40,13 +41,8 @@ SMOKE = ("--proof --sigmas 1.0 --games 40 --audits 2",)
 DELTA = 1e-3
 """Of the proof."""
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-GRID = [
-    (sigma, rate, steps, delta)
-    for sigma in (0.7, 1.0, 2.0, 5.0)
-    for rate in (0.001, 0.01, 1 / 32, 0.2)
-    for steps in (10, 1000, 10_000)
-    for delta in (1e-5, 1e-7)
-]
+RATES, STEPS = (0.001, 0.01, 1 / 32, 0.2), (10, 1000, 10_000)
+GRID = [*product((0.7, 1.0, 2.0, 5.0), RATES, STEPS, (1e-5, 1e-7))]
 
 
 def timed(call: Callable[[], float]) -> tuple[float, float]:

@@ -91,16 +91,7 @@ class Size:
     seed: int = 0
 
 
-SIZES = {
-    "default": Size(),
-    "paper": Size(games=40, published_games=40, trained_games=40, authors_games=40, blocks=10,
-                  targets=1, trained_blocks=10, beta_games=500, beta_published_games=500),
-    "smoke": Size(texts=("imdb",), layers=(1,), batch=4, tokens=12, pool=20, public_texts=60,
-                  games=4, published_games=2, trained_games=0, authors_games=2, mechanisms=("grr",),
-                  epsilons=(10.0,), blocks=1, targets=2, ldp_authors_games=2, trained_blocks=0,
-                  dims=(1_000,), runs=4, betas=(0.3,), one_hot_betas=(10.0,), batches=(4,),
-                  beta_layer=1, beta_games=2, beta_published_games=0, one_hot_games=4),
-}  # fmt: skip
+SIZES = tables.sizes_of(Size, "membership")
 
 
 # What is measured.

@@ -83,9 +83,8 @@ def grid() -> None:
             print(
                 f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
                 f"{statistics.median(ratios):8.4f} {max(ratios):8.4f} "
-                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
-                flush=True,
-            )
+                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}", flush=True,
+            )  # fmt: skip
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -127,9 +126,8 @@ def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
             f"{sigma:5} {rate:4} {measured.value:7.4f} [{measured.low:.4f}, {measured.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
-            f"{accounted:9.3f}",
-            flush=True,
-        )
+            f"{accounted:9.3f}", flush=True,
+        )  # fmt: skip
         if rate == 1:
             law = scipy.stats.kstest((noise / sigma).numpy(), "norm")
             print(f"      Kolmogorov-Smirnov against the normal law: p = {law.pvalue:.3f}")

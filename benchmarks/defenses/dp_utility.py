@@ -187,10 +187,8 @@ def compute(options: argparse.Namespace) -> None:
                 if value.ndim == 4:
                     size[2] = max(map(len, ids))
                 whole = data.setdefault(name + key, torch.zeros(size, dtype=value.dtype))
-                if value.ndim == 4:
-                    whole[start : start + len(value), :, : value.shape[2]] = value
-                else:
-                    whole[start : start + len(value)] = value
+                place = whole[start : start + len(value)]
+                (place[:, :, : value.shape[2]] if value.ndim == 4 else place).copy_(value)
         data[name + "classes"] = torch.tensor([int(label) for _, label in rows[: options.texts]])
     save_file(data, options.features)
     print(f"{options.features}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")

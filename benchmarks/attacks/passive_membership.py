@@ -41,13 +41,8 @@ SMOKE = (
 TOKENS = 64
 """Of a text that are read at most."""
 ATTACKS = {"gradient": GradientMembership, "subspace": SubspaceMembership}
-KINDS = (
-    "other text",
-    "another order",
-    "a word of another text",
-    "a word of the batch",
-    "another last word",
-)
+KINDS = ("other text", "another order", "a word of another text", "a word of the batch",
+         "another last word")  # fmt: skip
 
 
 def variants(

@@ -53,15 +53,6 @@ KINDS = {
     "number": NUMBER,
     "code": ("My account code is {}.", "??####"),
 }
-NUMBERS = {
-    "texts": (90, "without a planted value"),
-    "count": (12, "values of each kind and place"),
-    "found": (240, "texts with a found value"),
-    "length": (64, "tokens of a text"),
-    "candidates": (100, "of each planted value"),
-    "epochs": (3, "of a training"),
-    "lr": (2e-4, "of AdamW"),
-}
 
 
 def rows_of(options: argparse.Namespace, tokenizer: Any, n: int, seed: int) -> list[dict[str, Any]]:
@@ -179,7 +170,12 @@ def references(options: argparse.Namespace, tokenizer: Any, folder: Path) -> Non
 
 def main() -> None:
     """Read the options, and print three results."""
-    options = parser_of(__doc__, "model", "text", **NUMBERS, seeds="0").parse_args()
+    options = parser_of(
+        __doc__, "model", "text", texts=(90, "without a planted value"), seeds="0",
+        count=(12, "values of each kind and place"), found=(240, "texts with a found value"),
+        length=(64, "tokens of a text"), candidates=(100, "of each planted value"),
+        epochs=(3, "of a training"), lr=(2e-4, "of AdamW"),
+    ).parse_args()  # fmt: skip
     options.seeds = [*map(int, options.seeds.split(","))]
     print_place()
     tokenizer = AutoTokenizer.from_pretrained(options.model)

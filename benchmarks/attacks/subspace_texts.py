@@ -191,9 +191,8 @@ def main() -> None:
             f"{options.config or Path(options.model).name} {options.private} {adapted(options)} "
             f"{shape} {defense} | in place {with_ends(in_place)} | exact {with_ends(exact)} | "
             f"certified {certified} of {options.batches}, wrongly {wrong}, unknown {unknown} | "
-            f"{torch.tensor(seconds).median():.1f} s",
-            flush=True,
-        )
+            f"{torch.tensor(seconds).median():.1f} s", flush=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -55,11 +55,9 @@ def prepare(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callabl
 
     deepspeed.ops.__compatible_ops__.clear()  # so that DeepSpeed compiles no kernels
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    config = {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": int(engine[-1]), "overlap_comm": False},
-    }
+    stage = {"stage": int(engine[-1]), "overlap_comm": False}
+    config = {"zero_allow_untested_optimizer": True, "zero_optimization": stage}
+    config["train_micro_batch_size_per_gpu"] = options.batch
     sharded, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step_of_engine(batch: Any) -> None:

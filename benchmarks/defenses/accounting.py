@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import scipy.stats
@@ -40,13 +41,8 @@ SMOKE = ("--proof --sigmas 1.0 --games 40 --audits 2",)
 DELTA = 1e-3
 """Of the proof."""
 SIGMAS = (0.5, 1.0, 2.0, 4.0)
-GRID = [
-    (sigma, rate, steps, delta)
-    for sigma in (0.7, 1.0, 2.0, 5.0)
-    for rate in (0.001, 0.01, 1 / 32, 0.2)
-    for steps in (10, 1000, 10_000)
-    for delta in (1e-5, 1e-7)
-]
+RATES, STEPS = (0.001, 0.01, 1 / 32, 0.2), (10, 1000, 10_000)
+GRID = [*product((0.7, 1.0, 2.0, 5.0), RATES, STEPS, (1e-5, 1e-7))]
 
 
 def timed(call: Callable[[], float]) -> tuple[float, float]:
@@ -87,9 +83,8 @@ def grid() -> None:
             print(
                 f"{kind:5} {low:5g}-{high:<5g} {len(ratios):5} {min(ratios):8.4f} "
                 f"{statistics.median(ratios):8.4f} {max(ratios):8.4f} "
-                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}",
-                flush=True,
-            )
+                f"{close:4}/{len(ratios):<4} {statistics.median(times):7.2f}", flush=True,
+            )  # fmt: skip
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -131,9 +126,8 @@ def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
             f"{sigma:5} {rate:4} {measured.value:7.4f} [{measured.low:.4f}, {measured.high:.4f}] "
             f"{sampled_gaussian_auc(sigma, rate):11.4f} {spread:11.4f} "
             f"{count.refuted:4}/{count.audits} {count.p_value:6.3f} {np.median(bounds):12.3f} "
-            f"{accounted:9.3f}",
-            flush=True,
-        )
+            f"{accounted:9.3f}", flush=True,
+        )  # fmt: skip
         if rate == 1:
             law = scipy.stats.kstest((noise / sigma).numpy(), "norm")
             print(f"      Kolmogorov-Smirnov against the normal law: p = {law.pvalue:.3f}")

@@ -37,7 +37,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import shared
@@ -50,19 +50,6 @@ SMOKE = (
 )
 
 DELTA = 1e-5
-
-
-class Places(Dataset[int]):
-    """Which text: its features are looked up in the training step."""
-
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = [*places]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> int:
-        return self.places[index]
 
 
 def falling(optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -114,11 +101,8 @@ def shuffled(rows: Sequence[Any]) -> list[Any]:
 
 def movie_sentences() -> list[str]:
     """Sentences of IMDB's reviews."""
-    lines = (
-        t
-        for p in sorted((shared.data_folder() / "imdb").glob("*.gz"))
-        for t in shared.content_of(p).splitlines()
-    )
+    files = sorted((shared.data_folder() / "imdb").glob("*.gz"))
+    lines = (t for path in files for t in shared.content_of(path).splitlines())
     reviews = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
     sentences = [t.strip() for review in reviews for t in re.split("[.!?]", review)]
     return shuffled([t for t in sentences if 6 <= len(t.split()) <= 16])
@@ -203,10 +187,8 @@ def compute(options: argparse.Namespace) -> None:
                 if value.ndim == 4:
                     size[2] = max(map(len, ids))
                 whole = data.setdefault(name + key, torch.zeros(size, dtype=value.dtype))
-                if value.ndim == 4:
-                    whole[start : start + len(value), :, : value.shape[2]] = value
-                else:
-                    whole[start : start + len(value)] = value
+                place = whole[start : start + len(value)]
+                (place[:, :, : value.shape[2]] if value.ndim == 4 else place).copy_(value)
         data[name + "classes"] = torch.tensor([int(label) for _, label in rows[: options.texts]])
     save_file(data, options.features)
     print(f"{options.features}: {len(data['lengths'])} texts, {data['lengths'].sum()} tokens")
@@ -322,7 +304,8 @@ def one_lora(
 
     module.train()
     start = time.process_time()
-    loader = DataLoader(Places(range(count)), batch, shuffle=True, collate_fn=collated)
+    places: Any = [*range(count)]  # of texts, whose features a step looks up
+    loader = DataLoader(places, batch, shuffle=True, collate_fn=collated)
     shared.fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
     seconds = time.process_time() - start
     if private:
@@ -370,11 +353,8 @@ def print_table(options: argparse.Namespace) -> None:
             shown = "no defence" if epsilon is None else f"{epsilon:g}"
             cells = [spread(kept, ".1%"), spread(scores, ".3f"), f"{rows[0]['sigma']:.2f}"]
             lines.append([name, shown, *cells, str(len(rows))])
-    print(
-        shared.table(
-            ["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines
-        )
-    )
+    head = ["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"]
+    print(shared.table(head, lines))
 
 
 def main() -> None:

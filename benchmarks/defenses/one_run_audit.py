@@ -59,12 +59,8 @@ ROWS = ((0.5, 1.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 1), (1.0, 0.5, 4), (1.0, 0.2, 2
 """Noise multiplier, sample rate, steps."""
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "new_token": {},
-    "held_out": {},
-    "sampled": {"unlikely_end": 0},
-    "unlikely_end": {"unlikely_end": 3},
-}
+SAMPLED = {"sampled": {"unlikely_end": 0}, "unlikely_end": {"unlikely_end": 3}}
+KINDS: dict[str, dict[str, Any]] = {"new_token": {}, "held_out": {}, **SAMPLED}
 N_TEXTS = 20
 """Texts beside the canaries."""
 RATE = 0.2
@@ -163,11 +159,9 @@ def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> N
     print(f", sums refused in {refused} of {args.audits}" if refused else "")
     for name, lower_bounds in bounds.items():
         exceeded = refutations(lower_bounds, epsilon)
-        print(
-            f"  {name:12} median {statistics.median(lower_bounds) / epsilon:.3f}   exceed "
-            f"{exceeded.refuted:3} of {exceeded.audits}, p {exceeded.p_value:.2g}",
-            flush=True,
-        )
+        median = f"  {name:12} median {statistics.median(lower_bounds) / epsilon:.3f}"
+        count = f"{exceeded.refuted:3} of {exceeded.audits}, p {exceeded.p_value:.2g}"
+        print(f"{median}   exceed {count}", flush=True)
 
 
 def main() -> None:

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.defenses.crafted import CraftedFC, FrozenLinear
-from lightning_fedleak.attacks.membership.base import (
-    MembershipAttack,
-    MembershipGuess,
-    sentence_rows,
-)
+from lightning_fedleak.attacks.membership import base
+from lightning_fedleak.attacks.membership.base import MembershipAttack, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model.anatomy import Anatomy
@@ -40,7 +37,7 @@ class TokenCount(MembershipAttack):
         norm = anatomy.model.embeddings.LayerNorm
         self.gain, self.shift = norm.weight.detach(), norm.bias.detach()
         rows = [hidden_states(anatomy, 0, row[None]) for row in self.public.sentences]
-        self.public_rows = torch.cat([sentence_rows(row, None, self.tokens) for row in rows])
+        self.public_rows = torch.cat([base.sentence_rows(row, None, self.tokens) for row in rows])
 
     @property
     def rungs(self) -> int:

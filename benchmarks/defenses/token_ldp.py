@@ -38,13 +38,9 @@ def decoded_epsilon(randomizer: Randomizer, epsilon: float) -> float:
 def kept(args: argparse.Namespace) -> None:
     print(table(["mechanism, rule", *(f"eps {e:g}" for e in args.epsilon)], []))
     for mechanism, rule, bits in (
-        ("grr", None, None),
-        ("rappor", "uniform", None),
-        ("dbitflip", "uniform", 1024),
-        ("dbitflip", "uniform", 16),
-        ("the", "argmax", None),
-        ("the", "uniform", None),
-    ):
+        ("grr", None, None), ("rappor", "uniform", None), ("dbitflip", "uniform", 1024),
+        ("dbitflip", "uniform", 16), ("the", "argmax", None), ("the", "uniform", None),
+    ):  # fmt: skip
         randomizer = Randomizer.with_defaults(mechanism, args.vocabulary, rule, bits)
         results = [
             f"{randomizer.keep(e):.2g} ({decoded_epsilon(randomizer, e):.2f})" for e in args.epsilon

@@ -185,13 +185,11 @@ def cell(
     texts = read_texts(args.text or str(EMBEDDED_MESSAGES))[: args.texts]
     rows = [bos + r for t in texts if len(r := tokenizer(t)["input_ids"]) >= 4]
     half, pad = len(rows) // 2, tokenizer.pad_token_id or 0
+    seeds = [torch.Generator().manual_seed(args.seed + i) for i in range(args.clients)]
     streams = [
-        batches(
-            rows[client : half : args.clients], args.rows, args.length, pad,
-            torch.Generator().manual_seed(args.seed + client),
-        )
-        for client in range(args.clients)
-    ]  # fmt: skip
+        batches(rows[client : half : args.clients], args.rows, args.length, pad, generator)
+        for client, generator in enumerate(seeds)
+    ]
     held_out = [torch.tensor(r[: args.length]) for r in rows[half:]]
     outside, public = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
     make = optimizer_of(optimizer, rank)
@@ -203,17 +201,17 @@ def cell(
     private: Private | None = None
     with tempfile.TemporaryDirectory() as folder:
         shared = {"settings": federation.RoundSettings(tensorboard=False, tokenizer=tokenizer)}
+        games = Games(targets=args.targets, held_out=PublicText(outside))
+        played: dict[str, dict[str, Any]] = {
+            "chosen": {"attacks": chosen(PublicText(public), rank), "games": games},
+            "texts": {"attacks": known.SubspaceTexts(budget_seconds=args.budget)},
+        }
         observers = [
             federation.RoundObserver(
-                copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,
-                attacks=chosen(PublicText(public), rank),
-                games=Games(targets=args.targets, held_out=PublicText(outside)),
-            ),
-            federation.RoundObserver(
-                copy.deepcopy(model), make, steps, folder=f"{folder}/texts", **shared,
-                attacks=known.SubspaceTexts(budget_seconds=args.budget),
-            ),
-        ]  # fmt: skip
+                copy.deepcopy(model), make, steps, folder=f"{folder}/{name}", **shared, **own
+            )
+            for name, own in played.items()
+        ]
         for round_ in range(args.rounds + 1):
             sent = federation.trained_state(model)
             drawn, updates = [], []

@@ -166,11 +166,11 @@ def page(sizes: dict[str, Any], log: Log) -> str:
     names = {(p.name, t.name): models_of(p, t, sizes[p.name], log) for p, t in every_table}
     cells = (t.cells(sizes[p.name], names[p.name, t.name]) for p, t in every_table)
     every = [*itertools.chain.from_iterable(cells)]
-    parts = [*tables.page_text()["introduction"], cost(unique(every), log)]
+    parts = [*tables.read_toml("page")["introduction"], cost(unique(every), log)]
     for paper in PAPERS:
         size = sizes[paper.name]
         parts.append(f"## {paper.title}")
-        notes = tables.page_text()[paper.name]["notes"]
+        notes = tables.read_toml("page")[paper.name]["notes"]
         parts.append("\n".join(f"- {note}" for note in notes).format(size=paper.sizes["default"]))
         shown = (table for table in paper.tables if table.on_page)
         parts += [text_of(paper, t, size, names[paper.name, t.name], log) for t in shown]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import gzip
+import itertools
 import json
 import math
 import statistics
@@ -110,19 +111,7 @@ class Size:
     seed: int = 0
 
 
-SIZES = {
-    "default": Size(),
-    "paper": Size(batches=10, regression_batches=20, noise_batches=10, mt_batches=10,
-                  scratch_steps=2000, finetune_steps=2000, rlg_batches=10, rlg_seconds=1e5,
-                  curve_steps=1000, curve_every=100),
-    "smoke": Size(texts=("imdb",), shapes=("2x8",), one_shape="2x8", batches=2, pool=4,
-                  regression_batches=1, regression_pool=2, noise_shape="2x8", noise_batches=2,
-                  sigmas=(0.0,), hidden=64, scratch_steps=2, finetune_steps=2, warm_up_steps=(20,),
-                  tokens=(20,), mt_attacks=("FlatChat", "RLG"), validation_pairs=4,
-                  mt_table_batches=1, rlg_batches=1, rlg_seconds=1.0, mt_sigmas=(0.0,), mt_batch=2,
-                  mt_batches=1, defences=("none", "DP 1e-3"), curve_batch=2, curve_steps=2,
-                  curve_every=1, curve_seeds=(0,)),
-}  # fmt: skip
+SIZES = tables.sizes_of(Size, "flatchat")
 
 
 def sides(shape: str) -> tuple[int, int]:
@@ -194,13 +183,10 @@ def measure_words(
 ) -> list[Row]:  # fmt: skip
     """FlatChat's four variants on one shape: what each batch gave."""
     lm = language(models[model], public, seed)
-    fitted = [
-        point
-        for s in fitted_on
-        for point in points(
-            models[model], public, sides(s), regression_batches, wide(regression_pool, s), seed
-        )
-    ]
+    pools = {s: wide(regression_pool, s) for s in fitted_on}
+    of_shapes = (points(models[model], public, sides(s), regression_batches, pool, seed)
+                 for s, pool in pools.items())  # fmt: skip
+    fitted = [*itertools.chain.from_iterable(of_shapes)]
     weights, other_weights, counts = zip(*fitted, strict=True)
     regressor = fit_type_counts(weights, counts)
     regression = reference.fit_count(other_weights, counts)

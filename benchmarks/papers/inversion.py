@@ -59,14 +59,7 @@ class Size:
     seed: int = 0
 
 
-SIZES = {
-    "default": Size(),
-    "paper": Size(texts=20, utility_texts=20, steps=1000, length=220,
-                  noises=(0.0, 0.1, 0.3, 1.0, 2.0, 3.0), lengths=(16, 64, 256, 1000)),
-    "smoke": Size(sources=("imdb",), thirds=(1,), texts=1, utility_texts=1, steps=2,
-                  published_steps=3, length=8, noises=(0.0,),
-                  attacks=("paper",), lengths=(8,), length_attacks=("paper",)),
-}  # fmt: skip
+SIZES = tables.sizes_of(Size, "inversion")
 
 
 @functools.lru_cache(maxsize=1)

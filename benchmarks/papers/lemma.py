@@ -36,11 +36,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import betainc
-from torch import Tensor
 
 Floats = NDArray[np.float64]
 
@@ -145,23 +143,3 @@ def check_arguments(**given: float) -> None:
 def floats(value: ArrayLike) -> Floats:
     """As float64."""
     return np.asarray(value, dtype=np.float64)
-
-
-def separation(hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Definition 2: each sentence's ``min_i (<x_i, x_i> - max_{j != i} <x_i, x_j>)``.
-
-    Args:
-        hidden: (n, L, d).
-        mask: (n, L), 0 where padded, or None.
-
-    Returns:
-        (n,) float64; infinite for a sentence of one token.
-    """
-    x = hidden.double()
-    real = torch.ones(x.shape[:2]) if mask is None else mask
-    both = (real[:, :, None] * real[:, None, :]) != 0
-    products = x @ x.transpose(1, 2)
-    squared_norms = products.diagonal(dim1=1, dim2=2)
-    other = both & ~torch.eye(x.shape[1], dtype=torch.bool)
-    nearest = products.masked_fill(~other, -math.inf).amax(2)
-    return (squared_norms - nearest).masked_fill(real == 0, math.inf).amin(1)

@@ -91,16 +91,7 @@ class Size:
     seed: int = 0
 
 
-SIZES = {
-    "default": Size(),
-    "paper": Size(games=40, published_games=40, trained_games=40, authors_games=40, blocks=10,
-                  targets=1, trained_blocks=10, beta_games=500, beta_published_games=500),
-    "smoke": Size(texts=("imdb",), layers=(1,), batch=4, tokens=12, pool=20, public_texts=60,
-                  games=4, published_games=2, trained_games=0, authors_games=2, mechanisms=("grr",),
-                  epsilons=(10.0,), blocks=1, targets=2, ldp_authors_games=2, trained_blocks=0,
-                  dims=(1_000,), runs=4, betas=(0.3,), one_hot_betas=(10.0,), batches=(4,),
-                  beta_layer=1, beta_games=2, beta_published_games=0, one_hot_games=4),
-}  # fmt: skip
+SIZES = tables.sizes_of(Size, "membership")
 
 
 # What is measured.
@@ -291,11 +282,8 @@ def measure_ldp(
             protocol="authors" if authors else "game",
             seed=seed + _seed(text) + 10 * block, targets_per_batch=1 if authors else targets,
         )  # fmt: skip
-        rounds.append(
-            membership_games.played_on_replaced(
-                at.anatomy, attacks, at.pool, config, defense, job, planted=at.planted
-            )
-        )
+        play_one = functools.partial(membership_games.played_on_replaced, planted=at.planted)
+        rounds.append(play_one(at.anatomy, attacks, at.pool, config, defense, job))
     return [result_row(joined(list(parts))) for parts in zip(*rounds, strict=True)]
 
 
@@ -716,13 +704,13 @@ def spread(values: Sequence[float]) -> str:
 
 
 def ldp_table(number_: int, mechanism: str, name: str) -> Table:
-    return Table(
-        f"table{number_}",
-        f"attacks under {name}",
-        lambda size, models: ldp_cells(size, models, {mechanism} & {*size.mechanisms}),
-        functools.partial(show_ldp, f"table{number_}"),
-        on_page=number_ == 7,  # the other mechanisms are in the mean of table 3
-    )
+    table, show = f"table{number_}", functools.partial(show_ldp, f"table{number_}")
+
+    def cells(size: Size, models: Sequence[str]) -> list[Cell]:
+        return ldp_cells(size, models, {mechanism} & {*size.mechanisms})
+
+    # The other mechanisms are in the mean of table 3.
+    return Table(table, f"attacks under {name}", cells, show, on_page=number_ == 7)
 
 
 def at_largest(size: Size, models: Sequence[str]) -> list[Cell]:
@@ -734,12 +722,8 @@ PAPER = tables.Paper(
     "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
     (
         Table("table2", "attacks without a defence", games_cells, show_table2),
-        Table(
-            "table3",
-            "attacks under LDP, mean over four mechanisms",
-            lambda size, models: ldp_cells(size, models, groups=("crafted", "trained")),
-            show_table3,
-        ),
+        Table("table3", "attacks under LDP, mean over four mechanisms",
+              functools.partial(ldp_cells, groups=("crafted", "trained")), show_table3),
         ldp_table(7, "grr", "GRR"),
         ldp_table(8, "rappor", "RAPPOR"),
         ldp_table(9, "the", "THE"),

@@ -98,12 +98,9 @@ def fit_count(weights: Sequence[float], counts: Sequence[float]) -> LinearRegres
 
 
 CLIENTS: dict[str, Any] = {
-    "grr": GRR_Client.py_func,
-    "rappor": UE_Client.py_func,
-    "the": HE_Client.py_func,
-    "dbitflip": dBitFlipPM_Client.py_func,
-    "longitudinal": L_SUE_Client.py_func,
-}
+    "grr": GRR_Client.py_func, "rappor": UE_Client.py_func, "the": HE_Client.py_func,
+    "dbitflip": dBitFlipPM_Client.py_func, "longitudinal": L_SUE_Client.py_func,
+}  # fmt: skip
 """Clients of multi-freq-ldpy, not compiled."""
 
 

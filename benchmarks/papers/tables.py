@@ -185,15 +185,23 @@ def pm(values: Sequence[float], digits: int = 3, none: str = NOT_RUN) -> str:
 
 
 @cache
+def read_toml(name: str) -> dict[str, Any]:
+    """What a file of this folder holds."""
+    return tomllib.loads((HERE / f"{name}.toml").read_text("utf-8"))
+
+
 def published() -> dict[str, Any]:
     """The papers' own numbers: by paper and table."""
-    return tomllib.loads((HERE / "published.toml").read_text("utf-8"))
+    return read_toml("published")
 
 
-@cache
-def page_text() -> dict[str, Any]:
-    """What docs/papers.md says around its tables: an introduction, and notes by paper."""
-    return tomllib.loads((HERE / "page.toml").read_text("utf-8"))
+def sizes_of(kind: Callable[..., Any], paper: str) -> dict[str, Any]:
+    """Return the sizes of a paper by name: the defaults of a dataclass, and those of the file."""
+    sizes = {"default": kind()}
+    for name, settings in read_toml("sizes")[paper].items():
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        sizes[name] = kind(**values)
+    return sizes
 
 
 def finding(sentences: Iterable[str]) -> str:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.defenses.crafted import craft
-from benchmarks.papers.lemma import retrieval_error, separation
+from benchmarks.papers.lemma import retrieval_error
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
@@ -35,9 +34,30 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.membership.test_fc_membership import by_autograd, check_closed_form, generator
+from tests.games.crafted import craft
 from tests.helpers import models
 
 PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
+
+
+def separation(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Definition 2: each sentence's ``min_i (<x_i, x_i> - max_{j != i} <x_i, x_j>)``.
+
+    Args:
+        hidden: (n, L, d).
+        mask: (n, L), 0 where padded, or None.
+
+    Returns:
+        (n,) float64; infinite for a sentence of one token.
+    """
+    x = hidden.double()
+    real = torch.ones(x.shape[:2]) if mask is None else mask
+    both = (real[:, :, None] * real[:, None, :]) != 0
+    products = x @ x.transpose(1, 2)
+    squared_norms = products.diagonal(dim1=1, dim2=2)
+    other = both & ~torch.eye(x.shape[1], dtype=torch.bool)
+    nearest = products.masked_fill(~other, -math.inf).amax(2)
+    return (squared_norms - nearest).masked_fill(real == 0, math.inf).amin(1)
 
 
 def attention(layer, public=None, **arguments):

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.defenses import crafted
-from benchmarks.defenses.crafted import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from tests.games.crafted import craft
 from tests.helpers import models
 
 

@@ -110,10 +110,10 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 48_694),
+    Row("code", "code lines", 48_495),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
-    Row("imports", "files with 8 or more own imports", 48),
+    Row("imports", "files with 8 or more own imports", 47),
     Row("most_imports", "most own imports of a file", 18),
     Row("callbacks", "modules of callbacks that federation imports", 0),
     Row("circles", "circles of imports, for types included", 0),

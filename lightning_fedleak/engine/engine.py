@@ -148,16 +148,17 @@ class StepEngine:
                 return
             fit.refresh(look)
             fit.admit_held(look)
-            for channel in fit.channels_in(look):
-                try:
-                    channel.at_stages(look)
-                except Exception as error:
-                    failed = [s for s, owner in fit.series.items() if owner is channel]
-                    look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
-        is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-        if is_last or step.round is not None:
-            with look.clock(fit.run.device, is_control=True), share_work(look.work):
-                fit.controls.play(look, fit.lineup.exposed)
+            is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
+            with fit.lineup.one_stretch():
+                for channel in fit.channels_in(look):
+                    try:
+                        channel.at_stages(look)
+                    except Exception as error:
+                        failed = [s for s, owner in fit.series.items() if owner is channel]
+                        look.answers |= dict.fromkeys(failed, Unknown(reason(error)))
+                if is_last or step.round is not None:
+                    with look.clock(fit.run.device, is_control=True):
+                        fit.controls.play(look, fit.lineup.exposed)
 
     # ---- score ------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
-from lightning_fedleak.model.model_state import WeightsWritten
+from lightning_fedleak.model.model_state import WeightsWritten, restored_at_end
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
@@ -233,8 +233,11 @@ class Lineup:
         Raises:
             ValueError: an attack does not fit the model.
         """
-        with self._gathered(self.exposed), share_work(), bars(self._run.shows_progress):
-            costs: dict[str, float] = {}
+        costs: dict[str, float] = {}
+        with (
+            self.one_stretch(), self._gathered(self.exposed),
+            share_work(), bars(self._run.shows_progress),
+        ):  # fmt: skip
             doing = f"{self._run.watcher} calibrates"
             for plan in track(self.exposed, doing, lambda plan: plan.attack.name):
                 with self._left_out(plan.attack):
@@ -355,6 +358,11 @@ class Lineup:
                 why = f"a run took {seconds:.2g} s, and look_seconds={self._most_seconds:g}"
                 self._too_slow[name] = f"not run any more: {why}"
                 rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
+
+    def one_stretch(self) -> AbstractContextManager[None]:
+        """Return a block whose runs of the model leave no trace, of which it is restored once."""
+        anatomy = self._run.anatomy
+        return nullcontext() if self.is_sharded else restored_at_end(anatomy.root, anatomy.model)
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which attacks that follow a sharded model find what they read."""

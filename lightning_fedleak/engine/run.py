@@ -366,7 +366,10 @@ class Look:
 
     @contextmanager
     def clock(self, device: torch.device, *, is_control: bool = False) -> Iterator[None]:
-        """Add the time of a block; wait for a GPU before and after, as looks may."""
+        """Add the time of a block; wait for a GPU before and after, as looks may.
+
+        That of a control is a part of a block around it, which adds it to the look's seconds.
+        """
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
         start = time.perf_counter()
@@ -375,8 +378,10 @@ class Look:
         finally:
             wait(device)
             seconds = time.perf_counter() - start
-            self.seconds += seconds
-            self.control_seconds += seconds * is_control
+            if is_control:
+                self.control_seconds += seconds
+            else:
+                self.seconds += seconds
 
 
 # ---- why there is no result ------------------------------------------------------------------

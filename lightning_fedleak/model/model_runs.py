@@ -68,9 +68,10 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
     name that the model's forward has for them.
 
-    It may be nested: the outermost one of a root restores its modules, each one modes and random
-    generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds: files,
-    global variables, closures, class attributes, and objects whose state cannot be read.
+    It may be nested: the outermost one of a root restores its modules (or
+    :func:`~lightning_fedleak.model.model_state.restored_at_end` around it), and each one modes and
+    random generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds:
+    files, global variables, closures, class attributes, and objects whose state cannot be read.
 
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
@@ -82,7 +83,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in before):
+        if not any(root is other for other in (*before, *model_state.restored.get())):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):

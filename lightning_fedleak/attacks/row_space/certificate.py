@@ -6,7 +6,7 @@ certificate says that the types explain all that was shared, and that no other t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 from lightning_fedleak.attacks.row_space.shared_rows import CERTIFIED, SharedRows
 
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
+_MOST_KEPT = 1 << 23  # numbers of those that are kept for a round of exchanges, 64 MB; not tuned
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
 _NO_SQUARE = 1e-15  # squared norm of a part that is rounding in float64
 
@@ -80,11 +81,12 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
         # Of what no chosen atom explains of each: squared norm, and energy along the rows.
         basis = torch.linalg.qr(atoms.rows(types).T).Q
         residual = _project_off(shared.principal, basis)
-        pairs = ((x @ basis, x @ residual.T) for x in _unit_atoms(atoms, twins))
+        units = _KeptUnits(atoms, twins)
+        pairs = ((x @ basis, x @ residual.T) for x in units)
         sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
         norms, energy = map(torch.cat, zip(*sums, strict=True))
         for j in places:
-            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
+            added, part, cosines, cross = _place(atoms, shared, types, j, units, residual)
             size = part.square().sum()
             sizes = norms + cosines.square()
             energies = energy + cosines * (cosines * size + 2 * cross)
@@ -94,7 +96,7 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
                 continue
             types[j] = twins[int(gain.argmax())]
             residual = residual + torch.outer(part, added)
-            added, part, cosines, cross = _place(atoms, shared, types, j, twins, residual)
+            added, part, cosines, cross = _place(atoms, shared, types, j, units, residual)
             norms = sizes - cosines.square()
             energy = energies + cosines * (cosines * part.square().sum() - 2 * cross)
             residual = residual - torch.outer(part, added)
@@ -109,8 +111,25 @@ def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
     yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
 
 
+class _KeptUnits:
+    """Unit atoms, (n, d) float64, some at a time, as often as they are asked; kept where few."""
+
+    def __init__(self, atoms: Atoms, types: Tensor) -> None:
+        self._atoms, self._types = atoms, types
+        is_small = len(types) * atoms.width <= _MOST_KEPT
+        self._kept = [*_unit_atoms(atoms, types)] if is_small else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return _unit_atoms(self._atoms, self._types) if self._kept is None else iter(self._kept)
+
+
 def _place(
-    atoms: Atoms, shared: SharedRows, types: Tensor, place: int, twins: Tensor, residual: Tensor
+    atoms: Atoms,
+    shared: SharedRows,
+    types: Tensor,
+    place: int,
+    twins: Iterable[Tensor],
+    residual: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the direction (d,) that one of the types adds to the others, and the parts there.
 
@@ -120,7 +139,7 @@ def _place(
     added = _added_direction(atoms.rows(types), place)
     part = shared.principal @ added
     columns = torch.stack([added, part @ residual], 1)
-    cosines, cross = torch.cat([x @ columns for x in _unit_atoms(atoms, twins)]).T
+    cosines, cross = torch.cat([x @ columns for x in twins]).T
     return added, part, cosines, cross
 
 

@@ -93,7 +93,9 @@ def pursuit_seconds(
     else:
         types = min(types, pursuit.GIVE_UP * width)
         columns = (min(rows, types) + _FREE_ROWS) * _COLUMNS_PER_ROW
-        compared = tokens / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
+        pool, scorings = min(tokens, pursuit.POOL), pursuit.POOL_SCORINGS
+        whole = tokens + (scorings - 1) * pool
+        compared = whole / scorings / pursuit.CHOSEN_AT_ONCE + min(tokens, pursuit.SCREENED)
         operations = 2 * types * width * columns * compared
         operations += 4 * types * pursuit.RESCORED * width * (width + types)
         operations += 40 * width * types**2

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as L
 
 _COUNTERS = (None, "step", "epoch")
-"""What a callback monitors that chooses nothing by data."""
+"""Values of a callback's ``monitor`` that do not depend on data."""
+_CHOOSE = "leakage/choose"
+"""The only metric of leakage that holds a validation loss."""
 
 
 class LightningHost(Host):
@@ -37,6 +39,8 @@ class LightningHost(Host):
         self._trainer: Any = trainer
 
     optimizers = property(attrgetter("_trainer.optimizers"))
+    rank_and_world_size = property(attrgetter("_trainer.global_rank", "_trainer.world_size"))
+    step = property(attrgetter("_trainer.global_step"), doc="Index of the next optimizer step.")
     loader = property(attrgetter("_trainer.train_dataloader"))
     batch_number = property(
         attrgetter("_trainer.fit_loop.epoch_loop.batch_progress.total.ready"),
@@ -75,13 +79,14 @@ class LightningHost(Host):
         }
 
     def _selections(self) -> Iterator[str]:
-        """Yield what stops training, keeps a checkpoint or sets the learning rate by a metric."""
+        """Yield each callback and scheduler that decides by a metric of data, as text."""
         for callback in self._trainer.callbacks:
-            kinds = {cls.__name__ for cls in type(callback).__mro__}
+            class_names = {cls.__name__ for cls in type(callback).__mro__}
             metric = getattr(callback, "monitor", None)
             # A metric of leakage is allowed as a gate is: the monitor refuses those on weights.
-            is_allowed = metric in _COUNTERS or str(metric).startswith("leakage/")
-            if kinds & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
+            is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE
+            is_allowed = metric in _COUNTERS or is_leakage
+            if class_names & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
                 yield f"{type(callback).__name__}(monitor={metric!r})"
         for config in self._trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:

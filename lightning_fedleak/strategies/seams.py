@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from abc import ABC
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses import DefenseError, refuse
 from lightning_fedleak.defenses.release import UpdateRelease
 from lightning_fedleak.lightning_packages import both, mixed, twin
 from lightning_fedleak.model.taps import check_optimizer
@@ -128,25 +127,13 @@ class Seam(Strategy):
         if self._fedleak.is_open:
             return
         assert self.lightning_module is not None
-        world = self._fedleak.client == "world"
-        entropy = os.urandom(32)
-        context = DefenseContext(
-            root=self.lightning_module,
-            client=0 if world else trainer.global_rank,
-            clients=1 if world else trainer.world_size,
-            device=self.root_device,
-            precision=str(self.precision_plugin.precision),
-            step=0,
-            entropy=self.broadcast(entropy) if world else entropy,
-            process=self._process() if world else 0,
-            processes=trainer.world_size if world else 1,
-            host=LightningHost(trainer),
-        )
-        self._fedleak.open(context, lambda: trainer.global_step)
+        root, precision = self.lightning_module, str(self.precision_plugin.precision)
+        host, share = LightningHost(trainer), self._data_share()
+        self._fedleak.open(host, root, self.root_device, precision, share)
 
-    def _process(self) -> int:
-        """Return the index of this process's share of the data, if all processes are one client."""
-        return 0
+    def _data_share(self) -> int | None:
+        """Return the index of this process's share of the data; None if that is its rank."""
+        return None
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise an error that depends on the model and the precision."""
@@ -235,9 +222,6 @@ class DDPSeam(Seam, DDPStrategy):
         returning: Any = combined(name, _StateReturningLauncher, launcher)
         if self._fedleak.defenses and type(self._launcher) is launcher:
             self._launcher = returning(self, start_method=self._start_method)
-
-    def _process(self) -> int:
-        return int(self.global_rank)
 
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:
@@ -345,7 +329,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
-    def _process(self) -> int:
+    def _data_share(self) -> int | None:
         return int(self.device_mesh["data_parallel"].get_local_rank())
 
 

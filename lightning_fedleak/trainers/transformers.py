@@ -43,12 +43,13 @@ from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
-    STEPS_IN_BACKWARD,
     Loop,
     LoopRun,
     before_backward,
     precision_of,
+    steps_in_backward,
     unwrapped,
+    wrappers_of,
 )
 from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
@@ -257,7 +258,8 @@ class _TransformersWatch(Watch):
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
         zero = ZeROStep.of_engine(model, self.run.watcher)
-        casts_itself = self._is_fsdp2 or zero is not None  # by its own policy, not by autocast
+        # FSDP2 and ZeRO cast by policies of their own, and not by autocast.
+        casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
         self.loop = Loop(
             model,
             [unwrapped(trainer.optimizer) if zero is None else zero],
@@ -353,28 +355,18 @@ class _TransformersWatch(Watch):
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
-    @property
-    def _is_fsdp2(self) -> bool:
-        """Whether FSDP2 shards the model. Its policy then casts, and autocast does not."""
-        return bool(getattr(self.trainer.accelerator, "is_fsdp2", False))
-
     def _check(self, *_: str) -> None:
-        trainer, optim = self.trainer, str(self.trainer.args.optim)
-        wrappers = {
-            "FullyShardedDataParallel": trainer.is_fsdp_enabled and not self._is_fsdp2,
-            "DataParallel": trainer.args.n_gpu > 1,
-        }
-        super()._check(*(name for name, wraps in wrappers.items() if wraps))
-        problem = None
-        if any(name in optim.lower() for name in STEPS_IN_BACKWARD):
-            problem = (
+        trainer, optim = self.trainer, self.trainer.args.optim
+        super()._check(*wrappers_of(trainer, takes_fsdp2=True))
+        if steps_in_backward(optim):
+            raise ValueError(
                 f"LeakageCallback cannot observe gradients with optim={optim}, which updates "
                 "weights during backward: use another optimizer"
             )
-        elif sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
-            problem = "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
-        if problem:
-            raise ValueError(problem)
+        if sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
+            raise ValueError(
+                "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
+            )
 
     def _hook_optimizers(self) -> None:
         """Wrap ``training_step`` until the run is over."""

@@ -18,6 +18,24 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def override(owner: object, name: str, replacement: object) -> Callable[[], None]:
+    """Set an attribute of one object, such as a method.
+
+    Returns:
+        A function that puts back the previous attribute, unless something else has replaced it.
+    """
+    previous = vars(owner).get(name)
+    setattr(owner, name, replacement)
+
+    def restore() -> None:
+        if vars(owner).get(name) is replacement:
+            delattr(owner, name)
+            if previous is not None:
+                setattr(owner, name, previous)
+
+    return restore
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of a logical batch that is run in one forward and backward pass.

@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-from lightning_fedleak.defenses.base import Defense, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseError, State
 from lightning_fedleak.validate import check_integer, check_number
 
 GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
@@ -130,12 +130,12 @@ class NoiseGauge:
 
 
 class HardenedNoise(Defense):
-    """A defence that adds noise which a gate may turn up.
+    """A defence whose noise a gate may turn up.
 
     Attributes:
-        sigma: of the noise, before it is turned up.
-        max_hardenings: how often it may be turned up; None for no limit.
-        notches: how often it was.
+        sigma: The scale of the noise before it is turned up, in the units of the subclass.
+        max_hardenings: The number of times that it may be turned up; None for no limit.
+        notches: The number of times that it was.
     """
 
     sigma: float
@@ -144,10 +144,10 @@ class HardenedNoise(Defense):
     _changing = ("notches", "releases")
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
-        """Set how the noise may be turned up.
+        """Set how often the noise may be turned up.
 
         Raises:
-            DefenseError: a value out of range.
+            DefenseError: The number is out of range.
         """
         name = f"{type(self).__name__}: max_hardenings"
         check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
@@ -162,11 +162,21 @@ class HardenedNoise(Defense):
     def _sigma_now(self) -> float:
         return self.sigma * HARDEN_FACTOR**self.notches
 
-    def _turn_up(self) -> bool:
-        """Multiply the noise by :data:`HARDEN_FACTOR`, and return whether that was allowed."""
-        allowed = self.can_harden and self.notches != self.max_hardenings
-        self.notches += allowed
-        return allowed
+    def harden(self) -> str | None:
+        """Multiply the noise by :data:`HARDEN_FACTOR`, for everything that leaves from now on."""
+        if not self.can_harden or self.notches == self.max_hardenings:
+            return None
+        previous = self._sigma_now
+        self.notches += 1
+        return f"{self.name}: sigma {previous:g} -> {self._sigma_now:g}"
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Return the number of times that the noise was turned up."""
+        return {"notches": self.notches}
+
+    def load_state_dict(self, state: State) -> None:
+        """Keep the noise of the run that is resumed; it is never turned down."""
+        self.notches = max(self.notches, int(state.get("notches", 0)))
 
 
 def _philox(key: bytes) -> np.random.Philox:

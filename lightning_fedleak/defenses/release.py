@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
@@ -91,8 +92,8 @@ class UpdateRelease:
         self.reduces = False
         self._paused = False
         self._context: DefenseContext | None = None
-        self._taps: dict[object, Tap] = {}
-        self._canaries: dict[object, CanaryHook] = {}
+        self._taps: OrderedDict[int, Tap] = OrderedDict()
+        self._canaries: OrderedDict[int, CanaryHook] = OrderedDict()
         self.guarded: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._step_hook: RemovableHandle | None = None
         # The ids of the parameters whose gradients are released, but not yet stepped with.
@@ -366,15 +367,11 @@ def release_of(optimizer: Optimizer) -> UpdateRelease | None:
     return _RELEASES.get(optimizer)
 
 
-def _register(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
+def _register(functions: OrderedDict[int, Function], fn: Function) -> Callable[[], None]:
     """Add a function; return a function that removes it, and that may be called twice."""
-    key = object()
-    functions[key] = fn
-
-    def remove() -> None:
-        functions.pop(key, None)
-
-    return remove
+    handle = RemovableHandle(functions)
+    functions[handle.id] = fn
+    return handle.remove
 
 
 def _defenses_with_hook(hook: str, defenses: Sequence[Defense]) -> list[Defense]:

@@ -23,6 +23,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import PromptAttack
+from lightning_fedleak.defenses.host import override
 from lightning_fedleak.engine import (
     CHOOSE,
     WORST,
@@ -371,22 +372,14 @@ class _TransformersWatch(Watch):
     def _hook_optimizers(self) -> None:
         """Wrap ``training_step`` until the run is over."""
         trainer = self.trainer
-        original, is_attribute = trainer.training_step, "training_step" in vars(trainer)
+        original = trainer.training_step
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
             with before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 
-        def restore() -> None:
-            if vars(trainer).get("training_step") is training_step:
-                if is_attribute:
-                    trainer.training_step = original  # type: ignore[method-assign]
-                else:
-                    del trainer.training_step
-
-        trainer.training_step = training_step  # type: ignore[method-assign]
-        self._removers.append(restore)
+        self._removers.append(override(trainer, "training_step", training_step))
         for optimizer in self.loop.inner_optimizers if self._steps_inside else ():
             look = partial(self.engine.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, look))

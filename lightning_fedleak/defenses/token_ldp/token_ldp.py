@@ -26,7 +26,7 @@ Per = Literal["token", "sequence"]
 class _ReleaseCounter:
     """How often at most one row has been released, over all fits so far.
 
-    Rows are distinguished by digests, see :func:`row_digests`, which are kept for one fit only.
+    Rows are distinguished by digests of their words, which are kept for one fit only.
 
     Attributes:
         batches: how many there were.
@@ -130,7 +130,7 @@ class TokenLDP(Defense):
     up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a
     function of the fit's secret and the row's words, so that every epoch sees the same one and
     epsilon is spent once in a fit by each client that has the row. Two rows of equal words then get
-    equal replacements, which shows that they are equal: give ``example_ids`` where texts repeat. A
+    equal replacements, which shows that they are equal: ``memoize=False`` draws them apart. A
     resumed fit has a new secret and is a new release, and so is the same example on another client.
 
     **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
@@ -204,7 +204,6 @@ class TokenLDP(Defense):
         self.special_ids = special_ids
         self.keep_special = keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
-        self.example_ids = form.example_ids
         self.kind = form.kind
         self.seed = seed
         self._settings = (decode, bits)
@@ -262,8 +261,8 @@ class TokenLDP(Defense):
         ``client="world"`` by all processes together (a bound: the sum of what each released most
         often). An example that a sampler moves between clients, as Lightning's own does in every
         DDP fit, is released by each of them: against whoever sees all clients this number times
-        that of the clients is a bound. Examples are distinguished by their words (and
-        ``example_ids``): a random crop of a text counts as another example. What was released
+        that of the clients is a bound. Examples are distinguished by their words: a random crop of
+        a text counts as another example, and two examples of equal words as one. What was released
         after the last checkpoint before a crash is not in the resumed count.
         """
         return self._releases.most
@@ -308,7 +307,7 @@ class TokenLDP(Defense):
         text = words.text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
-        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        digests = [hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in rows]
         replacements = self._replacements(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
@@ -373,8 +372,7 @@ class TokenLDP(Defense):
         if self.memoize:
             releases = (
                 "once in a fit by each client that has the row, which keeps its replacement (rows "
-                "of equal words show as equal"
-                + (" unless their example ids differ)" if self.example_ids is not None else ")")
+                "of equal words show as equal)"
             )
         return (
             f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
@@ -437,22 +435,6 @@ class TokenLDP(Defense):
         place = base, self.batches, context.process
         key = noise_key(*place, client=client, name=self.name, stream="token")
         return [key], [int(n_words.sum())]
-
-
-def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
-    """Return 16 bytes that distinguish rows, by their words and their examples' ids.
-
-    Args:
-        rows: (n_i,) int64 words of each row, on the CPU.
-        examples: one integer for each row.
-    """
-    ids = [0] * len(rows) if examples is None else examples
-    return [
-        hashlib.blake2b(
-            row.numpy().tobytes(), digest_size=16, salt=i.to_bytes(16, "big", signed=True)
-        ).digest()
-        for row, i in zip(rows, ids, strict=True)
-    ]
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:

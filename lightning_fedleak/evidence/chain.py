@@ -125,15 +125,16 @@ def _check_results(
 ) -> None:
     """Check that each result is of a run that had begun and not ended."""
     for number, line in enumerate(results.contents, 1):
-        run = str((line or {}).get("run", ""))
-        place = f"{results.name}, line {number}"
-        reason = str((line or {}).get("unknown", ""))
-        if line is not None and run not in begins and reason.startswith(records.NOT_PLAYED):
-            verdict.note(f"{place}: run {run} was refused before it began")
-        elif line is not None and run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
-        elif (closed := ends.get(run)) is not None and number > closed:
+        if line is None:
+            continue
+        run, place = str(line.get("run", "")), f"{results.name}, line {number}"
+        n_lines = ends.get(run)  # of results, when the run ended
+        if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{place}: run {run} had ended before")
+        elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
+            verdict.note(f"{place}: run {run} was refused before it began")
+        elif run not in begins:
+            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
 
 
 def count_of(line: records.JsonObject, key: str) -> int | None:

@@ -24,13 +24,13 @@ Per = Literal["token", "sequence"]
 
 
 class _ReleaseCounter:
-    """How often at most one row has been released, over all fits so far.
+    """A count of the releases of the row that was released most often, over all fits so far.
 
     Rows are distinguished by digests of their words, which are kept for one fit only.
 
     Attributes:
-        batches: how many there were.
-        longest: words of the longest row.
+        batches: The number of batches.
+        longest: The number of words of the longest row.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _ReleaseCounter:
         self._by_all = 0
 
     @property
-    def most(self) -> int:
+    def max_releases(self) -> int:
         """Return the releases of the row that was released most often, earlier fits included.
 
         The rows of one fit are not known in the next: the counts of both are added as if the
@@ -66,13 +66,13 @@ class _ReleaseCounter:
             self._in_fit[digest] = count = self._in_fit.get(digest, 0) + 1
             self._most = max(self._most, count)
 
-    def hear(self, counts: Sequence[Sequence[int]], add: bool) -> None:
-        """Raise the counts to what holds for all processes.
+    def merge(self, counts: Sequence[Sequence[int]], add: bool) -> None:
+        """Raise the counts to bounds that hold for all processes together.
 
         Args:
-            counts: :attr:`counts` of every process, this one too.
-            add: whether the same row, released by two of them, was released twice: then the sum of
-                what each released most often, which no row exceeds; else the largest.
+            counts: The :attr:`counts` of every process, this one included.
+            add: Whether a row that two processes release is released twice. Then the processes'
+                counts are added, a sum that no row exceeds. Otherwise the largest count holds.
         """
         releases, lengths = zip(*counts, strict=True)
         self._by_all = sum(releases) if add else max(releases)
@@ -80,16 +80,16 @@ class _ReleaseCounter:
 
     def next_fit(self) -> None:
         """Begin a fit, in which the same rows are new releases."""
-        self._earlier, self._most, self._by_all = self.most, 0, 0
+        self._earlier, self._most, self._by_all = self.max_releases, 0, 0
         self._in_fit.clear()
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts."""
-        return {"batches": self.batches, "releases": self.most, "longest": self.longest}
+        return {"batches": self.batches, "releases": self.max_releases, "longest": self.longest}
 
     def load(self, batches: int, releases: int, longest: int) -> None:
         """Continue a checkpoint's counts; none runs backwards, not even in one process."""
-        self._earlier, self._most, self._by_all = max(self.most, releases), 0, 0
+        self._earlier, self._most, self._by_all = max(self.max_releases, releases), 0, 0
         self._in_fit.clear()
         self.batches = max(self.batches, batches)
         self.longest = max(self.longest, longest)
@@ -265,7 +265,7 @@ class TokenLDP(Defense):
         a text counts as another example, and two examples of equal words as one. What was released
         after the last checkpoint before a crash is not in the resumed count.
         """
-        return self._releases.most
+        return self._releases.max_releases
 
     @property
     def epsilon_spent(self) -> float:
@@ -354,7 +354,7 @@ class TokenLDP(Defense):
         dist.all_gather(counts, local_counts)
         # One client's processes draw apart, except for a row that is memoised.
         together = context.processes > 1 and not self.memoize
-        self._releases.hear(torch.stack(counts).tolist(), add=together)
+        self._releases.merge(torch.stack(counts).tolist(), add=together)
 
     @property
     def _in_batch(self) -> bool:

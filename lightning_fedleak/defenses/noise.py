@@ -124,7 +124,7 @@ class NoiseGauge:
         variance_ratio = self._square / self._count / self.std**2
         if abs(variance_ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
             raise DefenseError(
-                f"DPSGD: the noise has a standard deviation of {math.sqrt(variance_ratio):.4g} "
+                f"DPSGD: the noise measured has a standard deviation of {variance_ratio**0.5:.4g} "
                 "times what is accounted; nothing was released."
             )
         return self.std * math.sqrt(variance_ratio)

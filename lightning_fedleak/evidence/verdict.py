@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 HOLDS, OPEN, CONTRADICTED = 0, 2, 3
-"""Exit codes of ``fedleak verify``: all that was given holds; undecided; it does not hold."""
+"""Exit codes of ``fedleak verify``: everything holds; something is open; a contradiction."""
 
 
 @dataclass
 class Verdict:
-    """Collect what a check finds.
+    """Collect the findings of a check, as sentences.
 
     Attributes:
-        contradictions: what cannot be so in the logs of an honest run.
-        open: what cannot be decided.
-        notes: what a reader should know.
+        contradictions: The findings that are impossible in the logs of an honest run.
+        open: The questions that cannot be decided.
+        notes: The facts that a reader should know.
     """
 
     contradictions: list[str] = field(default_factory=list)
@@ -23,18 +23,18 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
     def contradict(self, text: str) -> None:
-        """Add what cannot be so."""
+        """Add a finding that is impossible in an honest run."""
         self.contradictions.append(text)
 
     def leave_open(self, text: str) -> None:
-        """Add what cannot be decided."""
+        """Add a question that cannot be decided."""
         self.open.append(text)
 
     def note(self, text: str) -> None:
-        """Add what a reader should know."""
+        """Add a fact that a reader should know."""
         self.notes.append(text)
 
     @property
     def status(self) -> int:
-        """The exit code: 3 after a contradiction, else 2 where something is open, else 0."""
+        """The exit code: 3 after a contradiction, else 2 if something is open, else 0."""
         return CONTRADICTED if self.contradictions else OPEN if self.open else HOLDS

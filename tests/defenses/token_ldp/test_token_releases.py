@@ -27,7 +27,7 @@ def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: st
             longest = max(longest, len(batch))
             assert counter.max_releases == bound + max(in_fit.values(), default=0)
         truth += in_fit
-        bound = counter.most
+        bound = counter.max_releases
         assert bound >= max(truth.values(), default=0)
         state = counter.state_dict()
         if interruption == "new process":

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.defenses.crafted import CraftedFC, two_identities
 from lightning_fedleak.attacks.membership.base import direction_of
-from lightning_fedleak.attacks.membership.fc import CraftedFC, two_identities
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of
@@ -28,19 +28,15 @@ from lightning_fedleak.model.model_runs import hidden_states
 
 @contextmanager
 def inserted(
-    anatomy: Anatomy,
-    layer: int,
-    crafted: nn.Module,
-    *,
-    scale: float = 1e-3,
+    anatomy: Anatomy, layer: int, crafted: nn.Module, *, scale: float = 1e-3,
     mask: Tensor | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Let a model add crafted layers' output to its hidden states at a layer, within the context.
 
     Args:
         anatomy: of the model, whose child the layers become.
         layer: block whose output they read and change, 0 for the embeddings.
-        crafted: as ``MembershipAttack.craft`` returns them.
+        crafted: as ``craft`` returns them.
         scale: factor of what is added.
         mask: (B, L) of all batches, 0 where padded.
     """
@@ -89,15 +85,9 @@ class PlantedNeuron:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        defense: Callable[[], DPSGD],
-        *,
-        sample_rate: float = 1.0,
-        layer: int = 1,
-        seed: int | None = None,
-    ) -> None:
+        self, model: nn.Module, ids: Tensor, defense: Callable[[], DPSGD], *,
+        sample_rate: float = 1.0, layer: int = 1, seed: int | None = None,
+    ) -> None:  # fmt: skip
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         anatomy = find_anatomy(model)
@@ -120,24 +110,14 @@ class PlantedNeuron:
         self.defenses = (defense(), defense())
         clip = self.defenses[0].max_grad_norm
         if abs(self.gradient) < clip:
-            raise ValueError(
-                f"the target's gradient {self.gradient:.3g} is below max_grad_norm={clip:g}: lower "
-                "the latter"
-            )
+            below = f"the target's gradient {self.gradient:.3g} is below max_grad_norm={clip:g}"
+            raise ValueError(f"{below}: lower the latter")
         self._scale = math.copysign(clip, self.gradient)
         self._data = (ids[:-1], ids)
         batch = [max(1, round(sample_rate * len(data))) for data in self._data]
         # Each run has entropy of its own: with one they would draw the same noise.
         self._contexts = [
-            DefenseContext(
-                root=model,
-                client=0,
-                clients=1,
-                device=ids.device,
-                precision="32-true",
-                step=0,
-                entropy=_entropy(seed, world),
-            )
+            DefenseContext(model, 0, 1, ids.device, "32-true", 0, _entropy(seed, world))
             for world in range(2)
         ]
         self._samplers: list[PoissonBatchSampler] = []

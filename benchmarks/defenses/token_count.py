@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.defenses.crafted import CraftedFC, FrozenLinear
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
     sentence_rows,
 )
-from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
+from lightning_fedleak.attacks.membership.fc import batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import hidden_states

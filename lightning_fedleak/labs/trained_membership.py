@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
 from lightning_fedleak.attacks.membership import base
-from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
+from lightning_fedleak.attacks.membership.fc import batch_inputs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
@@ -317,18 +317,12 @@ class TrainedMembership(MembershipAttack):
             del self._neurons[next(iter(self._neurons))]
         return neuron
 
-    def _biases(self, neuron: _Neuron) -> Tensor:
+    def biases(self, neuron: _Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         positions = torch.tensor(self._rung_positions).to(distance)
         return neuron.offset - decision - positions * distance
-
-    def craft(self, target: Tensor) -> CraftedFC:
-        """Run A_attack of the paper: return the trained layers for one target, (D,)."""
-        neuron = self.neuron(target)
-        first = FrozenLinear(neuron.weight, neuron.bias)
-        return CraftedFC(first, neuron.second, self._biases(neuron), self.read_together)
 
     @torch.no_grad()
     def gradient(
@@ -343,7 +337,7 @@ class TrainedMembership(MembershipAttack):
         for k, target in enumerate(targets):
             neuron = self.neuron(target)
             with torch.autocast(hidden.device.type, enabled=False):
-                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
+                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self.biases(neuron)
             row_gradients = torch.where(output > 0, upstream_by_row, 0.0)
             row_gradients = row_gradients.masked_fill(output.isnan(), torch.nan)
             gradient[:, k].index_add_(0, samples, row_gradients)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
@@ -186,7 +187,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     assert shared.shape == (4, attack.rungs)
     assert int((shared.abs().sum(1) > 0).sum()) == 2
     for target, game in zip(attack.computed[1][0], shared, strict=True):
-        crafted = attack.craft(target)
+        crafted = craft(attack, target)
         with inserted(find_anatomy(model), 1, crafted, scale=scale):
             (real,) = torch.autograd.grad(model(**batch).loss, [crafted.bias])
         torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)

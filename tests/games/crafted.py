@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
@@ -17,7 +18,7 @@ def autograd_gradient(
     anatomy: Anatomy, attack: MembershipAttack, target: Tensor, ids: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the biases (K,) and of the outputs (B, R) of really inserted crafted layers."""
-    crafted, outputs = attack.craft(target), []
+    crafted, outputs = craft(attack, target), []
     bias = crafted.get_parameter("bias")
     inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
     with (

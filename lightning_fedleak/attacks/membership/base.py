@@ -3,9 +3,9 @@
 A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3)
 and sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
 package, shows whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
-(:meth:`MembershipAttack.prepare`), A_attack (:meth:`MembershipAttack.craft`, real layers) and
-A_guess (:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a
-client would compute through the crafted layers, in closed form and for many targets at once.
+(:meth:`MembershipAttack.prepare`), A_attack (the crafted layers themselves) and A_guess
+(:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a client
+would compute through the crafted layers, in closed form and for many targets at once.
 
 The gradient at the output of crafted layers, as if they stood behind a block (Vu et al. 2024).
 
@@ -268,24 +268,10 @@ class MembershipAttack(Attack):
         """Return K, the number of trainable numbers of the crafted layers."""
 
     @abstractmethod
-    def craft(self, target: Tensor) -> nn.Module:
-        """Run A_attack: return real layers for one target.
-
-        Args:
-            target: (D,) as :meth:`embed` returns it.
-
-        Returns:
-            A module that maps hidden states (B, L, d) and a mask (B, L), or None where nothing is
-            padded, to (B, R, K): one number per rung for each of R inputs (L tokens, or one
-            sentence). Its only trainable parameter is ``bias``, (K,). No global random numbers are
-            drawn.
-        """
-
-    @abstractmethod
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return the gradient of ``craft(target).bias``, per sample, in closed form.
+        """Return the gradient of the crafted layers' rungs, per sample, in closed form.
 
         Args:
             targets: (G, D).
@@ -319,7 +305,7 @@ class MembershipAttack(Attack):
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the targets in the shape that :meth:`craft` takes.
+        """Return the targets as the crafted layers hold them.
 
         Args:
             hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.papers.lemma import retrieval_error, separation
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
@@ -154,7 +155,7 @@ def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
     queries, keys, output = algorithm_one(target, beta, generator(seed))
     heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
     exact = (torch.cat(heads, -1) @ output.T - 0.25).relu()
-    layers = attack.craft(target)
+    layers = craft(attack, target)
     torch.testing.assert_close(layers(x), exact, rtol=1e-7, atol=1e-9)
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
 
@@ -447,7 +448,7 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "public texts to calibrate on .* at least 41, got 30",
         ),
-        (lambda: built().craft(normal(10) * math.nan), "not finite"),
+        (lambda: craft(built(), normal(10) * math.nan), "not finite"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):

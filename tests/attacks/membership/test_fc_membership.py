@@ -12,8 +12,9 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.defenses import crafted
+from benchmarks.defenses.crafted import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -31,7 +32,7 @@ def by_autograd(attack, targets, hidden, mask, upstream):
     for b in range(len(hidden)):
         grads = []
         for target in targets:
-            layers = attack.craft(target)
+            layers = craft(attack, target)
             part = None if mask is None else mask[b : b + 1]
             out = layers(hidden[b : b + 1], part)
             (out * upstream[b : b + 1, :, None]).sum().backward()
@@ -102,7 +103,7 @@ def test_closed_form_is_what_backward_gives():
 def test_the_weights_are_those_of_equation_6():
     target = torch.tensor([0.5, -2.0, 3.0])
     attack = FCMembership(1, tau=0.25, dead_zone=0.0, ladder=(1.0,))
-    layers = attack.craft(target)
+    layers = craft(attack, target)
     eye = torch.eye(3)
     assert torch.equal(layers.first.weight, torch.cat([eye, -eye]))
     assert torch.equal(layers.first.bias, torch.cat([-target, target]))
@@ -118,9 +119,9 @@ def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
     attack = FCMembership(1, "full", tau=30.0, dead_zone=0.02, tokens=4)
     target = torch.randn(32, generator=generator(1))
     hidden = torch.randn(3, 4, 8, generator=generator(2))
-    stored = attack.craft(target)
-    monkeypatch.setattr(crafted_fc, "MAX_STORED_WEIGHTS", 10)
-    applied = attack.craft(target)
+    stored = craft(attack, target)
+    monkeypatch.setattr(crafted, "MAX_STORED_WEIGHTS", 10)
+    applied = craft(attack, target)
     assert [name for name, _ in applied.first.named_buffers()] == ["bias"]
     torch.testing.assert_close(applied(hidden), stored(hidden))
 
@@ -128,7 +129,7 @@ def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
 def test_crafting_draws_nothing_and_computes_in_its_own_precision():
     state = torch.get_rng_state()
     target = torch.randn(8, generator=generator())
-    layers = FCMembership(1).craft(target.bfloat16())
+    layers = craft(FCMembership(1), target.bfloat16())
     assert torch.equal(torch.get_rng_state(), state)
     assert layers.bias.dtype == torch.float32
     hidden = target.bfloat16()[None, None]
@@ -282,8 +283,8 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: FCMembership(1, ladder=(2.0, 1.0)), "ascending"),
         (lambda: FCMembership(1, ladder=()), "ladder"),
         (lambda: FCMembership(1).set_precision("int8"), "precision"),
-        (lambda: FCMembership(1).craft(torch.zeros(4)), "all zeros"),
-        (lambda: FCMembership(1).craft(torch.full((4,), torch.nan)), "not finite"),
+        (lambda: craft(FCMembership(1), torch.zeros(4)), "all zeros"),
+        (lambda: craft(FCMembership(1), torch.full((4,), torch.nan)), "not finite"),
         (lambda: FCMembership(9).prepare(find_anatomy(models.tiny_gpt2())), "layer must be"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks.membership.base import direction_of, upstream_of
 from lightning_fedleak.attacks.membership.fc import FCMembership
@@ -78,7 +79,7 @@ def test_the_closed_form_is_the_gradient_of_autograd(name: str, layer: int, gran
     whole = granularity == "full"
     upstream = upstream_of(delta, direction_of(DIM), scale, whole_sentence=whole, mask=mask)
     closed = attack.gradient(target[None], hidden, mask, upstream).sum(0)[0]
-    crafted = attack.craft(target)
+    crafted = craft(attack, target)
     with inserted(anatomy, layer, crafted, scale=scale, mask=mask):
         model(**inputs).loss.backward()
     assert closed.abs().min() > 0

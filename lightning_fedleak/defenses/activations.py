@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import noise
-from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State
+from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError
 from lightning_fedleak.defenses.checks import check_integer, check_number
 from lightning_fedleak.defenses.processes import SHARD_BITS
 from lightning_fedleak.model.anatomy import Anatomy, Place, find_anatomy, place_of
@@ -250,20 +250,6 @@ class ActivationNoise(ActivationDefense, noise.HardenedNoise):
                 f"ActivationNoise(relative=True) scales noise by all samples of a batch, which "
                 f"{', '.join(names)} must keep apart. Use relative=False."
             )
-
-    def harden(self) -> str | None:
-        """Double the noise, from the next forward on."""
-        if not self._turn_up():
-            return None
-        return f"{self.name}: noise is {self._sigma_now:g} from now on (sigma)"
-
-    def state_dict(self) -> dict[str, Tensor | int | float | str]:
-        """Return how often the noise was turned up."""
-        return {"notches": self.notches}
-
-    def load_state_dict(self, state: State) -> None:
-        """Keep the noise of the run that is resumed."""
-        self.notches = max(self.notches, int(state.get("notches", 0)))
 
     def epsilon(self, delta: float, *, positions: int = 1) -> float:
         """Return epsilon of what one forward sends of a text, in the local model.

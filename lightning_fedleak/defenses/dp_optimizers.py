@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_fedleak.defenses import Accountant, Defense, DefenseContext, DefenseError, Privacy
+from lightning_fedleak.defenses.host import override
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
 
@@ -149,7 +149,7 @@ class OptimizerDP(Defense):
         if not self.reduces:
             callbacks = (on_local_gradient, on_reduced)
             return [before_real_step(self.inner, callback) for callback in callbacks]
-        original, overridden = optimizer.reduce_gradients, "reduce_gradients" in vars(optimizer)
+        original = optimizer.reduce_gradients
 
         def reduce_gradients() -> None:
             self._reduced = False
@@ -158,10 +158,7 @@ class OptimizerDP(Defense):
             original()
             self._reduced = True
 
-        optimizer.reduce_gradients = reduce_gradients
-        restore: Callable[[], object] = partial(vars(optimizer).pop, "reduce_gradients", None)
-        if overridden:
-            restore = partial(setattr, optimizer, "reduce_gradients", original)
+        restore = override(optimizer, "reduce_gradients", reduce_gradients)
         return [restore, before_real_step(self.inner, on_reduced)]
 
 

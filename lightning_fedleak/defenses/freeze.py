@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import Defense, DefenseContext, DefenseError, State, refuse
 from lightning_fedleak.defenses.checks import check_choice
+from lightning_fedleak.defenses.host import rank_and_world_size
 from lightning_fedleak.model.anatomy import Anatomy, AnatomyError, find_anatomy, matrix_shape
 
 Part = Literal["head", "embeddings", "head+embeddings"]
@@ -72,8 +72,7 @@ class Freeze(Defense):
         except AnatomyError as error:
             raise DefenseError(f"{self._call}: {error}") from error
         self._chosen = {n: p for n, p in context.root.named_parameters() if id(p) in frozen}
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        if self.when == "hardened" and processes > context.clients:
+        if self.when == "hardened" and rank_and_world_size()[1] > context.clients:
             raise DefenseError(
                 f"{self._call} freezes in the middle of a run, which DDP and FSDP2 cannot follow. "
                 "Use client='rank', or when='always'."

@@ -107,13 +107,6 @@ class GradientNoise(noise.HardenedNoise):
         """Return the standard deviation of the noise in every coordinate, hardening included."""
         return self._sigma_now if self.clip is None else self._sigma_now * self.clip
 
-    def harden(self) -> str | None:
-        """Double the noise."""
-        previous = self.standard_deviation
-        if not self._turn_up():
-            return None
-        return f"gradient_noise: standard deviation {previous:g} -> {self.standard_deviation:g}"
-
     def epsilon(self, delta: float) -> float:
         """Return epsilon of all of one client's data, replaced by any other, after these releases.
 
@@ -207,18 +200,17 @@ class GradientNoise(noise.HardenedNoise):
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the releases so far, what they cost, and how often the noise was turned up."""
-        notches = {"notches": self.notches} if self.notches else {}
         precision = {"spent": self._precision} if self.releases else {}
-        return {"releases": self.releases, **precision, **notches}
+        return {**super().state_dict(), "releases": self.releases, **precision}
 
     def load_state_dict(self, state: State) -> None:
         """Continue the counters; none runs backwards, not even in one process.
 
         Releases whose noise the state does not hold may have had none.
         """
+        super().load_state_dict(state)
         if int(state.get("releases", 0)):
             self._precision = max(self._precision, float(state.get("spent", math.inf)))
-        self.notches = max(self.notches, int(state.get("notches", 0)))
         if "releases" in state:
             self.releases = max(self.releases, int(state["releases"]))
         else:

@@ -7,9 +7,33 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def override(owner: object, name: str, replacement: object) -> Callable[[], None]:
+    """Set an attribute of one object, such as a method.
+
+    Returns:
+        A function that puts back the previous attribute, unless something else has replaced it.
+    """
+    previous = vars(owner).get(name)
+    setattr(owner, name, replacement)
+
+    def restore() -> None:
+        if vars(owner).get(name) is replacement:
+            delattr(owner, name)
+            if previous is not None:
+                setattr(owner, name, previous)
+
+    return restore
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,7 @@ class Host:
         optimizers: The optimizers, in the trainer's order; empty before they are known.
         loader: The loader of the training data, or a tree of several.
         batch_number: The index of the current training batch; None if the loop does not count.
+        step: The index of the next optimizer step, from 0.
         model: The model as it is called in training, in DistributedDataParallel if that reduces the
             gradients.
         reads_gradients: Whether anything may read ``p.grad`` between backward and the release.
@@ -52,6 +77,7 @@ class Host:
     optimizers: Sequence[Optimizer] = ()
     loader: object = None
     batch_number: int | None = None
+    step: int = 0
     model: object = None
     finds_learning_rate: bool = False
     reads_gradients: bool = True
@@ -60,6 +86,11 @@ class Host:
     def reducer(self) -> DistributedDataParallel | None:
         """Return the DistributedDataParallel that reduces gradients in backward; None without."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
+
+    @property
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Return the rank of this process and the number of processes of the run."""
+        return rank_and_world_size()
 
     def refusals(self) -> Mapping[str, object]:
         """Return the settings that break the guarantee of a defence on samples.

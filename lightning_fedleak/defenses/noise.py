@@ -14,15 +14,15 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-from lightning_fedleak.defenses.base import Defense, DefenseError
+from lightning_fedleak.defenses.base import Defense, DefenseError, State
 from lightning_fedleak.validate import check_integer, check_number
 
-GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured. Not tuned
-FEWEST_GAUGED = 50  # coordinates; of fewer, chi-square's tail would often pass for wrong noise
-LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; less is lost in float32's rounding
-HARDEN_FACTOR = 2.0  # of the noise, each time that a gate turns it up. Not tuned
+GAUGED = 1 << 16  # coordinates of each parameter whose noise is measured: precise within 2%
+FEWEST_GAUGED = 50  # coordinates; with fewer, the tail of chi-square often looks like wrong noise
+LEAST_GAUGED = 1e-4  # noise over the largest number of a sum; float32 rounds smaller noise away
+HARDEN_FACTOR = 2.0  # factor by which a gate multiplies the noise each time
 _BLOCK = 1 << 16  # numbers drawn at once, few enough to stay in a CPU's cache
-XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon, which is added to it
+XTOL, RTOL = 1e-14, 1e-14  # absolute and relative error of epsilon; both are added to the result
 
 
 def base_of(entropy: bytes, seed: int | None) -> bytes:
@@ -53,8 +53,8 @@ def standard_normal(
 
     Args:
         key: 32 bytes, see :func:`noise_key`.
-        shape: of the result.
-        device: where to draw.
+        shape: The shape of the result.
+        device: The device on which to draw.
         dtype: float32 or float64.
     """
     if device.type != "cpu":
@@ -83,11 +83,11 @@ def add_noise(
 
 
 class NoiseGauge:
-    """A measurement of the standard deviation of the noise in what is about to leave.
+    """A measurement of the standard deviation of the noise in a gradient that is about to leave.
 
     Args:
-        std: the right value, before the division.
-        divisor: by which clipped sum and noise are divided.
+        std: The standard deviation that is accounted, before the division.
+        divisor: The number by which the sum of clipped gradients and its noise are divided.
     """
 
     def __init__(self, std: float, divisor: float) -> None:
@@ -97,7 +97,7 @@ class NoiseGauge:
         self._count = 0
 
     def before(self, total: Tensor) -> Tensor | None:
-        """Return some coordinates of a parameter's sum, None where rounding would hide noise."""
+        """Return some coordinates of a parameter's sum; None if rounding would hide the noise."""
         if not self.std:
             return None
         exact = total.flatten()[:GAUGED].clone()
@@ -113,29 +113,30 @@ class NoiseGauge:
         self._count += noise.numel()
 
     def measured(self) -> float | None:
-        """Return the standard deviation, None where too little could be measured.
+        """Return the standard deviation; None if too few coordinates were measured.
 
         Raises:
-            DefenseError: it is wrong by more than six standard errors and 1%.
+            DefenseError: The measured variance differs from the accounted one by more than six of
+                its standard errors and 2%, which is 1% of the standard deviation.
         """
         if self._count < FEWEST_GAUGED:
             return None
-        ratio = self._square / self._count / self.std**2
-        if abs(ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
+        variance_ratio = self._square / self._count / self.std**2
+        if abs(variance_ratio - 1) > 6 * math.sqrt(2 / self._count) + 0.02:
             raise DefenseError(
-                f"DPSGD: the noise measured has a standard deviation of {math.sqrt(ratio):.4g} "
+                f"DPSGD: the noise measured has a standard deviation of {variance_ratio**0.5:.4g} "
                 "times what is accounted; nothing was released."
             )
-        return self.std * math.sqrt(ratio)
+        return self.std * math.sqrt(variance_ratio)
 
 
 class HardenedNoise(Defense):
-    """A defence that adds noise which a gate may turn up.
+    """A defence whose noise a gate may turn up.
 
     Attributes:
-        sigma: of the noise, before it is turned up.
-        max_hardenings: how often it may be turned up; None for no limit.
-        notches: how often it was.
+        sigma: The scale of the noise before it is turned up, in the units of the subclass.
+        max_hardenings: The number of times that it may be turned up; None for no limit.
+        notches: The number of times that it was.
     """
 
     sigma: float
@@ -144,10 +145,10 @@ class HardenedNoise(Defense):
     _changing = ("notches", "releases")
 
     def _allow_hardening(self, max_hardenings: int | None) -> None:
-        """Set how the noise may be turned up.
+        """Set how often the noise may be turned up.
 
         Raises:
-            DefenseError: a value out of range.
+            DefenseError: The number is out of range.
         """
         name = f"{type(self).__name__}: max_hardenings"
         check_integer(name, max_hardenings, at_least=0, optional=True, error=DefenseError)
@@ -162,11 +163,21 @@ class HardenedNoise(Defense):
     def _sigma_now(self) -> float:
         return self.sigma * HARDEN_FACTOR**self.notches
 
-    def _turn_up(self) -> bool:
-        """Multiply the noise by :data:`HARDEN_FACTOR`, and return whether that was allowed."""
-        allowed = self.can_harden and self.notches != self.max_hardenings
-        self.notches += allowed
-        return allowed
+    def harden(self) -> str | None:
+        """Multiply the noise by :data:`HARDEN_FACTOR`, for everything that leaves from now on."""
+        if not self.can_harden or self.notches == self.max_hardenings:
+            return None
+        previous = self._sigma_now
+        self.notches += 1
+        return f"{self.name}: sigma {previous:g} -> {self._sigma_now:g}"
+
+    def state_dict(self) -> dict[str, Tensor | int | float | str]:
+        """Return the number of times that the noise was turned up."""
+        return {"notches": self.notches}
+
+    def load_state_dict(self, state: State) -> None:
+        """Keep the noise of the run that is resumed; it is never turned down."""
+        self.notches = max(self.notches, int(state.get("notches", 0)))
 
 
 def _philox(key: bytes) -> np.random.Philox:
@@ -177,10 +188,10 @@ def _philox(key: bytes) -> np.random.Philox:
 def _fill(block: Tensor, generator: np.random.Philox) -> None:
     """Fill a block with normal numbers, from pairs of signed integers of their width."""
     double = block.dtype == torch.float64
-    kind, bits = (np.int64, 63) if double else (np.int32, 31)
+    integer, bits = (np.int64, 63) if double else (np.int32, 31)
     half = (len(block) + 1) // 2
     raw = generator.random_raw(2 * half if double else half)
-    words = torch.from_numpy(raw.view(kind)).to(block.dtype)
+    words = torch.from_numpy(raw.view(integer)).to(block.dtype)
     # Distance from 0 is finest near 0: the tails reach 6.6 standard deviations (float64: 9.4).
     radius = words[:half].abs_().add_(0.5).mul_(2.0**-bits).log_().mul_(-2.0).sqrt_()
     angle = words[half:].mul_(math.pi * 2.0**-bits)
@@ -197,16 +208,16 @@ def gaussian_epsilon(*, sigma: float, delta: float) -> float:
     ``sigma / sqrt(k)`` (Dong et al. 2019, Corollary 3.3).
 
     Args:
-        sigma: noise multiplier: ``s`` over how far two neighbouring inputs' ``x`` may be apart in
-            2-norm; infinite where they are alike.
-        delta: in (0, 1).
+        sigma: The noise multiplier: ``s`` over the sensitivity, which is the largest distance in
+            2-norm between the ``x`` of two neighbouring inputs; infinite if that distance is 0.
+        delta: The delta, in (0, 1).
 
     Returns:
-        Epsilon, rounded up; 0 where sigma is so large that delta alone covers it, infinite where it
-        is too large for a float.
+        Epsilon, rounded up; 0 if sigma is so large that pure delta covers the difference, infinite
+        if epsilon is too large for a float.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: An argument is out of range.
     """
     if sigma != math.inf:
         check_number("sigma", sigma, above=0)

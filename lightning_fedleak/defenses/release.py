@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
@@ -91,9 +92,8 @@ class UpdateRelease:
         self.reduces = False
         self._paused = False
         self._context: DefenseContext | None = None
-        self._step: Callable[[], int] | None = None
-        self._taps: dict[object, Tap] = {}
-        self._canaries: dict[object, CanaryHook] = {}
+        self._taps: OrderedDict[int, Tap] = OrderedDict()
+        self._canaries: OrderedDict[int, CanaryHook] = OrderedDict()
         self.guarded: dict[int, tuple[Optimizer, Callable[[], None]]] = {}
         self._step_hook: RemovableHandle | None = None
         # The ids of the parameters whose gradients are released, but not yet stepped with.
@@ -124,14 +124,32 @@ class UpdateRelease:
         """Return whether the defences have their context: between ``open`` and ``end``."""
         return self._context is not None
 
-    def open(self, context: DefenseContext, step: Callable[[], int]) -> None:
+    def open(
+        self, host: Host, root: nn.Module, device: torch.device, precision: str, share: int | None
+    ) -> None:
         """Begin a fit.
 
+        If several processes are one client, all must call it: the first one's entropy is sent to
+        the others.
+
         Args:
-            context: The context in which the defences act.
-            step: A function that returns the number of the current optimizer step.
+            host: The trainer or loop.
+            root: The trained module, never wrapped.
+            device: The device of this process.
+            precision: The precision of the training, as Lightning names it.
+            share: The index of the share of the data that this process holds, if all processes are
+                one client; None if that is its rank.
         """
-        self._context, self._step = context, step
+        entropy, (rank, processes) = [os.urandom(32)], host.rank_and_world_size
+        if self.client == "rank":
+            client, clients, process, n_together = rank, processes, 0, 1
+        else:
+            client, clients, process, n_together = 0, 1, rank if share is None else share, processes
+            if processes > 1:
+                dist.broadcast_object_list(entropy, device=device)
+        self._context = DefenseContext(
+            root, client, clients, device, precision, 0, entropy[0], process, n_together, host
+        )
         self._first_versions = None
         if self.gradient_defenses:
             self._step_hook = register_optimizer_step_post_hook(self._check_optimizer)
@@ -227,7 +245,7 @@ class UpdateRelease:
             self._step_hook = None
         self._taps.clear()
         self._canaries.clear()
-        self._context = self._step = None
+        self._context = None
         for defense in self.defenses:
             defense.teardown()
 
@@ -336,12 +354,12 @@ class UpdateRelease:
         Raises:
             DefenseError: No fit is open.
         """
-        if self._context is None or self._step is None:
+        if self._context is None:
             raise DefenseError(
                 f"{self.owner}: an optimizer stepped, or a batch came, outside of a fit, when the "
                 "defences are not set up: nothing was released. Train within the fit."
             )
-        return dataclasses.replace(self._context, step=self._step())
+        return dataclasses.replace(self._context, step=self._context.host.step)
 
     def _tap(self, stage: Stage, optimizer: Optimizer) -> None:
         """Call all taps for a stage."""
@@ -349,41 +367,16 @@ class UpdateRelease:
             fn(stage, optimizer)
 
 
-def one_client(
-    root: nn.Module, host: Host, device: torch.device, precision: str, rank: int, processes: int
-) -> DefenseContext:
-    """Return the context of processes that are together one client.
-
-    It is a collective call if there are several processes: all get the first one's new entropy.
-
-    Args:
-        root: The model.
-        host: The trainer or loop.
-        device: The device of this process.
-        precision: The precision of the training, as Lightning names it.
-        rank: The index of this process.
-        processes: The number of processes.
-    """
-    entropy = [os.urandom(32)]
-    if processes > 1:
-        dist.broadcast_object_list(entropy, device=device)
-    return DefenseContext(root, 0, 1, device, precision, 0, entropy[0], rank, processes, host)
-
-
 def release_of(optimizer: Optimizer) -> UpdateRelease | None:
     """Return the release that guards an optimizer, or None if it is not guarded."""
     return _RELEASES.get(optimizer)
 
 
-def _register(functions: dict[object, Function], fn: Function) -> Callable[[], None]:
+def _register(functions: OrderedDict[int, Function], fn: Function) -> Callable[[], None]:
     """Add a function; return a function that removes it, and that may be called twice."""
-    key = object()
-    functions[key] = fn
-
-    def remove() -> None:
-        functions.pop(key, None)
-
-    return remove
+    handle = RemovableHandle(functions)
+    functions[handle.id] = fn
+    return handle.remove
 
 
 def _defenses_with_hook(hook: str, defenses: Sequence[Defense]) -> list[Defense]:

@@ -50,9 +50,9 @@ class ChainedFile:
     """A log as it is on the disk.
 
     Attributes:
-        name: of the file.
-        hashes: of each line, in order.
-        contents: of each line; None where it is no object of JSON.
+        name: The name of the file.
+        hashes: The hash of each line, in order.
+        contents: The JSON object of each line; None if the line is not one.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ChainedFile:
 
     @property
     def head(self) -> str:
-        """The hash of the last line; of no bytes where there is none."""
+        """The hash of the last line; for an empty log the hash of no bytes."""
         return self.hashes[-1] if self.hashes else records.hash_line(b"")
 
 
@@ -69,11 +69,11 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
     """Return the lines of a log, and find where its chain breaks.
 
     Args:
-        path: of the file.
-        verdict: gets what is wrong.
+        path: The path of the file.
+        verdict: The verdict to which findings are added.
 
     Raises:
-        ReportError: the file cannot be read.
+        ReportError: The file cannot be read.
     """
     log = ChainedFile(path.name)
     hint = f"Name the folder that holds {records.RESULTS} and {records.RECORD}"
@@ -85,7 +85,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
         log.hashes.append(records.hash_line(line))
         log.contents.append(content)
         if content is None:
-            continue  # the next line's hash says whether it was so when that was written
+            continue  # the hash in the next line covers these bytes too
         if not records.holds_own_hash(line):
             verdict.contradict(f"{path.name}, line {number}: it was changed, by its own hash")
         if before != log_head:
@@ -93,7 +93,7 @@ def read_chain(path: Path, verdict: Verdict) -> ChainedFile:
                 f"{path.name}, line {number}: the line before is not the one that was there "
                 "when it was written: a line was changed, removed, added or moved"
             )
-    torn = [n for n, one in enumerate(log.contents, 1) if one is None]
+    torn = [number for number, content in enumerate(log.contents, 1) if content is None]
     if data and not data.endswith(b"\n"):
         verdict.leave_open(f"{path.name}, line {len(log.hashes)}: the last line is cut")
     elif torn and torn[-1] == len(log.contents):
@@ -115,9 +115,9 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
     """Check that each run begins once, is closed, and wrote nothing later.
 
     Args:
-        record: ``run.jsonl``.
-        results: ``leakage.jsonl``.
-        verdict: gets what is wrong.
+        record: The lines of ``run.jsonl``.
+        results: The lines of ``leakage.jsonl``.
+        verdict: The verdict to which findings are added.
     """
     begins: dict[str, str | None] = {}
     ends: dict[str, int | None] = {}
@@ -157,21 +157,22 @@ def check_closings(record: ChainedFile, results: ChainedFile, verdict: Verdict) 
 def _check_results(
     results: ChainedFile, begins: Collection[str], ends: Mapping[str, int | None], verdict: Verdict
 ) -> None:
-    """Check that each result is of a run that had begun and not ended."""
+    """Check that the run of each result had begun, and had not ended."""
     for number, line in enumerate(results.contents, 1):
-        run = str((line or {}).get("run", ""))
-        place = f"{results.name}, line {number}"
-        reason = str((line or {}).get("unknown", ""))
-        if line is not None and run not in begins and reason.startswith(records.NOT_PLAYED):
-            verdict.note(f"{place}: run {run} was refused before it began")
-        elif line is not None and run not in begins:
-            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
-        elif (closed := ends.get(run)) is not None and number > closed:
+        if line is None:
+            continue
+        run, place = str(line.get("run", "")), f"{results.name}, line {number}"
+        n_lines = ends.get(run)  # of results, when the run ended
+        if run in begins and n_lines is not None and number > n_lines:
             verdict.contradict(f"{place}: run {run} had ended before")
+        elif run not in begins and str(line.get("unknown", "")).startswith(records.NOT_PLAYED):
+            verdict.note(f"{place}: run {run} was refused before it began")
+        elif run not in begins:
+            verdict.contradict(f"{place}: run {run} is not in {records.RECORD}")
 
 
 def count_of(line: records.JsonObject, key: str) -> int | None:
-    """Return a number of steps or lines; None where a line says no such number."""
+    """Return a number of steps or lines; None if the line does not hold a valid one."""
     count = line.get(key)
     return count if type(count) is int and count >= 0 else None
 
@@ -179,7 +180,7 @@ def count_of(line: records.JsonObject, key: str) -> int | None:
 def _check_closing(
     line: records.JsonObject, results: ChainedFile, place: str, verdict: Verdict
 ) -> None:
-    """Compare what a line says of the end of ``leakage.jsonl`` with that file."""
+    """Compare the length and last hash of ``leakage.jsonl`` in a line with that file."""
     count, head = count_of(line, "results"), line.get("results_head")
     if count is None:
         verdict.leave_open(f"{place}: it does not say how far {records.RESULTS} goes")
@@ -195,6 +196,6 @@ def _check_closing(
 
 
 def runs_below(run: Path) -> str:
-    """Return the folders of other runs in a run's folder, in words; empty where there is none."""
+    """Return the folders of other runs in a run's folder, in words; empty if there is none."""
     places = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
     return f"other runs lie in {', '.join(places)} of '{run}'" if places else ""

@@ -19,15 +19,15 @@ Values = dict[tuple[int, tuple[str, ...]], object]
 """A value of a run: the step, and what it is."""
 
 _TRAINING = "model", "training", "defenses"
-"""Facts of a run's first line that its weights follow from."""
+"""Facts of a run's first line that determine its weights."""
 _PLATFORM = "versions", "machine"
-"""Facts on which the order of sums in a tensor depends, and so its last bits."""
+"""Facts that determine the order of the sums in a tensor, and so its last bits."""
 _SAVED = "weights of a checkpoint"
 _INTERVAL = "between looks"
 _KINDS = "trained", "frozen"
-"""Tensors before the first step, each kind under one hash."""
+"""Groups of the tensors before the first step; each group has one hash."""
 _DETERMINISTIC = "Freeze", "GradientCompression"
-"""Classes of defences that draw nothing."""
+"""Classes of defences without random numbers."""
 
 
 def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
@@ -35,30 +35,30 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
 
     They need the same settings, first weights, order of rows and platform, and no noise that is
     drawn afresh; otherwise the answer is open. Leakage is compared up to the first step at which
-    one run looked and the other did not, because games of several looks go on from there, and not
-    of attacks with a budget of time.
+    only one of the runs looked, because later results of games depend on the earlier looks. Results
+    of attacks with a budget of time are not compared.
 
     Args:
-        fit: the run.
-        place: folder of the repetition.
-        verdict: gets what is wrong.
+        fit: The run.
+        place: The folder of the repetition.
+        verdict: The verdict to which findings are added.
 
     Returns:
-        What was compared, in words; nothing where it is open.
+        The comparison in words; empty if the answer is open.
 
     Raises:
-        ReportError: the folder has no logs, or no run begins in them.
+        ReportError: The folder has no logs, or no run begins in them.
     """
     again = last_fit(read([place / RECORD]).fits)
     if fit.begin is None or again is None or again.begin is None:
         raise ReportError(f"no run begins in '{place}': name the folder of a repetition's logs")
     begin, other = fit.begin, again.begin
-    if why := _obstacle(begin, other) or _other_start(fit, again):
-        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {why}")
+    if reason := _obstacle(begin, other) or _other_start(fit, again):
+        verdict.leave_open(f"'{place}' cannot be compared with run {fit.run}: {reason}")
         return []
-    looks, other_looks = ({line.step for line in one.looks} for one in (fit, again))
+    looks, other_looks = ({line.step for line in run.looks} for run in (fit, again))
     first_apart = min(looks ^ other_looks, default=math.inf)
-    values, repeated = ({**_losses(one), **_weights(one)} for one in (fit, again))
+    values, repeated = ({**_losses(run), **_weights(run)} for run in (fit, again))
     if _attacks_of(begin) == _attacks_of(other):
         values |= _results_before(fit, first_apart)
         repeated |= _results_before(again, first_apart)
@@ -66,7 +66,7 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
             verdict.note(
                 f"leakage from step {first_apart} on is not compared: one run alone looked there"
             )
-        if timed := [one.name for one in begin.attacks if _has_budget(one.config)]:
+        if timed := [attack.name for attack in begin.attacks if _has_budget(attack.config)]:
             verdict.note(f"not compared, because of a budget of seconds: {', '.join(timed)}")
     else:
         verdict.note("leakage is not compared: other attacks, or other settings of them")
@@ -80,13 +80,14 @@ def check_repetition(fit: FitLog, place: Path, verdict: Verdict) -> list[str]:
 
 
 def _compare_values(values: Values, repeated: Values, verdict: Verdict, first_apart: float) -> None:
-    """Name the first value that differs, and the first that one run alone has.
+    """Name the first value that differs, and the first that only one run has.
 
     Args:
-        values: of the run.
-        repeated: of its repetition.
-        verdict: gets what is wrong.
-        first_apart: step from which on one alone may have leakage and losses.
+        values: The values of the run.
+        repeated: The values of its repetition.
+        verdict: The verdict to which findings are added.
+        first_apart: The first step at which only one run looked: from there on only one may have
+            leakage and losses.
     """
     common = sorted(values.keys() & repeated.keys())
     different = [key for key in common if values[key] != repeated[key]]
@@ -113,13 +114,14 @@ def last_fit(fits: Sequence[FitLog]) -> FitLog | None:
 
 
 def _obstacle(begin: BeginLine, other: BeginLine) -> str:
-    """Return why two runs need not give the same, by facts of their first lines; empty: they do."""
+    """Return why two runs may differ, by facts of their first lines; empty if they may not."""
     if begin.run == other.run:
         return "it is the same run"
-    if any(one.class_name not in _DETERMINISTIC for one in begin.defenses):
+    if any(defense.class_name not in _DETERMINISTIC for defense in begin.defenses):
         return "a defence may draw noise, which a repetition draws afresh"
     for facts in (_TRAINING, _PLATFORM):
-        if names := [name for name in facts if _fact(begin, name) != _fact(other, name)]:
+        pairs = [[_without_rates(getattr(run, name)) for run in (begin, other)] for name in facts]
+        if names := [name for name, (a, b) in zip(facts, pairs, strict=True) if a != b]:
             return f"different {' and '.join(names)}, see the first lines of {RECORD}"
     machine = begin.machine or {}
     if machine.get("device") != "cpu" and not machine.get("deterministic"):
@@ -129,20 +131,16 @@ def _obstacle(begin: BeginLine, other: BeginLine) -> str:
     return ""
 
 
-def _fact(begin: BeginLine, name: str) -> object:
-    """Return a fact of the first line; of optimizers, no rate that a schedule has reached."""
-    return _without_rates(getattr(begin, name))
-
-
 def _without_rates(fact: object) -> object:
+    """Return a fact of a first line without the learning rates that a schedule has reached."""
     if isinstance(fact, Mapping):
         scheduled = "initial_lr" in fact
         return {n: _without_rates(v) for n, v in fact.items() if n != "lr" or not scheduled}
-    return [_without_rates(one) for one in fact] if isinstance(fact, list) else fact
+    return [_without_rates(entry) for entry in fact] if isinstance(fact, list) else fact
 
 
 def _other_start(fit: FitLog, again: FitLog) -> str:
-    """Return why two runs may have begun with other weights or rows; empty where they did not."""
+    """Return why two runs may have begun with different weights or rows; empty if they did not."""
     assert fit.begin is not None
     assert again.begin is not None
     weights, others = fit.begin.weights or {}, again.begin.weights or {}
@@ -161,7 +159,7 @@ def _other_start(fit: FitLog, again: FitLog) -> str:
 
 
 def _attacks_of(begin: BeginLine) -> object:
-    """Return the attacks and how they are run, but for when it looks."""
+    """Return the attacks and their settings, without the schedule of looks."""
     monitor = begin.monitor
     if monitor is not None:
         monitor = replace(monitor, more={n: v for n, v in monitor.more.items() if n != "looks"})
@@ -188,9 +186,9 @@ def _weights(fit: FitLog) -> Values:
     """Return the hash of each checkpoint, and of each trained tensor that a run ended with."""
     hashes = fit.end.weights if fit.end is not None else None
     step = fit.end.step if fit.end is not None else 0
-    saved = [one for one in fit.checkpoints if one.weights is not None]
-    values: Values = {(one.step, (_SAVED,)): one.weights for one in saved}
-    return values | {(step, ("weights", name)): one for name, one in (hashes or {}).items()}
+    saved = [line for line in fit.checkpoints if line.weights is not None]
+    values: Values = {(line.step, (_SAVED,)): line.weights for line in saved}
+    return values | {(step, ("weights", name)): digest for name, digest in (hashes or {}).items()}
 
 
 def _results_before(fit: FitLog, before: float) -> Values:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fedleak.defenses import DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses import DefenseError, refuse
 from lightning_fedleak.defenses.host import Host, Piece
 from lightning_fedleak.defenses.release import UpdateRelease
 from lightning_fedleak.lightning_packages import both, mixed, twin
@@ -37,7 +36,9 @@ else:  # at run time `combined` adds the class of one of the two packages as a s
 
 
 _COUNTERS = (None, "step", "epoch")
-"""What a callback monitors that chooses nothing by data."""
+"""Values of a callback's ``monitor`` that do not depend on data."""
+_CHOOSE = "leakage/choose"
+"""The only metric of leakage that holds a validation loss."""
 _READERS = (
     *("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step"),
     *("configure_gradient_clipping", "optimizer_step"),
@@ -64,6 +65,8 @@ class LightningHost(Host):
         self._trainer: Any = trainer
 
     optimizers = property(attrgetter("_trainer.optimizers"))
+    rank_and_world_size = property(attrgetter("_trainer.global_rank", "_trainer.world_size"))
+    step = property(attrgetter("_trainer.global_step"), doc="Index of the next optimizer step.")
     loader = property(attrgetter("_trainer.train_dataloader"))
     batch_number = property(
         attrgetter("_trainer.fit_loop.epoch_loop.batch_progress.total.ready"),
@@ -111,13 +114,14 @@ class LightningHost(Host):
         }
 
     def _selections(self) -> Iterator[str]:
-        """Yield what stops training, keeps a checkpoint or sets the learning rate by a metric."""
+        """Yield each callback and scheduler that decides by a metric of data, as text."""
         for callback in self._trainer.callbacks:
-            kinds = {cls.__name__ for cls in type(callback).__mro__}
+            class_names = {cls.__name__ for cls in type(callback).__mro__}
             metric = getattr(callback, "monitor", None)
             # A metric of leakage is allowed as a gate is: the monitor refuses those on weights.
-            is_allowed = metric in _COUNTERS or str(metric).startswith("leakage/")
-            if kinds & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
+            is_leakage = str(metric).startswith("leakage/") and metric != _CHOOSE
+            is_allowed = metric in _COUNTERS or is_leakage
+            if class_names & {"EarlyStopping", "ModelCheckpoint"} and not is_allowed:
                 yield f"{type(callback).__name__}(monitor={metric!r})"
         for config in self._trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:
@@ -345,25 +349,13 @@ class Seam(Strategy):
         if self._fedleak.is_open:
             return
         assert self.lightning_module is not None
-        world = self._fedleak.client == "world"
-        entropy = os.urandom(32)
-        context = DefenseContext(
-            root=self.lightning_module,
-            client=0 if world else trainer.global_rank,
-            clients=1 if world else trainer.world_size,
-            device=self.root_device,
-            precision=str(self.precision_plugin.precision),
-            step=0,
-            entropy=self.broadcast(entropy) if world else entropy,
-            process=self._process() if world else 0,
-            processes=trainer.world_size if world else 1,
-            host=LightningHost(trainer),
-        )
-        self._fedleak.open(context, lambda: trainer.global_step)
+        root, precision = self.lightning_module, str(self.precision_plugin.precision)
+        host, share = LightningHost(trainer), self._data_share()
+        self._fedleak.open(host, root, self.root_device, precision, share)
 
-    def _process(self) -> int:
-        """Return the index of this process's share of the data, if all processes are one client."""
-        return 0
+    def _data_share(self) -> int | None:
+        """Return the index of this process's share of the data; None if that is its rank."""
+        return None
 
     def _check_model(self, model: nn.Module) -> None:
         """Raise an error that depends on the model and the precision."""
@@ -452,9 +444,6 @@ class DDPSeam(Seam, DDPStrategy):
         returning: Any = combined(name, _StateReturningLauncher, launcher)
         if self._fedleak.defenses and type(self._launcher) is launcher:
             self._launcher = returning(self, start_method=self._start_method)
-
-    def _process(self) -> int:
-        return int(self.global_rank)
 
     def _check_model(self, model: nn.Module) -> None:
         if not self._fedleak.reduces:
@@ -562,7 +551,7 @@ class ModelParallelSeam(Seam, ModelParallelStrategy):
         with self._fedleak.paused():
             return super().optimizer_state(optimizer)
 
-    def _process(self) -> int:
+    def _data_share(self) -> int | None:
         return int(self.device_mesh["data_parallel"].get_local_rank())
 
 

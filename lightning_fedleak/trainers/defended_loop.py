@@ -14,15 +14,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.defenses import Defense, DefenseError
-from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
+from lightning_fedleak.defenses.host import Host, rank_and_world_size
+from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.engine import AUTOCAST
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.trainers.loop import (
     autocast_dtype,
     check_whole,
     precision_of,
-    rank_and_world_size,
     torch_optimizers,
 )
 
@@ -125,23 +124,21 @@ class DefendedLoop(Host):
         self._device = next(model.parameters()).device
         self._samples = any(defense.per_sample for defense in self._fedleak.defenses)
         self.batch_number: int = 0
-        self._steps, self.should_stop, self._waiting = 0, False, False
+        self.should_stop = self._waiting = False
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> DefendedLoop:
         """Let the defences prepare model, loader and optimizers."""
         self._fedleak.end()
         self._waiting = False
-        check_whole(self._root, self.name)
+        check_whole(self._root, self.name, error=DefenseError)
         if self._fedleak.client == "world" and self.reducer is None:
             raise DefenseError(
                 "DefendedLoop: several processes are one client, and nothing reduces their "
                 "gradients. Wrap the model in DistributedDataParallel."
             )
-        processes = rank_and_world_size()
-        context = one_client(self._root, self, self._device, self._precision, *processes)
         try:
-            self._fedleak.open(context, lambda: self._steps)
+            self._fedleak.open(self, self._root, self._device, self._precision, None)
             self._fedleak.begin()
             self._batches = self._fedleak.dataloader(self._loader)
             for optimizer in self.optimizers:
@@ -204,14 +201,14 @@ class DefendedLoop(Host):
         return loss
 
     def save(self, folder: str | Path) -> None:
-        """Write account and noise into a checkpoint's folder, only in the first process."""
+        """Write the states of the defences into a checkpoint's folder, in the first process."""
         save_defenses(self._fedleak, Path(folder), rank_and_world_size()[0])
 
     def restore(self, folder: str | Path) -> None:
         """Load the states that :meth:`save` wrote. Call it before ``with``.
 
         Raises:
-            DefenseError: the folder holds no account.
+            DefenseError: the folder holds no states.
         """
         load_defenses(self._fedleak, Path(folder))
 
@@ -237,7 +234,7 @@ class DefendedLoop(Host):
             )
 
     def _stepped(self, *_: object) -> None:
-        self._steps += 1
+        self.step += 1
         self._waiting = False
 
     def _check_autocast(self, *_: object) -> None:

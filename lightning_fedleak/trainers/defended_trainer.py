@@ -16,18 +16,23 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import data
 from transformers.trainer_utils import get_last_checkpoint
 
-from lightning_fedleak.defenses import DPSGD, Defense, mean_of_sample_means, refuse
+from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, mean_of_sample_means, refuse
 from lightning_fedleak.defenses.dpsgd.sampling import LOADER_SETTINGS
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.defenses.release import Client, UpdateRelease, one_client
+from lightning_fedleak.defenses.release import Client, UpdateRelease
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.trainers.defended_loop import load_defenses, save_defenses
-from lightning_fedleak.trainers.loop import STEPS_IN_BACKWARD, precision_of, unwrapped
+from lightning_fedleak.trainers.loop import (
+    check_whole,
+    precision_of,
+    steps_in_backward,
+    unwrapped,
+    wrappers_of,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -69,6 +74,11 @@ class _TrainerHost(Host):
     def batch_number(self) -> int:  # type: ignore[override]
         """Return the number of the batch, counted over all calls of ``train``."""
         return self._trainer._batches
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        """Return the index of the next optimizer step."""
+        return int(self._trainer.state.global_step)
 
     @property
     def model(self) -> object:  # type: ignore[override]
@@ -286,24 +296,14 @@ class DefendedMixin(Trainer):
         inner = _overriding(classes[position + 1 :], "training_step")
         hidden = [d.name for d in self.defenses if d.activation_layers or d.acts_in_inference]
         pairwise = _PAIRWISE.intersection(cls.__name__ for cls in classes)
+        check_whole(root, self._fedleak.owner, wrappers_of(self), error=DefenseError)
         refusals = {
             f"{', '.join(hidden)} acts on hidden states, which needs Lightning's Trainer and "
             "DefendedStrategy": hidden,
-            "FSDP and DeepSpeed keep a part of each gradient in every process: use torchrun with "
-            "DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
-                self.is_fsdp_enabled or self.is_deepspeed_enabled
-            ),
-            "the model was sharded when it was loaded (device_mesh, tp_plan): load it whole, and "
-            "use torchrun with DDP, or Lightning's ModelParallelStrategy with DefendedStrategy": (
-                any(isinstance(p, DTensor) for p in root.parameters())
-            ),
-            "DataParallel copies the model at each step: start one process a card by torchrun": (
-                args.n_gpu > 1
-            ),
             "fp16 steps by a function of Accelerate's own and skips steps by the gradients: use "
             "bf16=True": self.accelerator.mixed_precision == "fp16",
             f"optim={args.optim} steps while backward runs, before a defence could act: use "
-            "another": any(name in str(args.optim).lower() for name in STEPS_IN_BACKWARD),
+            "another": steps_in_backward(args.optim),
             "each try of hyperparameter_search would be a run of its own, and choosing among them "
             "is outside of every account: choose on public data, and call train()": (
                 trial is not None
@@ -387,9 +387,7 @@ class DefendedMixin(Trainer):
         root: nn.Module = self.model  # type: ignore[assignment]
         root.train()
         precision = precision_of(self.accelerator.mixed_precision, root)
-        processes = self.args.process_index, self.args.world_size
-        context = one_client(root, _TrainerHost(self), self.args.device, precision, *processes)
-        self._fedleak.open(context, lambda: int(self.state.global_step))
+        self._fedleak.open(_TrainerHost(self), root, self.args.device, precision, None)
         self._fedleak.begin()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Capability
+from lightning_fedleak.defenses.host import rank_and_world_size
 from lightning_fedleak.defenses.release import UpdateRelease, release_of
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled, is_observed
@@ -27,7 +28,7 @@ from lightning_fedleak.model.whole_models import explain_shards
 from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.zero import ZeROStep
 
-STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+_STEPS_IN_BACKWARD = ("lomo", "layerwise")
 """Parts of the names of optimizers that step while backward runs, and keep no gradient."""
 
 T = TypeVar("T")
@@ -271,13 +272,6 @@ def precision_of(mixed: str | None, model: nn.Module) -> str:
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(mixed or "", by_weights)
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes."""
-    if not distributed.is_initialized():
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
-
-
 def show_messages() -> None:
     """Show INFO messages on stderr, as Lightning does for its Trainer.
 
@@ -290,43 +284,69 @@ def show_messages() -> None:
 
 
 def check_whole(
-    model: nn.Module, watcher: str, wrappers: Collection[str] = (), *, takes_fsdp2: bool = False
+    model: nn.Module,
+    owner: str,
+    wrappers: Collection[str] = (),
+    *,
+    takes_fsdp2: bool = False,
+    error: type[ValueError] = ValueError,
 ) -> None:
     """Refuse a model whose gradients are sharded over processes, or that each step replicates.
 
     Args:
-        model: the model that the loop trains.
-        watcher: the name of the class that watches or defends it, for the message.
-        wrappers: the names of classes that will wrap it.
-        takes_fsdp2: whether gradients may be shards of FSDP2 over one mesh of all processes.
+        model: The model that the loop trains.
+        owner: The name of the class that watches or defends it, for the message.
+        wrappers: The names of classes that will wrap it.
+        takes_fsdp2: Whether gradients may be shards of FSDP2 over one mesh of all processes.
+        error: The class of the error.
 
     Raises:
-        ValueError: the model is such a model. The message says why, and what to do.
+        ValueError: It is such a model. The message says why, and what to do.
     """
     names = {*wrappers, *(type(module).__name__ for module in model.modules())}
-    layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    fsdp2 = takes_fsdp2 and bool(layers) and "FullyShardedDataParallel" not in names
-    instead = (
-        "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
-        if takes_fsdp2
-        else "use DDP, or Lightning's Trainer with ModelParallelStrategy"
-    )
-    reasons = {
-        "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so that "
-        "p.grad is not the shared gradient: "
-        + ("give the engine itself" if takes_fsdp2 else "use DDP"): "DeepSpeedEngine" in names,
-        f"FSDP and tensor parallelism keep a part of each gradient in every process: {instead}": (
-            "FullyShardedDataParallel" in names or (sharded and not fsdp2)
-        ),
-        (shards := explain_shards(model, rank_and_world_size()[1]) if fsdp2 else ""): bool(shards),
-        "DataParallel copies the model at each step: start one process a card by torchrun": (
-            "DataParallel" in names
-        ),
+    is_fsdp2 = takes_fsdp2 and any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded = not is_fsdp2 and any(isinstance(p, DTensor) for p in model.parameters())
+    reason = None
+    if "DeepSpeedEngine" in names:
+        instead = "give the engine itself" if takes_fsdp2 else "use DDP (torchrun)"
+        reason = (
+            "DeepSpeed keeps gradients in internal buffers and reduces them during backward, so "
+            f"that p.grad is not the shared gradient: {instead}"
+        )
+    elif "FullyShardedDataParallel" in names or is_sharded:
+        instead = "load it whole and use DDP (torchrun), or Lightning with ModelParallelStrategy"
+        if takes_fsdp2:
+            instead = "use FSDP2 (fully_shard, or fsdp_version 2 of accelerate)"
+        reason = (
+            "FSDP and tensor parallelism keep a part of each gradient in every process: " + instead
+        )
+    elif "DataParallel" in names:
+        reason = "DataParallel copies the model at each step: start one process a card by torchrun"
+    elif is_fsdp2:
+        reason = explain_shards(model, rank_and_world_size()[1])
+    if reason:
+        raise error(f"{owner} cannot take this model. {reason}")
+
+
+def wrappers_of(trainer: Any, *, takes_fsdp2: bool = False) -> list[str]:
+    """Return the names of unsupported classes in which transformers' Trainer will wrap its model.
+
+    Args:
+        trainer: The Trainer.
+        takes_fsdp2: Whether FSDP2 is supported.
+    """
+    is_fsdp2 = takes_fsdp2 and getattr(trainer.accelerator, "is_fsdp2", False)
+    wrappers = {
+        "FullyShardedDataParallel": trainer.is_fsdp_enabled and not is_fsdp2,
+        "DeepSpeedEngine": trainer.is_deepspeed_enabled and not takes_fsdp2,
+        "DataParallel": trainer.args.n_gpu > 1,
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"{watcher} cannot take this model. {reason}")
+    return [name for name, wraps in wrappers.items() if wraps]
+
+
+def steps_in_backward(optim: object) -> bool:
+    """Return whether the optimizer that ``optim=`` of TrainingArguments names keeps no gradient."""
+    return any(name in str(optim).lower() for name in _STEPS_IN_BACKWARD)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import PromptAttack
+from lightning_fedleak.defenses.host import override
 from lightning_fedleak.engine.loggers import keep_highest, upload_to_wandb
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
@@ -31,12 +32,13 @@ from lightning_fedleak.model.taps import before_real_step
 from lightning_fedleak.private_files import load_state, save_state
 from lightning_fedleak.report.watched import Reported
 from lightning_fedleak.trainers.loop import (
-    STEPS_IN_BACKWARD,
     Loop,
     LoopRun,
     before_backward,
     precision_of,
+    steps_in_backward,
     unwrapped,
+    wrappers_of,
 )
 from lightning_fedleak.trainers.rollouts import Rollouts
 from lightning_fedleak.trainers.watch import Watch
@@ -245,7 +247,8 @@ class _TransformersWatch(Watch):
         loader = trainer.callback_handler.train_dataloader
         model = trainer.model_wrapped
         zero = ZeROStep.of_engine(model, self.run.watcher)
-        casts_itself = self._is_fsdp2 or zero is not None  # by its own policy, not by autocast
+        # FSDP2 and ZeRO cast by policies of their own, and not by autocast.
+        casts_itself = getattr(accelerator, "is_fsdp2", False) or zero is not None
         self.loop = Loop(
             model,
             [unwrapped(trainer.optimizer) if zero is None else zero],
@@ -341,48 +344,30 @@ class _TransformersWatch(Watch):
         name = (self.trainer.args.metric_for_best_model or "").removeprefix("eval_")
         return name if name.startswith(("leakage", "monitor/", "gate/")) else None
 
-    @property
-    def _is_fsdp2(self) -> bool:
-        """Whether FSDP2 shards the model. Its policy then casts, and autocast does not."""
-        return bool(getattr(self.trainer.accelerator, "is_fsdp2", False))
-
     def _check(self, *_: str) -> None:
-        trainer, optim = self.trainer, str(self.trainer.args.optim)
-        wrappers = {
-            "FullyShardedDataParallel": trainer.is_fsdp_enabled and not self._is_fsdp2,
-            "DataParallel": trainer.args.n_gpu > 1,
-        }
-        super()._check(*(name for name, wraps in wrappers.items() if wraps))
-        problem = None
-        if any(name in optim.lower() for name in STEPS_IN_BACKWARD):
-            problem = (
+        trainer, optim = self.trainer, self.trainer.args.optim
+        super()._check(*wrappers_of(trainer, takes_fsdp2=True))
+        if steps_in_backward(optim):
+            raise ValueError(
                 f"LeakageCallback cannot observe gradients with optim={optim}, which updates "
                 "weights during backward: use another optimizer"
             )
-        elif sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
-            problem = "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
-        if problem:
-            raise ValueError(problem)
+        if sum(isinstance(c, LeakageCallback) for c in trainer.callback_handler.callbacks) > 1:
+            raise ValueError(
+                "two LeakageCallbacks cannot wrap one training_step: use one with all attacks"
+            )
 
     def _hook_optimizers(self) -> None:
         """Wrap ``training_step`` until the run is over."""
         trainer = self.trainer
-        original, is_attribute = trainer.training_step, "training_step" in vars(trainer)
+        original = trainer.training_step
 
         def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.batch_begins(inputs)
             with before_backward(self._backward_begins):
                 return original(model, inputs, *args, **kwargs)
 
-        def restore() -> None:
-            if vars(trainer).get("training_step") is training_step:
-                if is_attribute:
-                    trainer.training_step = original  # type: ignore[method-assign]
-                else:
-                    del trainer.training_step
-
-        trainer.training_step = training_step  # type: ignore[method-assign]
-        self._removers.append(restore)
+        self._removers.append(override(trainer, "training_step", training_step))
         for optimizer in self.loop.inner_optimizers if self._steps_inside else ():
             look = partial(self.engine.optimizer_steps, optimizer)
             self._removers.append(before_real_step(optimizer, look))

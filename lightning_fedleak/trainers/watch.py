@@ -233,7 +233,7 @@ class Watch(Reported):
         self._earlier_utility = dict(loop.utility)
         engine.open(run)
         if loop.zero is not None:
-            self._removers.append(loop.zero.follow_engine())
+            self._removers += loop.zero.follow_engine()
         self._hook_optimizers()
         self.folder = engine.own_folder(run, self.folder)
         self._loggers = self._log_to(run)

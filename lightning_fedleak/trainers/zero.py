@@ -10,6 +10,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from lightning_fedleak.defenses.host import override
+
 _OPTIMIZERS = {
     1: "DeepSpeedZeroOptimizer",
     2: "DeepSpeedZeroOptimizer",
@@ -90,15 +92,14 @@ class ZeROStep(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: only the hooks of a step run."""
 
-    def follow_engine(self) -> Callable[[], None]:
+    def follow_engine(self) -> list[Callable[[], None]]:
         """Call :meth:`step` before each step of the engine that ends an accumulation.
 
         Returns:
-            A function that ends this.
+            Functions that end this.
         """
         engine = self.engine
         take_step, zero_gradients = engine.step, engine.optimizer.zero_grad
-        previous = vars(engine).get("step"), vars(engine.optimizer).get("zero_grad")
 
         def step(*args: Any, **kwargs: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():
@@ -110,16 +111,7 @@ class ZeROStep(Optimizer):
             self.is_empty = True
             return zero_gradients(*args, **kwargs)
 
-        def put_back() -> None:
-            owners, wrappers = (engine, engine.optimizer), (step, zero_grad)
-            for owner, wrapper, attribute in zip(owners, wrappers, previous, strict=True):
-                if vars(owner).get(name := wrapper.__name__) is wrapper:
-                    delattr(owner, name)
-                    if attribute is not None:  # another watch has set it
-                        setattr(owner, name, attribute)
-
-        engine.step, engine.optimizer.zero_grad = step, zero_grad
-        return put_back
+        return [override(engine, "step", step), override(engine.optimizer, "zero_grad", zero_grad)]
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the mean over processes of a parameter's gradient, clipped, in float32.

@@ -58,7 +58,7 @@ def test_each_breach_is_a_notch_and_then_it_stops(tmp_path: Path) -> None:
         *[(True, False)] * 3,
         (False, True),
     ]
-    assert "gradient_noise: standard deviation 1e-09 -> 2e-09" in said[0]
+    assert "gradient_noise: sigma 1e-09 -> 2e-09" in said[0]
     assert "defences: gradient_noise, turned up as far as it goes" in said[3]
     assert "turned up further (max_hardenings)" in said[3]
     assert "defenses=[" not in said[3], "the run has a defence"

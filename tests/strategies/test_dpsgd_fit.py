@@ -118,6 +118,12 @@ class Loose(CausalLM):
             DefenseError,
             r"EarlyStopping\(monitor='val_loss'\) decides by a metric.*outside_epsilon=True",
         ),
+        (  # it is the validation loss, where a gate allows the weights
+            CausalLM,
+            {"callbacks": [EarlyStopping("leakage/choose")]},
+            DefenseError,
+            r"EarlyStopping\(monitor='leakage/choose'\) decides by a metric",
+        ),
         (Plateau, {}, DefenseError, "the scheduler ReduceLROnPlateau decides by a metric"),
         (LBFGS, {}, StepError, "LBFGS"),
         (Manual, {}, DefenseError, "automatic_optimization=True"),

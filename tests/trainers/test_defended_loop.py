@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn import DataParallel
 from torch.utils.data import DataLoader
 
 from lightning_fedleak import BagOfWords
@@ -224,6 +225,7 @@ def test_a_loop_may_end_in_the_middle_of_an_epoch() -> None:
     ("build", "message"),
     [
         (lambda: Loop(DPSGD(CLIP, 1.0), tiny_llama().eval()), r"Call `model.train\(\)`"),
+        (lambda: Loop(DPSGD(CLIP, 1.0), DataParallel(tiny_llama().train())), "copies the model"),
         (lambda: Loop(DPSGD(CLIP, 1.0), precision="16-mixed"), "Use 'bf16-mixed'"),
         (
             lambda: Loop(DPSGD(CLIP, target_epsilon=3.0, target_delta=1e-3), epochs=None),

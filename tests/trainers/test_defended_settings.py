@@ -104,8 +104,8 @@ def flattened(trainer: Any) -> None:
         (early, "EarlyStoppingCallback decides by evaluations.*leave it out"),
         (searched, "hyperparameter_search .*choose on public data"),
         (flattened, "rows of"),
-        (lambda t: setattr(t, "is_fsdp_enabled", True), "FSDP and DeepSpeed .*torchrun"),
-        (lambda t: setattr(t, "is_deepspeed_enabled", True), "FSDP and DeepSpeed .*torchrun"),
+        (lambda t: setattr(t, "is_fsdp_enabled", True), "FSDP and tensor .*torchrun"),
+        (lambda t: setattr(t, "is_deepspeed_enabled", True), "DeepSpeed keeps .*torchrun"),
         (lambda t: setattr(t.args, "_n_gpu", 2), "DataParallel.*torchrun"),
         (
             lambda t: setattr(t.accelerator.state, "_mixed_precision", "fp16"),
@@ -137,7 +137,7 @@ def test_a_model_that_was_loaded_sharded_is_refused(tmp_path: Path) -> None:
     try:
         mesh = init_device_mesh("cpu", (1,))
         distribute_module(trainer.model.lm_head, mesh)
-        with pytest.raises(DefenseError, match=r"sharded when it was loaded.*load it whole"):
+        with pytest.raises(DefenseError, match=r"tensor parallelism .*load it whole"):
             trainer.train()
     finally:
         distributed.destroy_process_group()

@@ -127,8 +127,7 @@ class Accountant(_Ledger):
     Args:
         kind: ``"prv"`` (tight) or ``"rdp"`` (fast).
         ledger: file that remembers every release through a crash, one for each client, see
-            :class:`_Ledger`. None: what was released
-            after the last checkpoint is forgotten in a crash.
+            :class:`_Ledger`. None: a crash forgets the releases after the last checkpoint.
         sampling: how batches are drawn.
 
     Raises:
@@ -180,11 +179,8 @@ class Accountant(_Ledger):
             DefenseError: a value out of range, or other ones than those of earlier releases.
         """
         self._check_same(noise_multiplier, sample_rate)
-        if self._file is not None:
-            return functools.partial(self.record, noise_multiplier, sample_rate)
         check_release(noise_multiplier, sample_rate)
-        event = float(noise_multiplier), float(sample_rate)
-        return functools.partial(self._counts.update, [event])
+        return functools.partial(self.record, noise_multiplier, sample_rate)
 
     def _check_same(self, noise_multiplier: float, sample_rate: float) -> None:
         kinds = self._counts
@@ -279,8 +275,8 @@ class RenyiFilter(_Ledger):
     Args:
         epsilon: of the whole run.
         delta: of the whole run.
-        ledger: as for :class:`Accountant`. It
-            stores releases, not the budget: begin again with the same one.
+        ledger: as for :class:`Accountant`. It stores releases, not the budget: begin again with the
+            same budget.
         sampling: how batches are drawn.
 
     Attributes:

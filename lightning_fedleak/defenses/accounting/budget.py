@@ -72,7 +72,6 @@ class Budget:
         self.delta = self.target_delta
         self.accountant = self._new_accountant(None)
         self._calibrates = self.noise_multiplier is None
-        self._calibrated = False
         self._covered = 0  # releases for which the noise was found, all of its kind
 
     @property
@@ -173,7 +172,7 @@ class Budget:
             BudgetSpent: a resumed run has cost more than ``target_epsilon`` already.
         """
         self.rate, self.delta = rate, delta
-        if self.noise_multiplier is None or (self._calibrated and self.accountant.steps == 0):
+        if self.noise_multiplier is None or (self._calibrates and self.accountant.steps == 0):
             assert self.target_epsilon is not None
             steps = planned_steps()
             kind: accounting.AccountantKind = "prv" if self.kind == "prv" else "rdp"
@@ -181,7 +180,6 @@ class Budget:
                 self.target_epsilon, delta, rate, steps, kind, self.sampling
             )
             self._covered = steps if self.accountant.steps == 0 else 0
-            self._calibrated = True
         if isinstance(self.accountant, RenyiFilter):
             self.accountant.begin(self.noise_multiplier, rate)
         self.check_not_overdrawn()
@@ -320,7 +318,6 @@ class Budget:
             self.delta = float(state["delta"]) if self.delta is None else self.delta
         if self._calibrates and "noise_multiplier" in state:
             self.noise_multiplier = float(state["noise_multiplier"])
-            self._calibrated = True
         self._covered = 0
         self.accountant.load_state_dict(account)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.checks import check_integer, check_number
+from lightning_fedleak.validate import explain_errors
 
 Event = tuple[float, float]
 """Noise multiplier and sample rate of a release."""
@@ -116,7 +117,9 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
     """
     path = ledger.with_name(f"{ledger.name}.terms")
     data = (json.dumps({"schema": TERMS_SCHEMA, **terms}, sort_keys=True) + "\n").encode()
-    try:
+    cause = f"ledger={str(ledger)!r} cannot be used"
+    hint = "Give a path in a folder that exists and may be written"
+    with explain_errors(cause, OSError, error=DefenseError, hint=hint):
         released = ledger.exists() and ledger.stat().st_size
         if not released and not path.is_symlink() and path.exists():
             content = path.read_bytes()
@@ -136,11 +139,6 @@ def check_terms(ledger: Path, terms: Mapping[str, object]) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise DefenseError(
-            f"ledger={str(ledger)!r} cannot be used ({error}): give a path in a folder that exists "
-            "and may be written"
-        ) from error
 
 
 def check_release(noise_multiplier: float, sample_rate: float = 1.0, count: float = 1) -> None:
@@ -192,31 +190,25 @@ def _read(path: Path) -> tuple[Counter[Event], int, int]:
     Raises:
         DefenseError: The file cannot be read.
     """
-    try:
-        return _read_counts(path)
-    except OSError as error:
-        raise DefenseError(f"ledger={str(path)!r} cannot be read ({error})") from error
-
-
-def _read_counts(path: Path) -> tuple[Counter[Event], int, int]:
-    counts = Counter[Event]()
-    if not _is_there(path):
-        return counts, 0, 0
-    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
-        _check_file(path, os.fstat(file.fileno()).st_mode)
-        size, line = 0, file.readline(MAX_LINE_BYTES)
-        while line.endswith(b"\n"):
-            event, count = _parse_line(path, line)
-            counts[event] += count
-            size, line = size + len(line), file.readline(MAX_LINE_BYTES)
-    if line:
-        # An incomplete last line must be the beginning of a valid one: the words before its last
-        # one are whole, and ones in place of the rest must make it valid.
-        *whole, last = line.rstrip(b"\r").split(b" ")
-        begins = counts and len(line) < MAX_LINE_BYTES and re.fullmatch(rb"[0-9.e+-]*", last)
-        completed = b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]])
-        _parse_line(path, completed if begins else b"")
-    return counts, size + len(line), len(line)
+    with explain_errors(f"ledger={str(path)!r} cannot be read", OSError, error=DefenseError):
+        counts = Counter[Event]()
+        if not _is_there(path):
+            return counts, 0, 0
+        with os.fdopen(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb") as file:
+            _check_file(path, os.fstat(file.fileno()).st_mode)
+            size, line = 0, file.readline(MAX_LINE_BYTES)
+            while line.endswith(b"\n"):
+                event, count = _parse_line(path, line)
+                counts[event] += count
+                size, line = size + len(line), file.readline(MAX_LINE_BYTES)
+        if line:
+            # An incomplete last line must be the beginning of a valid one: all numbers but its last
+            # are complete, and with ones in place of the rest the line must be valid.
+            *whole, last = line.rstrip(b"\r").split(b" ")
+            begins = counts and len(line) < MAX_LINE_BYTES and re.fullmatch(rb"[0-9.e+-]*", last)
+            completed = b" ".join([*whole, *b"1.0 1.0 1".split()[len(whole) :]])
+            _parse_line(path, completed if begins else b"")
+        return counts, size + len(line), len(line)
 
 
 def _parse_line(path: Path, line: bytes) -> tuple[Event, int]:
@@ -252,7 +244,9 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
     """
     data = line.encode("ascii")
     start = expected - cut
-    try:
+    cause = f"ledger={str(path)!r} cannot be written: the release was not made"
+    hint = "Give a path in a folder that exists and has free space"
+    with explain_errors(cause, OSError, error=DefenseError, hint=hint):
         _is_there(path)
         flags = os.O_WRONLY | os.O_APPEND | _OPEN_FLAGS | (0 if expected else os.O_CREAT)
         descriptor = os.open(path, flags, 0o600)
@@ -278,11 +272,6 @@ def _append(path: Path, line: str, expected: int, cut: int = 0) -> int:
             os.close(descriptor)
         if not expected:
             _sync_folder(path.parent)
-    except OSError as error:
-        raise DefenseError(
-            f"ledger={str(path)!r} cannot be written ({error}): the release was not made. Give a "
-            "path in a folder that exists and has free space"
-        ) from error
     if size != start + len(data):
         raise _changed_error(path)
     return size

@@ -24,13 +24,13 @@ Per = Literal["token", "sequence"]
 
 
 class _ReleaseCounter:
-    """How often at most one row has been released, over all fits so far.
+    """A count of the releases of the row that was released most often, over all fits so far.
 
-    Rows are distinguished by digests, see :func:`row_digests`, which are kept for one fit only.
+    Rows are distinguished by digests of their words, which are kept for one fit only.
 
     Attributes:
-        batches: how many there were.
-        longest: words of the longest row.
+        batches: The number of batches.
+        longest: The number of words of the longest row.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _ReleaseCounter:
         self._by_all = 0
 
     @property
-    def most(self) -> int:
+    def max_releases(self) -> int:
         """Return the releases of the row that was released most often, earlier fits included.
 
         The rows of one fit are not known in the next: the counts of both are added as if the
@@ -66,13 +66,13 @@ class _ReleaseCounter:
             self._in_fit[digest] = count = self._in_fit.get(digest, 0) + 1
             self._most = max(self._most, count)
 
-    def hear(self, counts: Sequence[Sequence[int]], add: bool) -> None:
-        """Raise the counts to what holds for all processes.
+    def merge(self, counts: Sequence[Sequence[int]], add: bool) -> None:
+        """Raise the counts to bounds that hold for all processes together.
 
         Args:
-            counts: :attr:`counts` of every process, this one too.
-            add: whether the same row, released by two of them, was released twice: then the sum of
-                what each released most often, which no row exceeds; else the largest.
+            counts: The :attr:`counts` of every process, this one included.
+            add: Whether a row that two processes release is released twice. Then the processes'
+                counts are added, a sum that no row exceeds. Otherwise the largest count holds.
         """
         releases, lengths = zip(*counts, strict=True)
         self._by_all = sum(releases) if add else max(releases)
@@ -80,16 +80,16 @@ class _ReleaseCounter:
 
     def next_fit(self) -> None:
         """Begin a fit, in which the same rows are new releases."""
-        self._earlier, self._most, self._by_all = self.most, 0, 0
+        self._earlier, self._most, self._by_all = self.max_releases, 0, 0
         self._in_fit.clear()
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts."""
-        return {"batches": self.batches, "releases": self.most, "longest": self.longest}
+        return {"batches": self.batches, "releases": self.max_releases, "longest": self.longest}
 
     def load(self, batches: int, releases: int, longest: int) -> None:
         """Continue a checkpoint's counts; none runs backwards, not even in one process."""
-        self._earlier, self._most, self._by_all = max(self.most, releases), 0, 0
+        self._earlier, self._most, self._by_all = max(self.max_releases, releases), 0, 0
         self._in_fit.clear()
         self.batches = max(self.batches, batches)
         self.longest = max(self.longest, longest)
@@ -130,7 +130,7 @@ class TokenLDP(Defense):
     up. With memoisation (the default, as RAPPOR and dBitFlipPM define it) a row's replacement is a
     function of the fit's secret and the row's words, so that every epoch sees the same one and
     epsilon is spent once in a fit by each client that has the row. Two rows of equal words then get
-    equal replacements, which shows that they are equal: give ``example_ids`` where texts repeat. A
+    equal replacements, which shows that they are equal: ``memoize=False`` draws them apart. A
     resumed fit has a new secret and is a new release, and so is the same example on another client.
 
     **Randomness** comes from the fit's secret entropy, never from a global generator, and is not
@@ -204,7 +204,6 @@ class TokenLDP(Defense):
         self.special_ids = special_ids
         self.keep_special = keep_special
         self.memoize = domain != "batch" if memoize is None else memoize
-        self.example_ids = form.example_ids
         self.kind = form.kind
         self.seed = seed
         self._settings = (decode, bits)
@@ -262,11 +261,11 @@ class TokenLDP(Defense):
         ``client="world"`` by all processes together (a bound: the sum of what each released most
         often). An example that a sampler moves between clients, as Lightning's own does in every
         DDP fit, is released by each of them: against whoever sees all clients this number times
-        that of the clients is a bound. Examples are distinguished by their words (and
-        ``example_ids``): a random crop of a text counts as another example. What was released
+        that of the clients is a bound. Examples are distinguished by their words: a random crop of
+        a text counts as another example, and two examples of equal words as one. What was released
         after the last checkpoint before a crash is not in the resumed count.
         """
-        return self._releases.most
+        return self._releases.max_releases
 
     @property
     def epsilon_spent(self) -> float:
@@ -308,7 +307,7 @@ class TokenLDP(Defense):
         text = words.text_of(tokens, ready, self.keep_special)
         ids, n_words = text.ids[text.words], text.words.sum(1)
         rows = torch.split(ids, n_words.tolist())
-        digests = row_digests(rows, self._form.ids_of_examples(batch, len(n_words)))
+        digests = [hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in rows]
         replacements = self._replacements(ids, n_words, ready, digests, context)
         self._releases.count(digests, max(n_words.tolist(), default=0), self.memoize)
         self._agree(context)
@@ -355,7 +354,7 @@ class TokenLDP(Defense):
         dist.all_gather(counts, local_counts)
         # One client's processes draw apart, except for a row that is memoised.
         together = context.processes > 1 and not self.memoize
-        self._releases.hear(torch.stack(counts).tolist(), add=together)
+        self._releases.merge(torch.stack(counts).tolist(), add=together)
 
     @property
     def _in_batch(self) -> bool:
@@ -373,8 +372,7 @@ class TokenLDP(Defense):
         if self.memoize:
             releases = (
                 "once in a fit by each client that has the row, which keeps its replacement (rows "
-                "of equal words show as equal"
-                + (" unless their example ids differ)" if self.example_ids is not None else ")")
+                "of equal words show as equal)"
             )
         return (
             f"against whoever sees anything computed of the batch, {self.epsilon:g}-local "
@@ -437,22 +435,6 @@ class TokenLDP(Defense):
         place = base, self.batches, context.process
         key = noise_key(*place, client=client, name=self.name, stream="token")
         return [key], [int(n_words.sum())]
-
-
-def row_digests(rows: Sequence[Tensor], examples: Sequence[int] | None) -> list[bytes]:
-    """Return 16 bytes that distinguish rows, by their words and their examples' ids.
-
-    Args:
-        rows: (n_i,) int64 words of each row, on the CPU.
-        examples: one integer for each row.
-    """
-    ids = [0] * len(rows) if examples is None else examples
-    return [
-        hashlib.blake2b(
-            row.numpy().tobytes(), digest_size=16, salt=i.to_bytes(16, "big", signed=True)
-        ).digest()
-        for row, i in zip(rows, ids, strict=True)
-    ]
 
 
 def row_keys(base: bytes, client: int, digests: Sequence[bytes], name: str) -> list[bytes]:

@@ -256,8 +256,6 @@ class BatchForm:
     Attributes:
         kind: what the labels mean, see :data:`~lightning_fedleak.model.anatomy.Kind`; None: as the
             model says.
-        example_ids: name of a field with one public integer for each row, that distinguishes rows
-            of equal words.
         public_fields: further fields that hold nothing private.
 
     Raises:
@@ -265,7 +263,6 @@ class BatchForm:
     """
 
     kind: Kind | None = None
-    example_ids: str | None = None
     public_fields: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -280,7 +277,7 @@ class BatchForm:
         """
         try:
             tokens = batches.read_batch(batch, kind)
-            allowed = {*PUBLIC_FIELDS, *self.public_fields, self.example_ids}
+            allowed = {*PUBLIC_FIELDS, *self.public_fields}
             unknown = [name for name in batches.other_fields(batch) if name not in allowed]
         except batches.BatchError as error:
             raise unreadable(error) from error
@@ -291,20 +288,3 @@ class BatchForm:
                 f"form=BatchForm(public_fields={unknown})"
             )
         return tokens
-
-    def ids_of_examples(self, batch: Any, rows: int) -> list[int] | None:
-        """Return one integer for each row; None where no field is named.
-
-        Raises:
-            DefenseError: the field does not hold them.
-        """
-        if self.example_ids is None:
-            return None
-        get = batch.get if hasattr(batch, "get") else lambda name: getattr(batch, name, None)
-        ids = get(self.example_ids)
-        if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.is_floating_point():
-            raise refused(
-                f"example_ids='{self.example_ids}' must name a field with one integer for each of "
-                f"the batch's {rows} rows"
-            )
-        return [int(i) for i in ids.tolist()]

@@ -239,18 +239,10 @@ def test_memoised_rows_keep_their_replacement(gpt2: nn.Module) -> None:
     assert (defense.releases_per_example, defense.epsilon_spent) == (2, 80.0)
 
 
-def test_equal_rows_are_distinguished_by_example_ids(gpt2: nn.Module) -> None:
+def test_equal_rows_get_one_replacement_only_with_memoisation(gpt2: nn.Module) -> None:
     ids = rows(1, 40).expand(2, 40)
     assert torch.equal(*defended(TokenLDP("grr", 40.0), gpt2, ids))
-    defense = TokenLDP("grr", 40.0, form=BatchForm(example_ids="idx"))
-    batch = {"input_ids": ids, "idx": torch.tensor([5, 6])}
-    new = defended(defense, gpt2, batch)
-    assert not torch.equal(*new["input_ids"])
-    swapped = {"input_ids": ids, "idx": torch.tensor([6, 5])}
-    again = defense.on_batch(swapped, context(gpt2))
-    assert torch.equal(again["input_ids"], new["input_ids"].flip(0))
-    with pytest.raises(DefenseError, match="must name a field with one integer for each of"):
-        defense.on_batch({"input_ids": ids, "idx": torch.tensor([5])}, context(gpt2))
+    assert not torch.equal(*defended(TokenLDP("grr", 40.0, memoize=False), gpt2, ids))
 
 
 def test_without_memoisation_releases_are_counted(gpt2: nn.Module) -> None:

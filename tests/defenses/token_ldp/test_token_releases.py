@@ -25,9 +25,9 @@ def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: st
             counter.count(batch, len(batch), memoized=False)
             in_fit.update(batch)
             longest = max(longest, len(batch))
-            assert counter.most == bound + max(in_fit.values(), default=0)
+            assert counter.max_releases == bound + max(in_fit.values(), default=0)
         truth += in_fit
-        bound = counter.most
+        bound = counter.max_releases
         assert bound >= max(truth.values(), default=0)
         state = counter.state_dict()
         if interruption == "new process":
@@ -35,7 +35,7 @@ def test_no_release_is_forgotten(fits: list[list[list[bytes]]], interruption: st
         if interruption != "none":
             counter.load(**state)
         counter.next_fit()
-        assert (counter.most, counter.longest) == (bound, longest)
+        assert (counter.max_releases, counter.longest) == (bound, longest)
     assert counter.batches == sum(map(len, fits))
 
 
@@ -52,7 +52,7 @@ def test_memoised_rows_are_released_once_in_a_fit() -> None:
     for fit in range(1, 4):
         for _ in range(5):
             counter.count(ROWS * 2, 3, memoized=True)
-        assert counter.most == fit
+        assert counter.max_releases == fit
         counter.next_fit()
 
 
@@ -71,13 +71,13 @@ def test_what_all_processes_count_bounds_each(by_process: list[list[bytes]], add
         sum(each, Counter()) if add else Counter({row: max(c[row] for c in each) for row in ROWS})
     )
     for counter in counters:
-        counter.hear(local, add)
-        assert counter.most >= 2 + max(truth.values(), default=0)
+        counter.merge(local, add)
+        assert counter.max_releases >= 2 + max(truth.values(), default=0)
         assert counter.longest == max(3, *map(len, by_process))
     assert len({str(counter.state_dict()) for counter in counters}) == 1
     after = _ReleaseCounter()
     after.load(**counters[0].state_dict())
     after.count(ROWS, 1, memoized=False)
-    assert after.most == counters[0].most + 1
+    assert after.max_releases == counters[0].max_releases + 1
     if not add:
-        assert counters[0].most == 2 + max(truth.values(), default=0)
+        assert counters[0].max_releases == 2 + max(truth.values(), default=0)

@@ -115,8 +115,6 @@ class Channel(ABC):
             :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do; its looks are of
             the same texts, so that the intervals of all hold together.
         tests_looks: one look is tested by itself, so that each has a p-value.
-        controls_states: an attack without gradients of the model's is given a control too, whose
-            hidden states the channel takes itself.
         controlled: its attacks are given the control of a look, see :meth:`control_rates`.
         finds_entities: it has series of the values in texts that ``entities=`` names.
         entity_kinds: of these values.
@@ -145,7 +143,6 @@ class Channel(ABC):
     at_weights: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
-    controls_states: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
@@ -245,10 +242,14 @@ class Channel(ABC):
             if not (plan.exposed and plan.roles and look.steps_with(plan.optimizer)):
                 continue
             series = [s for s in self.all_series if s.attack == plan.attack.name]
-            silent = [s for s in series if s.stage in look.wanted and s not in look.answers]
-            if silent:
-                answer = guess(plan, look.training_step, look.wanted[0], self.run)
-                look.answers |= dict.fromkeys(silent, answer)
+            unanswered = [s for s in series if s.stage in look.wanted and s not in look.answers]
+            if unanswered:
+                answer = self._guess_from_gradients(plan, look.training_step, look.wanted[0])
+                look.answers |= dict.fromkeys(unanswered, answer)
+
+    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
+        """Return what an attack guesses from a step's gradients, or why it has no guess (yet)."""
+        return guess(plan, step, stage, self.run)
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext

@@ -1,10 +1,13 @@
-"""When a look has a control, and what the attacks read of it.
+"""Controls: when a look has one, and what the attacks read of it.
 
-A low number says how little an attack read. The control says how much it could have read in this
-very step: its words are the batch's own, shuffled (:mod:`lightning_fedleak.model.taps.control`).
-Before it, the step is made again with its own words. What that does not explain of the gradient
-that the optimizer gets is added to the control, so that the control went through what the gradient
-went through. Where it is most of the gradient, the words may not be those of this step at all.
+A low number may mean that little leaks, or that the attack does not work here. The control tells
+the two apart: it is the same step with known words, which are the batch's own, shuffled
+(:mod:`lightning_fedleak.model.taps.control`). An attack that reads nothing there is not working.
+
+Before the control, the step is made again with its own words. The part of the optimizer's gradient
+that this does not explain (weight decay in the loss, a hook of the user's) is added to the control,
+so that the control went through what the gradient went through. If that part is most of the
+gradient, the words that the attacks are scored by may be those of another step.
 """
 
 from __future__ import annotations
@@ -116,30 +119,33 @@ class _Part(NamedTuple):
 def _explain(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the share of gradients that others leave unexplained, and what they leave of each.
+    """Return which share of gradients the step made again leaves, and what it leaves of each.
 
-    One factor for all of them is free, as of clipping by norm and of a loss scale. Of what is left
-    that part is returned which is above rounding, as independent errors add up, and all of it where
-    the step made again is exactly 0.
+    One factor for all gradients is fitted, because clipping by norm and a loss scale multiply all
+    of them. Of what is left, rounding accounts for a part, which is taken out as the square root of
+    a difference of squares, since independent errors add up by their squares. Where the step made
+    again is exactly 0 rounding changes nothing, and all that is left is returned.
 
     Args:
-        gradients: of a step, in float32.
-        again: of the step made again; those that are absent are 0.
-        rounding: share that rounding leaves.
+        gradients: The gradients of a step, by role.
+        again: The gradients of the step made again; those that are absent are 0.
+        rounding: The share that rounding leaves.
     """
-    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in gradients.items()}
+    floats = {role: gradient.float() for role, gradient in gradients.items()}
+    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in floats.items()}
     dot = sum(float((x * y).sum()) for x, y in pairs.values())
-    norm = sum(float(y.square().sum()) for _, y in pairs.values())
-    if not (dot > 0 and norm > 0 and math.isfinite(dot / norm)):
+    square_again = sum(float(y.square().sum()) for _, y in pairs.values())
+    if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
         return 1.0, {}
-    remainder = {r: x * (norm / dot) - y for r, (x, y) in pairs.items()}
-    whole = sum(float(x.square().sum()) for x in gradients.values()) * (norm / dot) ** 2
-    rest = sum(float(one.square().sum()) for one in remainder.values())
-    share = min(1.0, math.sqrt(rest / whole))
+    factor = square_again / dot  # which brings the step's gradients nearest to those made again
+    remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
+    square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
+    square_left = sum(float(left.square().sum()) for left in remainder.values())
+    share = min(1.0, math.sqrt(square_left / square))
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
-    for role, one in remainder.items():  # rounding leaves an exact 0 as it is
-        remainder[role] = torch.where(pairs[role][1] == 0, one, one * above)
-    remainder = {role: one for role, one in remainder.items() if bool(one.any())}
+    for role, left in remainder.items():  # rounding leaves an exact 0 as it is
+        remainder[role] = torch.where(pairs[role][1] == 0, left, left * above)
+    remainder = {role: left for role, left in remainder.items() if bool(left.any())}
     return share * (share > EXACT), remainder
 
 
@@ -147,18 +153,17 @@ class Controls:
     """Give the attacks of a run the controls of its looks.
 
     Args:
-        run: the run.
-        series: the channel of each series.
+        run: The run.
+        series: The channel of each series.
 
     Attributes:
-        needs: by the name of a family, what a control must exceed: the highest threshold of its
-            gates.
+        needs: The value that a control must exceed, by family: the highest threshold of its gates.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
         self._run = run
         self._series = series
-        self._channels = {one.attack: channel for one, channel in series.items()}
+        self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
@@ -173,11 +178,11 @@ class Controls:
         self._by_cadence = bool(accounting(run.defenses))
 
     def play(self, look: Look, plans: Sequence[Plan]) -> None:
-        """Give attacks that have read a step its control, where one is due.
+        """Give attacks that have read a step its control, if one is due.
 
         Args:
-            look: after whose stages the optimizer steps; the attacks have answered.
-            plans: of the attacks whose gradients are shared.
+            look: The look, right before the optimizer steps; the attacks have answered.
+            plans: The plans of the attacks whose gradients are shared.
         """
         names = {series.attack for series in look.scope or self._series}
         # Without an optimizer the attack reads no parameter of the model.
@@ -192,10 +197,10 @@ class Controls:
             self._fail(look, due, reason(error))
 
     def _anywhere(self, here: bool) -> bool:
-        """Return whether something is true here, or on another process that makes this control too.
+        """Return whether a condition holds on any process that has to make the same gradients.
 
-        Where the processes are one client, or share a sharded model, all make each of its gradients
-        or none does.
+        If the processes are one client, or share a sharded model, all of them make a gradient
+        together. Otherwise each process decides by itself.
         """
         return self._run.on_any_process(here) if self._together else here
 
@@ -205,17 +210,15 @@ class Controls:
         return self._is_scored(plan) and gives_control(self._channels[name], name)
 
     def _is_scored(self, plan: Plan) -> bool:
-        """Return whether an attack reads what a step is made again for, and is scored by it."""
+        """Return whether the words of a step score an attack, and its gradients are shared."""
         channel = self._channels.get(plan.attack.name)
-        if channel is None or not plan.exposed or not channel.controlled:
-            return False
-        return bool(plan.roles) or channel.controls_states
+        return channel is not None and plan.exposed and channel.controlled
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
 
-        The first one does, and one that is lower than it last was, or below :data:`FALL` of the
-        last control. Where there is no number yet, none is needed.
+        The first number of a run does, and each that is lower than the last one, or lower than
+        :data:`FALL` times the last control. An attack that still waits needs no control.
         """
         newest = self._newest.get(plan.attack.name)
         if self._by_cadence:
@@ -313,12 +316,11 @@ class Controls:
                     "controls do not show what happened to its gradient after the backward"
                 )
             return 0.0, {}
-        gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
+        gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         rounding = self._rounding(view, step, roles)
         share, remainder = _explain(gradients, again, rounding)
         if self._is_noisy and self._anywhere(share > rounding):
-            floats = {role: gradient.float() for role, gradient in again.items()}
-            noise = _explain(floats, self._gradient(step, roles, {}).tensors)[0]
+            noise = _explain(again, self._gradient(step, roles, {}).tensors)[0]
             self._is_noisy = self._anywhere(noise > 0)
             share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
         if any(bool(gradient.any()) for gradient in gradients.values()):
@@ -367,8 +369,7 @@ class Controls:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(step.number + 1)
             other = self._gradient(step, roles, {}).tensors
-        floats = {role: gradient.float() for role, gradient in again.items()}
-        if _explain(floats, other)[0] > 0:
+        if _explain(again, other)[0] > 0:
             raise UnusableObservation("the random numbers of its dropout are not known")
         return again
 

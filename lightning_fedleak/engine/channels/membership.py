@@ -107,7 +107,6 @@ class MembershipChannel(Channel):
     reads_states: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
-    controls_states: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
     ranges: ClassVar[Any] = {
@@ -127,9 +126,8 @@ class MembershipChannel(Channel):
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._targets: Targets | Waiting | Unknown | None = (
-            None  # of this look; None: not drawn yet
-        )
+        # Of this look; None until they are drawn.
+        self._targets: Targets | Waiting | Unknown | None = None
         self._games: dict[str, _Games | Unknown] = {}
         self._canaries_in_transit = False
 
@@ -485,18 +483,13 @@ class PassiveMembershipChannel(MembershipChannel):
             return
         if self._targets is None:
             self._targets = self._sources.population(step.number, step.batches)
-        for plan in self.plans:
-            expected = self.series(plan.attack, self.settings.stages)
-            incomplete = any(series not in look.answers for series in expected)
-            if not plan.exposed or not look.steps_with(plan.optimizer) or not incomplete:
-                continue
-            answer: played.GameResults | Unknown | Waiting | Targets = self._targets
-            if isinstance(answer, Targets):
-                answer = self._run_plan(plan, step, look.wanted[0], answer)
-            for series in self.series(plan.attack, look.wanted):
-                look.answers.setdefault(series, answer)
+        Channel.at_stages(self, look)
 
-    def _run_plan(
+    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
+        targets = self._targets
+        return self._play(plan, step, stage, targets) if isinstance(targets, Targets) else targets
+
+    def _play(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
         answer = guess(plan, step, stage, self.run, targets.query())
@@ -505,4 +498,4 @@ class PassiveMembershipChannel(MembershipChannel):
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
-        return self._run_plan(plan, control, Stage.LOCAL, targets)
+        return self._play(plan, control, Stage.LOCAL, targets)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,18 +58,19 @@ CROSSING = (Stage.LOCAL, Stage.SHARED)
 RESAMPLES = 200
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The texts of one look.
+class _Text(NamedTuple):
+    """A text of a client's batches.
 
     Attributes:
-        rows: (micro-batch, document) of each.
-        input_ids: (n, L) the tokens of the client's batch.
-        real: (n, L) bool.
+        micro_batch: The index of its micro-batch.
+        row: The index of its document in there.
+        ids: The tokens, (L,).
+        real: Which of them are tokens, and no padding, (L,) bool.
     """
 
-    rows: Sequence[tuple[int, int]]
-    input_ids: Tensor
+    micro_batch: int
+    row: int
+    ids: Tensor
     real: Tensor
 
 
@@ -94,7 +94,6 @@ class TextsChannel(Channel):
     reads_updates = True
     reads_states = True
     controlled: ClassVar[bool] = True
-    controls_states: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
@@ -191,12 +190,12 @@ class TextsChannel(Channel):
             return
         if step.batch is not None:
             self._crossed.append(tap.take(step.batch))
-        chosen: _Chosen | Unknown | None
+        failure, texts = None, list[_Text]()
         try:
-            chosen = self._choose(look.step, [crossed.batch for crossed in self._crossed])
+            texts = self._draw_texts(look.step, self._crossed)
         except Exception as error:
-            chosen = Unknown(reason(error))
-        if chosen is None:
+            failure = Unknown(reason(error))
+        if failure is None and not texts:
             return
         for attack in self.inverters:
             if Series.at(self._stages[0], attack.name) in look.answers:
@@ -204,75 +203,37 @@ class TextsChannel(Channel):
             answer: Inverted | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
                 if i == 0 or attack.layer in self._defended:
-                    answer = (
-                        chosen
-                        if isinstance(chosen, Unknown)
-                        else self._reconstructed(attack, stage, chosen, look.step, self._crossed)
+                    answer = failure or self._reconstructed(
+                        attack, stage, texts, look.step, self._crossed
                     )
                 look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
-    def _choose(
-        self,
-        step: int,
-        batches: Sequence[TokenBatch],
-        *,
-        every: bool = False,
-        in_gradients: bool = False,
-    ) -> _Chosen | None:
-        """Draw texts by the step and the process alone, so that a resumed run draws the same.
+    def _draw(self, n: int, step: int) -> list[int]:
+        """Draw some of n texts by the step and the process only, so that a resumed run agrees."""
+        generator = torch.Generator().manual_seed(1_000_003 * step + self.run.rank)
+        return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
-        Args:
-            step: optimizer step.
-            batches: of this process.
-            every: all texts, in their order.
-            in_gradients: without the tokens that no label depends on.
-
-        Returns:
-            None where the batches hold no text.
-
-        Raises:
-            BatchError: documents in a row that are not read as they would be alone.
-        """
-        rows: list[tuple[int, int]] = []
-        truths: list[tuple[Tensor, Tensor]] = []
-        for i, batch in enumerate(batches):
-            documents = batch.by_document()
-            ids, mask = documents.input_ids.cpu(), documents.attention_mask
-            if in_gradients:
-                real = batch.per_document(batch.context_mask()).cpu()
-            else:
-                real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
-            truths.append((ids, real))
-            rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
-        if not rows:
-            return None
-        seed = 1_000_003 * step + self.run.rank
-        generator = torch.Generator().manual_seed(seed)
-        most = len(rows) if every else self.settings.texts
-        order = torch.randperm(len(rows), generator=generator)[:most].tolist()
-        selected = [rows[i] for i in sorted(order)]
-        return _Chosen(
-            selected,
-            _stacked([truths[i][0][row] for i, row in selected]),
-            _stacked([truths[i][1][row] for i, row in selected]),
-        )
+    def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
+        texts = _find_texts([part.batch for part in crossed])
+        return [texts[i] for i in self._draw(len(texts), step)]
 
     def _reconstructed(
         self,
         attack: InversionAttack,
         stage: Stage,
-        chosen: _Chosen,
+        texts: Sequence[_Text],
         step: int,
         crossed: Sequence[Crossed],
     ) -> Inverted | Unknown:
+        input_ids, real = _stack_tokens(texts)
         try:
-            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
+            snapshot = self._snapshot(attack.layer, stage, texts, step, crossed)
             with self.run.timed(attack.name):
                 guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
-            if guess.tokens.shape != chosen.input_ids.shape:
+            if guess.tokens.shape != input_ids.shape:
                 raise UnusableObservation("the attack guessed texts, but others than were sent")
-            inverted = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
+            inverted = Inverted(guess, input_ids, real, attack.age(step))
             if not bool(inverted.started.any()):
                 raise UnusableObservation(
                     f"budget_seconds={attack.budget_seconds} is over before the first token"
@@ -285,14 +246,15 @@ class TextsChannel(Channel):
         self,
         layer: int,
         stage: Stage,
-        rows: Sequence[tuple[int, int]],
+        texts: Sequence[_Text],
         step: int,
         crossed: Sequence[Crossed],
     ) -> ActivationSnapshot:
-        states = [crossed[i].states(stage, layer)[row] for i, row in rows]
+        origins = [(crossed[text.micro_batch], text.row) for text in texts]
+        states = [batch.states(stage, layer)[row] for batch, row in origins]
         length = max(len(s) for s in states)
-        masks = [crossed[i].attention_mask for i, _ in rows]
-        positions = [crossed[i].position_ids for i, _ in rows]
+        masks = [batch.attention_mask for batch, _ in origins]
+        positions = [batch.position_ids for batch, _ in origins]
         if len({p is None for p in positions}) > 1:
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
@@ -302,10 +264,10 @@ class TextsChannel(Channel):
                     torch.ones(len(s), dtype=torch.int64, device=s.device)
                     if m is None
                     else m[row].to(s.device).long()
-                    for m, s, (_, row) in zip(masks, states, rows, strict=True)
+                    for m, s, (_, row) in zip(masks, states, origins, strict=True)
                 ]
             )
-        ids = [p[row] for p, (_, row) in zip(positions, rows, strict=True) if p is not None]
+        ids = [p[row] for p, (_, row) in zip(positions, origins, strict=True) if p is not None]
         return ActivationSnapshot(
             step,
             stage,
@@ -366,9 +328,8 @@ class TextsChannel(Channel):
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
-            chosen = self._choose(control.number, [call.batch for call in crossed])
-            if chosen is not None:
-                answer = self._reconstructed(attack, Stage.LOCAL, chosen, control.number, crossed)
+            if texts := self._draw_texts(control.number, crossed):
+                answer = self._reconstructed(attack, Stage.LOCAL, texts, control.number, crossed)
         return answer
 
     def _matched(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
@@ -379,24 +340,19 @@ class TextsChannel(Channel):
         """
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
-        leaves_open = attack.last_token_open
-        every = self._choose(step.number, step.batches, every=True, in_gradients=leaves_open)
-        selected = self._choose(step.number, step.batches, in_gradients=leaves_open)
-        if every is None or selected is None:
+        texts = _find_texts(step.batches, in_gradients=attack.last_token_open)
+        if not texts:
             raise UnusableObservation(
                 "no text of this batch has a token that a label depends on: each is one token "
                 "long, or without a label behind its first"
             )
-        order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
-        ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
+        ids, real = _stack_tokens(texts)
+        order = (~real).int().argsort(dim=1, stable=True)  # such a text begins on the left
+        ids, real = ids.gather(1, order), real.gather(1, order)
         tokens = in_true_order(guess.tokens, ids, real)
-        indices = [every.rows.index(row) for row in selected.rows]
-        selected_guess = TextGuess(
-            tokens[indices], finished=guess.finished, certified=guess.certified
-        )
-        return Inverted(
-            selected_guess, ids[indices], real[indices], attack.age(step.number), matched=True
-        )
+        drawn = self._draw(len(texts), step.number)
+        answer = TextGuess(tokens[drawn], finished=guess.finished, certified=guess.certified)
+        return Inverted(answer, ids[drawn], real[drawn], attack.age(step.number), matched=True)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -440,6 +396,34 @@ def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
         lines.append(f"original:      {files.text(true)}")
         lines.append(f"reconstructed: {files.text(answer)}")
     files.append("texts", lines)
+
+
+def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) -> list[_Text]:
+    """Return all texts of batches that have a token.
+
+    Args:
+        batches: The micro-batches of this process.
+        in_gradients: Whether tokens that no label depends on are left out.
+
+    Raises:
+        BatchError: Documents in a row are not read as they would be alone.
+    """
+    texts = list[_Text]()
+    for i, batch in enumerate(batches):
+        documents = batch.by_document()
+        ids, mask = documents.input_ids.cpu(), documents.attention_mask
+        if in_gradients:
+            real = batch.per_document(batch.context_mask()).cpu()
+        else:
+            real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+        rows = real.any(1).nonzero().flatten().tolist()
+        texts += [_Text(i, row, ids[row], real[row]) for row in rows]
+    return texts
+
+
+def _stack_tokens(texts: Sequence[_Text]) -> tuple[Tensor, Tensor]:
+    """Return the tokens of texts, (n, L), and which of them are no padding, (n, L) bool."""
+    return _stacked([text.ids for text in texts]), _stacked([text.real for text in texts])
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

@@ -241,9 +241,10 @@ class WordsChannel(Channel):
         """Return the rates of an attack on the words of a control, of all processes of a client."""
         truth = self._of_client(self._words_in(control.batches))
         answer = guess(plan, control, Stage.LOCAL, self.run)
-        if isinstance(answer, Unknown | Waiting) or truth is None:
-            return answer if isinstance(answer, Unknown | Waiting) else {}
+        if isinstance(answer, Unknown | Waiting):
+            return answer
         assert isinstance(answer, WordGuess)
+        assert truth is not None  # since this process has one
         return self._rates(answer, truth)
 
     def _counts(self, answer: WordGuess, types: Tensor) -> Counts:

@@ -213,7 +213,7 @@ class RunRecord:
                 privacy=spendings(accounting(run.defenses), ended=True),
                 results=number,
                 results_head=head,
-                weights=hashes and hashes["trained"],
+                weights=None if hashes is None else hashes["trained"],
                 row_order=self._row_order(run) if is_finished else None,
             )
         )

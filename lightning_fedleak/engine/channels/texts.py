@@ -1,8 +1,7 @@
-"""Texts: what was said, from the activations that cross a split or from gradients.
+"""The channel of text attacks: whole texts, from the activations at a split or from gradients.
 
-Of activations, those are attacked that the client's own forward gave at the split, dropout and all,
-with the mask and the positions that go along. The server's copy of the bottom model is renewed at
-each look (as often as the attack says).
+The attacked activations are those of the client's own forward pass, with its dropout, mask and
+positions. The attack decides at which looks the server's copy of the bottom model is renewed.
 """
 
 from __future__ import annotations
@@ -54,8 +53,9 @@ from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
-"""Where activations are: no server reduces them over clients."""
+"""The stages of activations, which no server reduces over clients."""
 RESAMPLES = 200
+"""Bootstrap resamples of an interval; not tuned."""
 
 
 class _Text(NamedTuple):
@@ -75,13 +75,14 @@ class _Text(NamedTuple):
 
 
 class TextsChannel(Channel):
-    """Attacks that reconstruct whole texts.
+    """The channel of attacks that reconstruct whole texts.
 
-    Of those that read hidden states each process shows some texts of its own batch; who lists one
-    has a split there. Texts that were guessed from gradients, which tell no order, are matched
-    with those of the batch so that as many tokens as possible are right. Texts of a split that an
-    attack's time budget left untouched do not count; intervals take texts as independent, not their
-    tokens (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
+    An attack on hidden states stands for a model that is split there; each process shows it some
+    texts of its own batch. Gradients do not tell the order of texts, so that texts guessed from
+    them are matched with those of the batch to make as many tokens as possible right. Texts at a
+    split that an attack did not start within its time budget do not count. Intervals take texts as
+    independent, but not their tokens
+    (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
     guesses = TextGuess
@@ -125,10 +126,10 @@ class TextsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Begin a fit: put the hooks in, after those of the defences.
+        """Begin a fit: add hooks to the model, after those of the defences.
 
         Raises:
-            ValueError: a stage does not exist at an attack's layer.
+            ValueError: A stage does not exist at an attack's layer.
         """
         super().open(run)
         self._tap = None
@@ -140,7 +141,7 @@ class TextsChannel(Channel):
             self.removers = [self._crossed.clear, self._tap.close]
 
     def _check_local(self) -> None:
-        """Refuse to measure hidden states "before the defences" that are computed after one."""
+        """Refuse stage local if a defence acts on a layer below the one that an attack reads."""
         for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
             for attack in self.inverters:
                 below = [layer for layer in defense.activation_layers if layer < attack.layer]
@@ -167,7 +168,7 @@ class TextsChannel(Channel):
             self._tap.disarm()
 
     def batch_ends(self, batch: TokenBatch | None) -> None:
-        """Take what crossed in a micro-batch that has ended; None where it trained nothing."""
+        """Take the activations of a micro-batch that has ended; None if it trained nothing."""
         if self._tap is None or self._done:
             return
         if batch is None:
@@ -176,9 +177,9 @@ class TextsChannel(Channel):
             self._crossed.append(self._tap.take(batch))
 
     def at_stages(self, look: Look) -> None:
-        """Let every attack on hidden states reconstruct once in a look, others from gradients."""
+        """Let attacks on hidden states reconstruct once in a look, others from each gradient."""
         super().at_stages(look)
-        # The same on every process, which FSDP2's gathering of the model needs.
+        # Entered on every process alike, as FSDP2's gathering of the model needs.
         if self._tap is not None and not self._done:
             self._done = True
             with whole_model(self.run.anatomy.root), torch.no_grad():
@@ -289,7 +290,7 @@ class TextsChannel(Channel):
         return answer.pack(self.settings.texts)
 
     def _entities_in(self, inverted: Inverted, kind: str) -> Tensor:
-        """Return (n, L) bool, the tokens of the texts that lie in a value of a kind."""
+        """Return which tokens of the texts lie in a value of a kind, (n, L) bool."""
         assert self.finder is not None
         marks = torch.zeros(inverted.real.shape, dtype=torch.bool)
         for row, ids, real in zip(
@@ -316,7 +317,7 @@ class TextsChannel(Channel):
         return answer if isinstance(answer, Unknown) else self.rates(control, plan, answer)
 
     def _control_inversion(self, attack: InversionAttack, control: Step) -> Inverted | Unknown:
-        """Return the texts of a control off its hidden states."""
+        """Return the reconstruction of a control's texts from its hidden states."""
         if control.is_part:
             return Unknown("a part of a control has fewer labels, and not fewer tokens")
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
@@ -333,10 +334,10 @@ class TextsChannel(Channel):
         return answer
 
     def _matched(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
-        """Return texts guessed from gradients, each beside the most similar text of the batch.
+        """Match texts guessed from gradients with the texts of the batch.
 
-        Where an attack leaves open the tokens of a causal text that no label depends on, these do
-        not count: its last token, or all from the last one whose label counts.
+        Tokens of a causal text that no label depends on (its last token, or all from the last
+        counted label on) do not count if the attack leaves them open.
         """
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")

@@ -260,7 +260,7 @@ class UserMetrics:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the last and the best values, and the steps of the best ones."""
         best = {name: value for name, (_, value) in self.best.items()}
-        steps = {name: step for name, (step, _) in self.best.items()}
+        steps: dict[str, float] = {name: step for name, (step, _) in self.best.items()}
         return {"last": dict(self.last), "best": best, "best_steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:

@@ -233,23 +233,23 @@ class Controls:
         return [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
 
     def _number(self, look: Look, plan: Plan) -> float:
-        """Return the lowest number of an attack at the stages of this look; 0 without one."""
+        """Return the lowest headline of an attack at the stages of this look; 0 if it has none."""
         channel, missing = self._channels[plan.attack.name], Unknown | Waiting | None
         known = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
         try:
             rates = [channel.rates(look.training_step, plan, answer) for answer in known]
-        except Exception:  # the attack's own failure, as its result says
+        except Exception:  # the result of the attack states the reason
             return 0.0
         numbers = (values.get(channel.headline, math.nan) for values in rates)
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
-        """Make the step again, and ask attacks about known words.
+        """Make the step again, and then play its control.
 
         Args:
-            look: the look.
-            plans: of the attacks whose control is due.
-            scored: of all attacks that are scored by the words of this step.
+            look: The look.
+            plans: The plans of the attacks whose control is due.
+            scored: The plans of all attacks that the words of this step score.
         """
         step = look.training_step
         controls = self._controls(step)
@@ -266,15 +266,18 @@ class Controls:
         self._fail(look, likely, _LIKELY_TEXTS)
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
-        """Let no low number of these attacks count at this look, since its control is not known."""
+        """Keep an unknown control for attacks, so that no low number of theirs counts."""
         for plan in plans:
             self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _controls(self, step: Step) -> list[Step]:
-        """Return the controls of a step: its words are shuffled, and sizes stay or go with them.
+        """Return the controls of a step, which have its words in shuffled order.
+
+        If labels weigh unevenly in the loss there are two: in the first the weights stay at their
+        positions, in the second they move with the words.
 
         Raises:
-            UnusableObservation: its calls are not known, on this process or on another one.
+            UnusableObservation: The calls of the step are not known, here or on another process.
         """
         failure, uneven, controls = step.error, False, list[Step]()
         generator = torch.Generator().manual_seed(1_000_003 * step.number + self._run.rank)
@@ -297,10 +300,10 @@ class Controls:
         return controls
 
     def _remainder(self, look: Look, plans: Sequence[Plan]) -> tuple[float, dict[str, Tensor]]:
-        """Return which share of gradients the step made again leaves, and what of each of them.
+        """Return the share of the gradients that the step made again leaves, and what it leaves.
 
-        What is left is in units of the step made again. The share is 0 where there is nothing to
-        compare, or the step cannot be made again.
+        The remainder of each gradient is in the scale of the step made again. The share is 0 if
+        there is nothing to compare, or the step cannot be made again.
         """
         step, view = look.training_step, self._before_defenses(look)
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
@@ -330,7 +333,7 @@ class Controls:
         return 0.0, {}
 
     def _before_defenses(self, look: Look) -> GradientSnapshot | None:
-        """Return what a step, or a round, left before any defence; None where it was not seen."""
+        """Return the gradient of a step or round before any defence; None if it was not seen."""
         step = look.training_step
         is_round = step.round is not None and not (self._run.defenses or step.compression)
         if step.undefended is None and (Stage.LOCAL in look.stages or is_round):
@@ -339,10 +342,11 @@ class Controls:
         return step.undefended
 
     def _rounding(self, view: GradientSnapshot, step: Step, roles: Sequence[str]) -> float:
-        """Return the share of a gradient that rounding leaves where its step is made again.
+        """Return the share of a gradient that rounding leaves when its step is made again.
 
-        Here the same numbers come out again. Rounded are sums over processes, and rows of logits
-        that were not seen: of a whole model that is compiled, and of a head that is not called.
+        On one process with recorded logits exactly the same numbers come out again. Sums over
+        processes are rounded differently, and so are logits that were not recorded, because the
+        whole model is compiled or the head is not called.
         """
         anatomy, heads = self._run.anatomy, [call.read_heads for call in step.calls]
         of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
@@ -360,7 +364,7 @@ class Controls:
         """Return the gradients of the step made again, by role.
 
         Raises:
-            UnusableObservation: it cannot be made again, or not with the same random numbers.
+            UnusableObservation: It cannot be made again, or not with the same random numbers.
         """
         again = self._gradient(step, roles, {}).tensors
         if all(call.random for call in step.calls):
@@ -380,7 +384,7 @@ class Controls:
         controls: Sequence[Step],
         remainder: Mapping[str, Tensor],
     ) -> None:
-        """Ask attacks about the known words of controls, and about parts where they read few."""
+        """Play controls, and parts of a control for attacks that read little of the whole."""
         answers = [self._rates(control, plans, remainder) for control in controls]
         low = []
         for plan in plans:
@@ -416,12 +420,12 @@ class Controls:
         """Return the gradient of a step made again; the mean over processes if they are one client.
 
         Args:
-            step: the step itself, or a control.
-            roles: whose gradients are read; none where all attacks read hidden states alone.
-            remainder: by role, what the step made again leaves of the gradient, which is added.
+            step: The step itself, or a control.
+            roles: The roles of the gradients; empty if all attacks read only hidden states.
+            remainder: What the step made again leaves of each gradient, by role, which is added.
 
         Raises:
-            UnusableObservation: it cannot be made, on this process or on another one.
+            UnusableObservation: The gradient cannot be made, here or on another process.
         """
         run, why = self._run, _ELSEWHERE
         if not roles:
@@ -458,9 +462,9 @@ class Controls:
     def _lowest(
         self, look: Look, plan: Plan, answers: Sequence[Mapping[str, float] | Unknown | Waiting]
     ) -> Control | None:
-        """Return the lowest rates of controls; None where the undefended step has no result."""
+        """Return the lowest rates of controls; None if the attack waits on one of them."""
         if waits := next((rates for rates in answers if isinstance(rates, Waiting)), None):
-            # What noise is on the stages behind it says nothing of the words.
+            # Without a result before the defences, one after them would be made of noise.
             names = [s for s in self._series if s.attack == plan.attack.name]
             look.answers |= dict.fromkeys(names, waits)
             return None
@@ -472,9 +476,9 @@ class Controls:
     def _ask_parts(
         self, look: Look, plans: Sequence[Plan], whole: Step, remainder: Mapping[str, Tensor]
     ) -> None:
-        """Ask attacks whose control is low about parts of it, until one is read or none is left.
+        """Play ever smaller parts of a control for attacks that read little of the whole.
 
-        Where an attack reads a part, the whole holds more than it can distinguish.
+        If an attack reads a part, the whole holds more than the attack can tell apart.
         """
         n_labels = self._count_labels(whole)
         names = {plan.attack.name for plan in plans}
@@ -505,7 +509,7 @@ class Controls:
         n_labels: int,
         remainder: Mapping[str, Tensor],
     ) -> list[Plan]:
-        """Ask attacks about a part of a control, and return the plans of those that cannot read it.
+        """Play a part of a control, and return the plans of the attacks that cannot read it.
 
         Args:
             look: the look.
@@ -553,7 +557,7 @@ class Controls:
         self._newest, self._parts = deepcopy(state)
 
     def _need(self, channel: Channel) -> float:
-        """Return what a control must exceed for a low number to count."""
+        """Return the value that a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 
     def _nothing(self, plan: Plan) -> dict[str, float]:

@@ -98,7 +98,8 @@ class Exchange:
         """Return the numbers of all processes, (clients, n), on process 0; None on the others."""
         if not self._many:
             return local[None]
-        local = local.to(_exchange_device(self._run.device))
+        # gloo gathers on the CPU only.
+        local = local.cpu() if "gloo" in dist.get_backend() else local.to(self._run.device)
         if dist.get_rank() != 0:
             dist.gather(local, None, dst=0)
             return None
@@ -168,11 +169,6 @@ def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -
         joint = run.summed(joint.to(run.device)).cpu()
         whole.append(joint > 0.5 if values.dtype == torch.bool else joint)
     return whole
-
-
-def _exchange_device(device: torch.device) -> torch.device:
-    """Return the device on which the backend gathers: the CPU for gloo."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else device
 
 
 def _without_clients(outcome: Outcome) -> Outcome:

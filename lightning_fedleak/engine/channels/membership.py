@@ -181,13 +181,6 @@ class MembershipChannel(Channel):
                 "device; or give these attacks a monitor of their own"
             )
 
-    def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
-        # A server that adds trainable layers gets a gradient there even if all layers below are
-        # frozen. Inside a reentrant checkpoint such a gradient would need other trained parameters.
-        modules = self.run.anatomy.model.modules()
-        checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
-        return ActivationTap(self.run.anatomy, layers, states=False, reach=not checkpointed)
-
     def check(self, attack: Attack) -> None:
         """Try an attack on two short texts, so that one that does not fit fails before training.
 
@@ -218,8 +211,14 @@ class MembershipChannel(Channel):
         if layers != self._layers:
             self._remove_taps()
             self._layers = layers
-            self._tap = self._place_tap(sorted(layers)) if layers else None
-            self._calls = ModelCalls(self.run.anatomy) if layers and self._has_new_ids else None
+        if layers and self._tap is None:
+            anatomy = self.run.anatomy
+            # A server that adds trainable layers gets a gradient there even if all layers below are
+            # frozen. In a reentrant checkpoint such a gradient would need other trained parameters.
+            modules = anatomy.model.modules()
+            checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
+            self._tap = ActivationTap(anatomy, sorted(layers), states=False, reach=not checkpointed)
+            self._calls = ModelCalls(anatomy) if self._has_new_ids else None
         if self._tap is not None:
             self._tap.arm()
         if self._calls is not None:

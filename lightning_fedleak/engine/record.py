@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 import platform
 import secrets
 import weakref
@@ -203,7 +202,7 @@ class RunRecord:
         if self.planned is not None and self.planned < run.step:
             self.append(records.PlanLine(run="", step=run.step))
         is_finished = outcome == "finished"
-        hashes = self._hashes_of(run, "trained", max_bytes=math.inf) if is_finished else None
+        hashes = self._hashes_of(run, "trained", any_size=True) if is_finished else None
         number, head = self._results_end()
         self.append(
             records.EndLine(
@@ -261,7 +260,7 @@ class RunRecord:
         return {kind: digest_weights(part) for kind, part in hashes.items()}
 
     def _hashes_of(
-        self, run: Run, *kinds: str, max_bytes: float = MAX_HASHED_BYTES
+        self, run: Run, *kinds: str, any_size: bool = False
     ) -> dict[str, dict[str, str]] | None:
         """Return the hashes of tensors by name, by their kind; see :meth:`weights_of`."""
         if run.unit != "step" or run.is_sharded:
@@ -274,7 +273,7 @@ class RunRecord:
             return {
                 kind: hash_weights(part)
                 for kind, part in tensors.items()
-                if sum(tensor.nbytes for tensor in part.values()) <= max_bytes
+                if any_size or sum(t.nbytes for t in part.values()) <= MAX_HASHED_BYTES
             }
         except Exception as error:  # such as out of memory, or weights on the meta device
             self._warn(f"weights were not hashed ({type(error).__name__})")

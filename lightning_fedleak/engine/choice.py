@@ -1,4 +1,4 @@
-"""The table of the attacks of one run: what each of them costs and reads."""
+"""The table that is logged with ``attacks="auto"``: the cost of each attack and what it reads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, Anatomy
 
 MAX_LINES = 3
-"""Lines of an attack in the table that is logged before the first step; run.jsonl has more."""
+"""Largest number of lines of an attack in the table; ``run.jsonl`` has the full reason."""
 WIDTH = 110
-"""Columns of that table."""
+"""Width of the table in characters."""
 
 _WRITTEN = ". Calibrated on text that the model writes itself; public_text= takes yours:"
 _NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'safe'."
@@ -21,15 +21,15 @@ _NOTHING = "no attack. Nothing is tested in this run. That is 'unknown', not 'sa
 
 @dataclass(frozen=True)
 class Row:
-    """Say what becomes of one attack in this run.
+    """The decision about one attack in this run.
 
     Attributes:
-        attack: its name.
-        reads: the parameters whose gradient it reads; none where it reads layers of its own.
-        why_not: why it is not played; None where it is.
-        exposed: whether what it reads is shared, as far as is known.
-        seconds: that a look is estimated to take; None where that was not tried.
-        never: why it can read no round of this run, whatever the data; None where it may.
+        attack: The name of the attack.
+        reads: The parameters whose gradient it reads; empty if it reads layers of a server.
+        why_not: Why it is not played; None if it is.
+        exposed: Whether the gradients that it reads are shared, as far as is known.
+        seconds: The estimated duration of a look; None if it was not measured.
+        never: Why it can read no round of this run, whatever the data; None if it may.
     """
 
     attack: str
@@ -63,10 +63,10 @@ def table(
     """Return the table: a line for each attack, or a few.
 
     Args:
-        rows: one for each attack.
-        unread: names of shared parameters that none of them reads.
-        writes: they are calibrated on text that the model writes itself.
-        watcher: who plays them.
+        rows: A row for each attack.
+        unread: The names of shared parameters that no attack reads.
+        writes: Whether attacks are calibrated on text that the model writes itself.
+        watcher: The class that plays the attacks.
     """
     played = any(row.why_not is None for row in rows)
     does = f"these attacks{_WRITTEN if writes else ':'}" if played else _NOTHING

@@ -1,12 +1,12 @@
-"""The path of one look: a step is captured, attacks guess, guesses are scored, results recorded.
+"""One look: a step is captured, the attacks guess, the guesses are scored, results are recorded.
 
 ::
 
     step -> attacks -> score -> record
 
-When a look is due, :mod:`~lightning_fedleak.engine.scheduler` decides; the taps that make its step
-are in :mod:`~lightning_fedleak.engine.fit`; how a run begins and ends in
-:mod:`~lightning_fedleak.engine.lifecycle`.
+:mod:`~lightning_fedleak.engine.scheduler` decides when a look is due,
+:mod:`~lightning_fedleak.engine.fit` holds the taps that record its step, and
+:mod:`~lightning_fedleak.engine.lifecycle` begins and ends a run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lightning_fedleak.report.records.utility import is_validation
 
 
 class StepEngine:
-    """Look at the steps of a run. What its methods raise is a failure of the look, not of the run.
+    """Look at the steps of a run. An error in here makes results unknown and ends no training.
 
     Attributes:
-        options: how a run is watched.
-        fit: the run at work; None between runs.
-        results: of all looks of the newest run.
-        report: writes what looks found; None outside of a run.
-        weights: looks at the trained weights; None where no attack reads them.
+        options: The settings by which a run is watched.
+        fit: The parts that live as long as the current run; None between runs.
+        results: The results of all looks of the newest run.
+        report: The writer of the results; None outside of a run.
+        weights: The looks at the trained weights; None if no attack reads these.
     """
 
     options: Options
@@ -61,7 +61,7 @@ class StepEngine:
         return self.fit
 
     def fail(self, error: Exception) -> None:
-        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        """Make the current look, or else the next one, unknown because of an internal error."""
         if self.fit is not None:
             self.fit.fail(error)
 
@@ -69,16 +69,15 @@ class StepEngine:
 
     @contained
     def batch_begins(self, batch: Any) -> None:
-        """Start a look where one is due, and take the truth before any defence acts.
+        """Start a look if one is due, and read the batch before any defence acts.
 
         Raises:
-            Exception: the first batch cannot be read.
+            BatchError: The first batch cannot be read; an adapter's own error is raised as it is.
         """
         if self.weights is not None:
             self.weights.batch_begins(batch)
         fit, number = self._fit, self._fit.run.step
-        if fit.is_first:
-            fit.check_first(batch)
+        fit.check_first_batch(batch)
         is_moved = fit.begin_look(number) or fit.scheduler.cadence.price is not None
         if is_moved and self.report is not None and self.report.record is not None:
             next_look = max(number, fit.scheduler.cadence.next_step)
@@ -88,15 +87,15 @@ class StepEngine:
 
     @contained
     def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Note that this batch ends an optimizer step, and does not only accumulate gradients."""
+        """Note that an optimizer step ends with this batch, so gradients no longer accumulate."""
         if self._fit.owns(optimizer):
             self._fit.scheduler.phase = Phase.STEPPED
 
     @contained
     def _stage_reached(self, stage: Stage, optimizer: Optimizer) -> None:
-        """Look at ``p.grad`` as it is at a stage; at the last one the optimizer is about to step.
+        """Attack ``p.grad`` at a stage. At the last stage the optimizer is about to step.
 
-        Without defences that act in between, the last stage is the only one that is reported.
+        Without defences the gradient is the same at all stages, and only the last one is reported.
         """
         fit = self._fit
         if fit.look is not None and stage is Stage.LOCAL:
@@ -118,7 +117,7 @@ class StepEngine:
         for channel in fit.channels:
             channel.before_defense(defense, parameters, context)
         if fit.look is not None and defense.compression:
-            if defense.defers:  # all that it gets leaves in time
+            if defense.defers:  # whatever it holds back now is shared in a later step
                 self._capture(fit.shared_stages, fit.owner_of(parameters[0]))
             method = AVERAGED if defense.defers else defense.compression.method
             fit.look.training_step.compression = method
@@ -126,7 +125,7 @@ class StepEngine:
     def _capture(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> None:
-        """Let the attacks read a gradient that is the same at all of ``stages``, once."""
+        """Let the attacks read a gradient once, which is the same at all of ``stages``."""
         look = self._fit.capture(stages, optimizer, kept=kept)
         if look is not None:
             self._attack(look)
@@ -138,7 +137,7 @@ class StepEngine:
 
     @contained
     def _attack(self, look: Look) -> None:
-        """Let every attack guess from what is shared now, and from the control of the look."""
+        """Let every attack guess from the present gradient, and from a control if one is due."""
         fit, step = self._fit, look.training_step
         with look.clock(fit.run.device), share_work(look.work):
             if look.optimizer is not None:
@@ -164,7 +163,7 @@ class StepEngine:
 
     @contained
     def _end_batch(self, *, trained: bool) -> bool:
-        """Publish a look that ends with this batch, and return that this went well."""
+        """Publish the look that ends with this batch, if any. Return True, or None on an error."""
         fit = self._fit
         stepped, look = fit.scheduler.batch_ends(trained), fit.look
         if look is None:
@@ -172,8 +171,7 @@ class StepEngine:
         self._take_batch(look, trained)
         if not stepped:
             return True
-        if fit.is_unchecked:
-            fit.check_unread(look)
+        fit.check_first_look(look)
         try:
             outcomes = self._score(look)
         finally:
@@ -190,14 +188,14 @@ class StepEngine:
 
     @contained
     def _take_batch(self, look: Look, trained: bool) -> None:
-        """Add the batch that has ended to what the look is scored against."""
+        """Add the batch that has ended to the truth that the look is scored against."""
         with look.clock(self._fit.run.device):
             batch = self._fit.tap.batch_ends(look.training_step, trained=trained)
         for channel in self._fit.channels_in(look):
             channel.batch_ends(batch)
 
     def _score(self, look: Look) -> dict[Series, Outcome] | None:
-        """Score every attack that the look is of, pool over processes, and fix the next look."""
+        """Score the attacks of a look, pool over processes, and decide when the next look is."""
         fit, cadence = self._fit, self._fit.scheduler.cadence
         results = self._results(look) or {}
         fit.end_look(look)
@@ -216,14 +214,14 @@ class StepEngine:
 
     @contained
     def _results(self, look: Look) -> dict[Series, Result]:
-        """Return this process's result of every series that the look is of."""
+        """Return this process's result of every series of the look."""
         fit, results = self._fit, dict[Series, Result]()
         scope, waits = look.scope or fit.series.keys(), fit.scheduler.waits
-        still = {s: w for s, w in waits.items() if s in scope and look.answers.get(s) is w}
+        waiting = {s: w for s, w in waits.items() if s in scope and look.answers.get(s) is w}
         with look.clock(fit.run.device):
-            for channel in fit.channels_in(look) if still.keys() != scope else ():
+            for channel in fit.channels_in(look) if waiting.keys() != scope else ():
                 results |= results_of(channel, look)
-        results = {s: r for s, r in results.items() if s in scope} | still
+        results = {s: r for s, r in results.items() if s in scope} | waiting
         waits |= {s: r for s, r in results.items() if isinstance(r, Waiting)}
         return results
 

@@ -1,4 +1,4 @@
-"""One run of an engine: its taps, its attacks, and the look at work."""
+"""The parts of an engine that live as long as one run: taps, attacks, and the current look."""
 
 from __future__ import annotations
 
@@ -40,26 +40,24 @@ from lightning_fedleak.model.taps import StepTap, is_uneven
 
 
 class Fit:
-    """Hold everything of an engine that lives only as long as one run, and capture its steps.
+    """Hold everything of an engine that lives as long as one run, and capture the run's steps.
 
     Args:
-        run: the run; its strategy is set up, and its channels are open.
-        lineup: the attacks that are played.
-        options: how the run is watched.
-        series: the channel of each series, in the order of the logs.
-        channels: those that have attacks.
+        run: The run. Its strategy is set up, and the channels are open on it.
+        lineup: The attacks of the run.
+        options: The settings by which the run is watched.
+        series: The channel of each series, in the order of the logs.
+        channels: The channels that have attacks.
 
     Attributes:
-        run, lineup, series, channels: as above.
-        scheduler: decides which steps are looked at.
-        controls: gives attacks the control of a look.
-        tap: makes the step of each look.
-        exchange: pools the results of all processes.
-        accounting: the defences that account for what they release.
-        look: the one at work; None between looks.
-        failure: why the look at work, or the next one, has no result; None where nothing failed.
-        is_first: whether no batch has come yet.
-        is_unchecked: whether no look has ended yet.
+        run, lineup, series, channels: The arguments.
+        scheduler: Decides which steps are looked at.
+        controls: Gives attacks the control of a look.
+        tap: Records the step of each look.
+        exchange: Pools the results of all processes.
+        accounting: The defences with an account of their releases (DP).
+        look: The current look; None between looks.
+        failure: Why the current look, or else the next one, is unknown; None if nothing failed.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Fit:
         self.accounting = accounting(run.defenses)
         self.look: Look | None = None
         self.failure: str | None = None
-        self.is_first = self.is_unchecked = True
+        self._is_before_batch = self._is_before_look = True
         self._options = options
         self._unreadable: Exception | None = None
         self._watches_steps = False
@@ -110,12 +108,12 @@ class Fit:
         """Install the taps and calibrate the attacks, see :meth:`Lineup.calibrate`.
 
         Args:
-            restored: of a checkpoint, by the attack's name.
-            stage_reached: is called where ``p.grad`` is what an optimizer is about to step with.
-            before_defense: is called with what a defence is about to get.
+            restored: The calibrations in a checkpoint, by the attack's name.
+            stage_reached: Called at each stage of ``p.grad``, see :meth:`Run.watch_release`.
+            before_defense: Called right before a defence acts on the gradients.
 
         Raises:
-            ValueError: an attack does not fit the model.
+            ValueError: An attack does not fit the model.
         """
         try:
             if self.run.unit == "step":
@@ -129,14 +127,14 @@ class Fit:
 
     @property
     def keeps_local(self) -> bool:
-        """Return whether a tap keeps gradients, since DDP reduces them before they can be read."""
+        """Return whether the tap copies local gradients, because DDP reduces them in backward."""
         per_rank = self.run.under_ddp and self.run.client == "rank"
         return self._watches_steps and per_rank and not self.run.separates_stages
 
-    # ---- what is trained --------------------------------------------------------------------
+    # ---- trained parameters -----------------------------------------------------------------
 
     def _trained(self) -> tuple[object, ...]:
-        """Return what plans depend on: which parameters are trained, and by which optimizer."""
+        """Return the facts that plans depend on: the trained parameters and their optimizers."""
         groups = ((o, p) for o in self.run.optimizers for g in o.param_groups for p in g["params"])
         owners = tuple((id(optimizer), id(p)) for optimizer, p in groups)
         adapter = str(getattr(self.run.anatomy.model, "active_adapter", None))
@@ -144,11 +142,11 @@ class Fit:
         return owners, adapter, *trained
 
     def follow_changes(self) -> bool:
-        """Follow what is trained now, and return whether something else is read than before."""
+        """Plan again if other parameters are trained now; return whether other ones are read."""
         return self._followed != self._trained() and self.follow()
 
     def follow(self) -> bool:
-        """Plan the attacks again, and return whether something else is read than before."""
+        """Plan the attacks again, and return whether other parameters are read than before."""
         self._followed = self._trained()
         anatomy = self.run.anatomy
         with shaped(anatomy.root.parameters()):
@@ -163,12 +161,12 @@ class Fit:
         return True
 
     def refresh(self, look: Look) -> None:
-        """Let the attacks that a look is of follow the model, once in a look."""
+        """Let the attacks of a look follow the weights of the model, once in a look."""
         if look.followed:
             return
         look.followed = True
         scope = self.series if look.scope is None else look.scope
-        look.seconds += self.lineup.calibrating_seconds  # which are no look's
+        look.seconds += self.lineup.calibrating_seconds  # calibrations do not count as looking
         failed = self.lineup.refresh(look.step, {series.attack for series in scope})
         look.seconds -= self.lineup.calibrating_seconds
         for series in scope:
@@ -176,9 +174,9 @@ class Fit:
                 look.answers[series] = Unknown(failed[series.attack])
 
     def admit_held(self, look: Look) -> None:
-        """Let attacks that are held choose themselves where labels weigh unevenly in the loss.
+        """Play the attacks for uneven losses from now on if labels weigh unevenly in this step.
 
-        Under DP none does, since the moment would depend on the data.
+        Under DP they are never played, because the moment would depend on the data.
         """
         waiting = self.lineup.held
         if not waiting or look.scope is not None or self.accounting:
@@ -192,17 +190,17 @@ class Fit:
     # ---- ends -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove every tap but those of the channels, which their engine closes."""
+        """Remove all taps except those of the channels, which the engine removes."""
         removers, self._removers = self._removers, []
         self.each(*removers, self.tap.close)
         self.look = None
 
     def fail(self, error: Exception) -> None:
-        """Let the look at work, or the next one, have no result, because of an error of ours."""
+        """Make the current look, or else the next one, unknown because of an internal error."""
         self.failure = self.failure or reason(error)
 
     def each(self, *functions: Callable[[], object]) -> None:
-        """Call all of the functions, whatever one of them raises."""
+        """Call all of the functions, also if one of them raises an error."""
         for function in functions:
             try:
                 function()
@@ -211,13 +209,17 @@ class Fit:
 
     # ---- a look begins and ends -------------------------------------------------------------
 
-    def check_first(self, batch: Any) -> None:
-        """Refuse a first batch that can be read nowhere, on all processes at once.
+    def check_first_batch(self, batch: Any) -> None:
+        """Refuse the first batch if it cannot be read, on all processes at once.
+
+        A batch that the step's graph may show is refused later, by :meth:`check_first_look`.
 
         Raises:
-            Refusal: its error shows an adapter to copy.
+            Refusal: The first batch cannot be read; its error shows an adapter to copy.
         """
-        self.is_first, adapter = False, self._options.batch_adapter
+        if not self._is_before_batch:
+            return
+        self._is_before_batch, adapter = False, self._options.batch_adapter
         try:
             self.tap.read(batch)
         except Exception as error:
@@ -228,23 +230,24 @@ class Fit:
         needs_batch = self.tap.why_not is not None or batch is None or adapter is not None
         self._refuse_anywhere(needed=needs_batch)
 
-    def check_unread(self, look: Look) -> None:
-        """Refuse, at the end of the first look, a batch that neither its graph nor itself shows.
+    def check_first_look(self, look: Look) -> None:
+        """Refuse, at the end of the first look, a batch that the step's graph did not show either.
 
         Raises:
-            Refusal: its error shows an adapter to copy.
+            Refusal: The first batch cannot be read; its error shows an adapter to copy.
         """
-        self.is_unchecked = False
-        self._refuse_anywhere(needed=look.training_step.error is not None)
+        if self._is_before_look:
+            self._is_before_look = False
+            self._refuse_anywhere(needed=look.training_step.error is not None)
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
-        """End the run where a process needs its first batch, and could not read it."""
+        """End the run if any process needs its first batch and could not read it."""
         if self.run.on_any_process(needed and self._unreadable is not None):
             other = BatchError("another process could not read its first batch")
             raise Refusal(self._unreadable or other)
 
     def begin_look(self, step: int) -> bool:
-        """Start a look where one is due, and return whether one started."""
+        """Start a look if one is due, and return whether one started."""
         if self.look is not None:
             return False
         try:
@@ -262,11 +265,11 @@ class Fit:
         look = self.look = self.scheduler.due_look(step, exposed)
         if look is None:
             return
-        self.run.spent.clear()  # of a look that was not written
+        self.run.spent.clear()  # may hold the seconds of a look that was not written
         self.run.longest.clear()
         with look.clock(self.run.device):
             if look.scope is None:
-                if self.lineup.is_sharded:  # an evaluation leaves layers of FSDP2 whole
+                if self.lineup.is_sharded:  # FSDP2 leaves layers unsharded after an evaluation
                     reshard(self.run.anatomy.root)
                 with shaped(self.run.anatomy.root.parameters()):
                     self.follow_changes()
@@ -278,37 +281,38 @@ class Fit:
     def end_look(self, look: Look) -> None:
         """End a look: the taps rest until the next one, and channels free what it used."""
         self.look = None
-        if not self.accounting:  # under DP the moment, and a gate, would depend on one example
+        if not self.accounting:  # under DP the choice of attacks must not depend on an example
             self.lineup.leave_out_slow(self.run.longest)
         self.each(self.tap.end, *(partial(channel.disarm, look) for channel in self.channels))
 
     def drop_look(self) -> None:
-        """Forget a look that failed, with its hooks in the user's forward."""
+        """Forget a look that failed, and disarm its hooks in the user's forward pass."""
         self.look = None
         self.each(self.tap.end)
 
     def channels_in(self, look: Look) -> list[Channel]:
-        """Return the channels that a look is of."""
+        """Return the channels whose attacks take part in a look."""
         if look.scope is None:
             return [*self.channels]
         return [c for c in self.channels if any(self.series[s] is c for s in look.scope)]
 
-    # ---- what is captured -------------------------------------------------------------------
+    # ---- captured gradients -----------------------------------------------------------------
 
     def note_defense(self, defense: Defense, context: DefenseContext) -> None:
-        """Note what noise a defence adds to the step at work."""
+        """Add the noise of a defence to the standard deviation that the current step states."""
         if self.look is None:
             return
         step = self.look.training_step
         try:
             std = defense.noise_std(context)
-            all_of_it = isinstance(defense, OptimizerDP)  # whatever was there before it
-            step.noise_std = std if all_of_it else math.hypot(step.noise_std, std)
+            # It is asked again after the reduction, and the later answer includes the earlier one.
+            replaces = isinstance(defense, OptimizerDP)
+            step.noise_std = std if replaces else math.hypot(step.noise_std, std)
         except Exception:
             step.noise_std = math.nan
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer takes the steps of what the attacks read."""
+        """Return whether an optimizer steps any of the parameters that the attacks read."""
         owners = [p.optimizer for p in self.lineup.exposed if p.optimizer is not None]
         return not owners or any(o is optimizer for o in owners)
 
@@ -319,14 +323,14 @@ class Fit:
 
     @property
     def shared_stages(self) -> tuple[Stage, ...]:
-        """Return the stages at which what leaves this client is the same."""
+        """Return the stages that see the same gradient as stage shared, this one included."""
         is_only = self.run.client == "world" or self.run.processes == 1
         return (Stage.SHARED, Stage.AGGREGATE)[: 1 + is_only]
 
     def pool(
         self, results: Mapping[Series, Result], next_step: int
     ) -> tuple[dict[Series, Outcome] | None, int]:
-        """Return the outcomes over all processes, and the first one's next step to look at."""
+        """Return the outcomes over all processes, and the next step to look at, of the first."""
         exposed = {plan.attack.name: plan.exposed for plan in self.lineup.plans}
         ordered = {series: results[series] for series in self.series if series in results}
         shared = {series: exposed[series.attack] for series in ordered}
@@ -335,12 +339,16 @@ class Fit:
     def capture(
         self, stages: tuple[Stage, ...], optimizer: Optimizer, *, kept: bool = False
     ) -> Look | None:
-        """Return the look with a gradient that is the same at all of ``stages``; None: no look.
+        """Add the present gradient to the step of the look, and return the look.
 
         Args:
-            stages: at all of which the gradient is now.
-            optimizer: that is about to step.
-            kept: the gradient is what the tap has kept before DDP reduced it.
+            stages: The stages at which the gradient is the same as now.
+            optimizer: The optimizer that is about to step.
+            kept: Whether to take the copies from before DDP's reduction, not ``p.grad``.
+
+        Returns:
+            The look; None without one, or if the attacks do not read this optimizer's parameters,
+            or if this optimizer has already stepped in the look.
         """
         if not self.owns(optimizer):
             return None
@@ -379,11 +387,11 @@ class Fit:
         return look
 
     def _undefended(self, look: Look, *, kept: bool) -> GradientSnapshot | None:
-        """Return the local gradient of a look, which defences or a reduction are about to change.
+        """Return a copy of the local gradient, for controls, before defences or DDP change it.
 
         Args:
-            look: the look.
-            kept: the gradient is what the tap has kept, which stays.
+            look: The look.
+            kept: Whether the tap holds copies already, so that none is made.
         """
         controlled = any(map(self.controls.may_play, self.lineup.exposed))
         if not controlled or self.run.why_hidden((Stage.LOCAL,), look.optimizer) is not None:

@@ -1,4 +1,4 @@
-"""A limit on a logged value: which limits make sense, evidence that it is exceeded, messages."""
+"""Limits on logged values: which limits make sense, what a value counts for, and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def announce(text: str) -> None:
     """Log what a gate did, and show it once on stderr, whatever filters of warnings are set.
 
-    It is not on stderr where the level of this module's own logger is above ``WARNING``.
+    Nothing is shown on stderr if the level of this module's own logger is above ``WARNING``.
     """
     if not is_first_process():
         return
@@ -36,7 +36,7 @@ def announce(text: str) -> None:
 
 
 def _log_is_on_stderr() -> bool:
-    """Return whether a warning in the log is on stderr, by a handler of the user's or Python's."""
+    """Return whether a handler, of the user's or Python's own, shows logged warnings on stderr."""
     if not log.isEnabledFor(logging.WARNING):
         return False
     handlers: list[logging.Handler | None] = []
@@ -82,13 +82,14 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
     """Refuse a threshold below chance, or one that the metric can never exceed.
 
     Args:
-        gate: class of the gate, for the message.
-        metric: a name in the logs.
-        at_most: the threshold.
+        gate: The class of the gate, for the message.
+        metric: The log name of the value.
+        at_most: The threshold.
 
     Raises:
-        TypeError: the metric is no name.
-        ValueError: no finite number, below chance, or beyond the metric's range.
+        TypeError: The metric is no string.
+        ValueError: The threshold is not finite, between the lowest value and chance, or above the
+            highest value.
     """
     if not isinstance(metric, str):
         raise TypeError(
@@ -112,10 +113,10 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
 
 
 def check_value(gate: str, metric: str) -> None:
-    """Refuse the lower end of an interval: it is also low if few texts were queried.
+    """Refuse the lower end of an interval, because it is also low if few texts were queried.
 
     Raises:
-        ValueError: names the value to watch.
+        ValueError: It is a lower end; the message names the value to watch instead.
     """
     if metric.endswith("_low"):
         raise ValueError(
@@ -125,15 +126,15 @@ def check_value(gate: str, metric: str) -> None:
 
 
 def names_there_are(metric: str, names: Sequence[str], watcher: str) -> str:
-    """Return what may be meant, and how to list the names that exist.
+    """Return a suggestion for a name that is not logged, and how to list all names.
 
-    Another attack is not named for one that is not played: whether it can read the run is not known
-    yet, and of those that can the worst of the family is the highest.
+    If the name is of an attack that is not played, no other attack is suggested, because it is not
+    known yet which of them can read the run. The worst of a family covers those that can.
 
     Args:
-        metric: the name that is not logged.
-        names: those that are.
-        watcher: class that plays the attacks.
+        metric: The name that is not logged.
+        names: The names that are logged.
+        watcher: The class that plays the attacks.
     """
     hint, worst = "", [name for name in names if is_worst(name)]
     in_rounds, family = watcher == "RoundObserver", metric.rpartition("/")[-1]
@@ -154,7 +155,7 @@ def is_worst(metric: str) -> bool:
 
 
 def rate_of(metric: str) -> str:
-    """Return the rate of a logged name; for the worst of a family its headline."""
+    """Return the rate of a log name; for the worst of a family its headline."""
     last = metric.rpartition("/")[-1]
     if not is_worst(metric):
         return last
@@ -162,13 +163,13 @@ def rate_of(metric: str) -> str:
 
 
 def range_of(metric: str) -> tuple[float, float, float] | None:
-    """Return the lowest and the highest value of a metric, and what chance gives.
+    """Return the lowest and the highest value of a metric, and its value by chance.
 
     Args:
-        metric: last part of a log name, ``"f1"`` or ``"auc_worst_client"`` say.
+        metric: The last part of a log name, such as ``"f1"`` or ``"auc_worst_client"``.
 
     Returns:
-        None where the range is not known, or the name is that of the end of an interval.
+        The three values; None if they are not known, as for most ends of intervals.
     """
     name = metric.removesuffix("_worst_client")
     ranges = ChainMap(*(dict(channel.ranges) for channel in Channel.registry.values()))
@@ -177,14 +178,14 @@ def range_of(metric: str) -> tuple[float, float, float] | None:
 
 
 def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
-    """Return why no update can ever be judged by a value; None where one can.
+    """Return why no update can ever be judged by a value; None if one can.
 
-    It depends on the optimizer, the steps of a round, what is trained, and the games.
+    It depends on the optimizer, the steps of a round, the trained parameters, and the games.
 
     Args:
-        engine: logs the value.
-        name: in the logs.
-        fresh: clients begin each round with a fresh optimizer.
+        engine: The engine that logs the value.
+        name: The log name of the value.
+        fresh: Whether clients begin each round with a fresh optimizer.
     """
     root, _, rate = name.rpartition("/")
     names = engine.results.headlines_of(name) if root == WORST else (name,)
@@ -207,14 +208,14 @@ def why_never_judged(engine: Engine, name: str, *, fresh: bool) -> str | None:
 
 
 def why_unread(engine: Engine, name: str) -> str | None:
-    """Return why a logged value says nothing of what is shared now; None: it does.
+    """Return why a logged value says nothing about the shared gradients; None if it does.
 
-    Nothing is tested of an attack that is not played. One whose surface is not shared reads 0, and
-    where no attack of its family reads anything, that says nothing of what is shared instead.
+    The attack may not be played, or no attack of its family may read anything that is shared: their
+    values are then 0, and other parameters are shared that nobody tests.
 
     Args:
-        engine: logs the value.
-        name: in the logs.
+        engine: The engine that logs the value.
+        name: The log name of the value.
     """
     assert engine.fit is not None
     lineup, root = engine.fit.lineup, name.rpartition("/")[0]
@@ -233,15 +234,15 @@ def why_unread(engine: Engine, name: str) -> str | None:
 def judge_worst(
     engine: Engine, values: Mapping[str, float], at_most: float
 ) -> dict[str, Judgement]:
-    """Return what the headlines of a family count for at a gate's threshold.
+    """Return how a gate counts the headlines of a family at its threshold.
 
-    One whose control is low says nothing, and is excluded where another attack that reads the same
-    gradients has a control that is not.
+    A headline whose control is low says nothing. It is left out if it reads a gradient that is also
+    read by another attack, whose control is not low.
 
     Args:
-        engine: logs the values.
-        values: the known headlines, by log name.
-        at_most: the gate's threshold.
+        engine: The engine that logs the values.
+        values: The known headlines, by log name.
+        at_most: The threshold of the gate.
     """
     assert engine.fit is not None
     judgements = {n: engine.results.judge(n, value, at_most) for n, value in values.items()}
@@ -257,10 +258,10 @@ def judge_worst(
 
 
 def defenses_to_harden(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
-    """Return those defences of a run that can be made stronger while it goes on.
+    """Return the defences of a run that can be made stronger during the run.
 
     Raises:
-        ValueError: the run has none.
+        ValueError: The run has none.
     """
     adjustable = tuple(defense for defense in defenses if defense.can_harden)
     if not adjustable:
@@ -281,24 +282,25 @@ class GateEvent:
     """Hold what a gate measured when it fired.
 
     Attributes:
-        metric: the watched name.
-        step: optimizer step that was looked at; in a federation the round.
-        value: what counted: what was read, as far as its control is high
-            (:func:`~lightning_fedleak.report.records.judged`); NaN where it is unknown.
-        low, high: 95% interval of the value where there is one, else NaN.
-        at_most: the threshold.
-        checkpoint: where the run was saved; None where it was not.
-        hardened: changes to the defences that were made instead of stopping.
-        exhausted: the defences that are at their strongest, so that the gate stopped instead;
-            else empty.
-        source: whose value it is, where the worst of a family is watched; else empty.
-        why: why the value is unknown, or is not what was read, where the gate itself can say.
-        resume: how a saved run goes on, with the place for its path.
-        mend: what makes a run leak less.
-        released: the trained weights were measured, and not what a step shares.
-        read: what the attack read, whatever its control; NaN where it gave no result.
-        gate: name of the gate.
-        client: whose update it was; None outside of federations.
+        metric: The watched log name.
+        step: The optimizer step of the look; in a federation the round.
+        value: The value that counted: what the attack read if its control is high enough
+            (:func:`~lightning_fedleak.report.records.judged`); NaN if it is unknown.
+        low, high: The ends of the 95% interval of the value; NaN if it has none.
+        at_most: The threshold.
+        checkpoint: The path of the saved run; None if it was not saved.
+        hardened: The changes to the defences that were made instead of stopping.
+        exhausted: The defences that are at their strongest, so that the gate stopped the run; else
+            empty.
+        source: The log name that the value is taken from, if the worst of a family is watched; else
+            empty.
+        why: Why the value is unknown, or differs from what was read; empty if the gate cannot say.
+        resume: The code that resumes a saved run, with a place for its path.
+        mend: Advice that makes a run leak less.
+        released: Whether the trained weights were measured, and not the gradients of a step.
+        read: What the attack read, whatever its control says; NaN if it gave no result.
+        gate: The name of the gate.
+        client: The client whose update it was; None outside of federations.
     """
 
     metric: str
@@ -355,7 +357,7 @@ class GateEvent:
         return f"{self.metric} = {value:.{digits}f}{interval}{source}{why}"
 
     def _advice(self) -> str:
-        """Return what to do after a gate has acted."""
+        """Return the advice for a user after a gate has acted."""
         advice = "mend the reason, which leakage.jsonl holds"
         if not math.isnan(self.value):
             advice = "use larger batches"

@@ -1,4 +1,4 @@
-"""The life of an engine: gates, set-up, rounds of a federation, ends and checkpoints."""
+"""The life of an engine: gates subscribe, a run is set up, and it ends; checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_fedleak.report import records
 
 
 class Engine(StepEngine):
-    """Watch runs: decide when to look, let attacks guess, score, log and remember.
+    """Watch runs: decide when to look, let attacks guess, score the guesses, and log the results.
 
     An integration owns an engine and reports the moments of its training to it::
 
@@ -51,21 +51,21 @@ class Engine(StepEngine):
         engine.end("finished")
 
     Args:
-        selection: the attacks.
-        options: how a run is watched.
-        in_rounds: it looks at the rounds of one client, and at no steps.
+        selection: The attacks.
+        options: The settings by which a run is watched.
+        in_rounds: Whether it looks at the rounds of one client, not at optimizer steps.
 
     Attributes:
-        channels: one for each family of leak.
-        series: the channel of each series, in the order of the logs.
-        jsonl: the results' file of the newest run.
-        earlier: facts of the run that the next one goes on from; empty where there is none.
-        assume: what the adversary has besides what it sees.
-        record: says what the run was, on the first process; None outside of a run.
-        first_step: optimizer steps that were over when the newest run began.
+        channels: A channel for each family of leak.
+        series: The channel of each series, in the order of the logs.
+        jsonl: The file of results of the newest run.
+        earlier: The facts of the run that the next one resumes; empty if it resumes none.
+        assume: The capabilities of the adversary besides what it sees.
+        record: The writer of ``run.jsonl`` on the first process; None outside of a run.
+        first_step: The number of optimizer steps before the newest run began.
 
     Raises:
-        ValueError: contradictory options.
+        ValueError: The options contradict each other or the attacks.
     """
 
     def __init__(self, selection: Selection, options: Options, *, in_rounds: bool = False) -> None:
@@ -119,7 +119,7 @@ class Engine(StepEngine):
 
     @property
     def run(self) -> Run:
-        """Return the run at work."""
+        """Return the current run."""
         return self._fit.run
 
     def own_folder(self, run: Run, folder: Path, fit: str | None = None) -> Path:
@@ -142,15 +142,16 @@ class Engine(StepEngine):
         before_first: Callable[[], None] | None = None,
         after_training: Callable[[], None] | None = None,
     ) -> None:
-        """Call functions of a gate at moments of the run, until it ends; on every process.
+        """Call functions of a gate at moments of the run, on every process, until the run ends.
 
         Args:
-            after_look: is called after each look.
-            threshold: name of the value that it judges, and what is allowed: controls must exceed
-                it, see :mod:`lightning_fedleak.engine.channels.control`.
-            facts: what ``run.jsonl`` records of the subscriber, a gate.
-            before_first: is called once it is known what is read, before the first step.
-            after_training: is called when training ends, after the last results.
+            after_look: Called after each look.
+            threshold: The log name of the gate's value, and its threshold, which controls must
+                exceed, see :mod:`lightning_fedleak.engine.channels.control`.
+            facts: The settings of the gate for ``run.jsonl``.
+            before_first: Called before the first step, once the plans of the attacks are known. It
+                is called again once the attacks on the trained weights have their texts.
+            after_training: Called when training ends, after the last results.
         """
         if after_look is not None:
             self._after_look.append(after_look)
@@ -165,7 +166,7 @@ class Engine(StepEngine):
             self._after_training.append(after_training)
 
     def record_decision(self, decision: records.GateDecision) -> None:
-        """Leave a line in ``run.jsonl``, on the first process."""
+        """Write the decision of a gate to ``run.jsonl``, on the first process."""
         if self.record is not None:
             self.record.append(records.GateLine(run="", **vars(decision)))
 
@@ -182,17 +183,17 @@ class Engine(StepEngine):
         """Open the channels on a run.
 
         Args:
-            run: the run; what it trains is on its device.
+            run: The run. Its model is on its device.
 
         Raises:
-            ValueError: public text of another vocabulary, no optimizer, or an attack that the user
-                listed does not fit the run.
+            ValueError: Public text has another vocabulary, there is no optimizer, or a listed
+                attack does not fit the run.
         """
         attacks, options = self.selection.attacks, self.options
         check_texts(attacks, {"games=Games(held_out=)": options.games.held_out}, run.anatomy)
         check_optimizers(run.optimizers, attacks)
         self._refused = {}
-        find_entities(options, run)  # also where attacks that cannot be are left out
+        find_entities(options, run)  # raises here, since below "auto" only leaves attacks out
         for channel in (channel for channel in self.channels if channel.attacks):
             try:
                 channel.open(run)
@@ -205,11 +206,11 @@ class Engine(StepEngine):
         """Calibrate the attacks, install the taps and begin the record.
 
         Args:
-            run: the run, on which the channels are open.
-            destination: where results go.
+            run: The run. The channels are open on it.
+            destination: The files and loggers of the results.
 
         Raises:
-            ValueError: an attack does not fit the model or the run.
+            ValueError: An attack does not fit the model or the run.
         """
         started = time.perf_counter()
         options, folder = self.options, destination.folder
@@ -291,7 +292,7 @@ class Engine(StepEngine):
             self.report.warn_once(f"not every logger has the settings of the run: {reason(error)}")
 
     def _line_up(self, run: Run, destination: log.Destination) -> Lineup:
-        """Begin the fit, and return its line-up: attacks on weights apart from those on steps."""
+        """Begin the fit with the attacks on steps, and set up those on weights separately."""
         weights = WeightLooks(run, self.channels, self.series, destination.folder)
         self.weights = weights if weights.attacks else None
         in_steps = [c for c in self.channels if c.attacks and not c.at_weights]
@@ -304,7 +305,7 @@ class Engine(StepEngine):
         return lineup
 
     def _show(self, report: log.Report, run: Run) -> None:
-        """Lay out what TensorBoard shows, as far as it is known."""
+        """Lay out the cards and charts of TensorBoard."""
         series = {s: c for s, c in self.series.items() if s in self.results.playing}
         families = {channel.family for channel in series.values()}
         worst = [f"{WORST}/{family}" for family in self.results.families if family in families]
@@ -318,7 +319,7 @@ class Engine(StepEngine):
         run = self._fit.run
         self.results.begin()
         for channel in self.channels:
-            if run.rank != 0 and not channel.at_weights:  # it has all clients' games
+            if run.rank != 0 and not channel.at_weights:  # process 0 has all clients' games
                 channel.load_state_dict({})
         self._is_over, self._began = False, time.perf_counter()
         self.first_step, cadence = run.step, self.options.cadence
@@ -337,7 +338,7 @@ class Engine(StepEngine):
             self._show(self.report, run)
 
     def _begin_weights(self, weights: WeightLooks) -> None:
-        """Find out whom the attacks on the weights compare, and ask the base model."""
+        """Choose the texts that the attacks on the weights compare, and query the base model."""
         for sentence in weights.begin(choosing=self.selection.auto):
             rank_zero_info(f"{self._fit.run.watcher}: {sentence}")
         self.results.playing |= weights.series
@@ -353,12 +354,12 @@ class Engine(StepEngine):
     def metrics_changed(
         self, *, measured: Iterable[str] = (), epoch_ended: bool | None = False
     ) -> None:
-        """Log the user's metrics that are new; what fails gives a warning alone.
+        """Log the user's metrics that are new. A failure is only a warning.
 
         Args:
-            measured: names of those that were measured just now, also where a value is the same.
-            epoch_ended: log what the defences have spent until now as well; None: where the run's
-                progress says that an epoch has ended.
+            measured: The metrics that were measured just now, also if their values are the same.
+            epoch_ended: Whether to log the spent privacy budget too. None asks the progress of the
+                run whether an epoch has ended.
         """
         if self.fit is None or self.report is None:
             return
@@ -377,10 +378,10 @@ class Engine(StepEngine):
             self.report.warn_once(f"metrics between looks were not written: {reason(error)}")
 
     def batch_ends(self, *, trained: bool) -> None:
-        """Log a look once its optimizer step is over, and one at the weights where it is due.
+        """Log a look once its optimizer step is over, and look at the weights if that is due.
 
         Args:
-            trained: the batch gave a gradient.
+            trained: Whether the batch gave a gradient.
         """
         earlier = None if self.fit is None else self.fit.failure
         if not self._end_batch(trained=trained) and self.fit is not None:
@@ -388,13 +389,19 @@ class Engine(StepEngine):
         self._conclude(earlier)
         fit = self.fit
         if self.weights is not None and fit is not None:
-            held, fit.failure = fit.failure, None  # of this process, for the next look at a step
+            # A failure of this process alone is kept for the next look at a step.
+            held, fit.failure = fit.failure, None
             self._look_at_weights()
             self._conclude(None)
             fit.failure = fit.failure or held
 
     def _conclude(self, earlier: str | None) -> None:
-        """Publish what failed, unless it is ``earlier`` than the look that ends; ask the gates."""
+        """Publish a failure as unknown results, and call the gates if there are new results.
+
+        Args:
+            earlier: The failure before the batch that ends. Of several processes, one alone must
+                not publish it at once: it waits for the next look, where all exchange results.
+        """
         fit = self.fit
         if fit is not None and fit.failure is not None and fit.look is None:
             alone = fit.run.processes == 1
@@ -406,7 +413,7 @@ class Engine(StepEngine):
             listener()
 
     def _publish_failure(self, why: str) -> None:
-        """Publish that every result is unknown, where a look could not end as looks do."""
+        """Publish that every result is unknown, if a look could not end in the usual way."""
         try:
             self._publish(Look(self.run.step), self.results.all_unknown(why))
         except Exception as error:
@@ -428,16 +435,16 @@ class Engine(StepEngine):
             self._publish(*looked)
 
     def look_at_end(self) -> None:
-        """Look at the weights that the training ends with, unless that was done."""
+        """Look at the final weights, unless that was done."""
         self._look_at_weights(at_end=True)
         self._conclude(None)
 
     def training_ends(self) -> None:
-        """Publish *unknown* of a run in which looks were due and none could end."""
+        """Look at the final weights, and publish as *unknown* the results that never came."""
         self.look_at_end()
         self._publish_rest()
         if self.fit is not None:
-            self.fit.look = None  # one that has not ended will not
+            self.fit.look = None  # a look that has not ended by now will not end
         self._conclude(None)
         for listener in self._after_training:
             listener()
@@ -451,7 +458,7 @@ class Engine(StepEngine):
         self._log_last()
 
     def _log_last(self) -> None:
-        """Log new metrics, what was spent in all, and the best of each at its own step, once."""
+        """Log new metrics, the spent budget, and each metric's best value at its step, once."""
         if self._is_over or self.report is None:
             return
         self._is_over = True
@@ -466,11 +473,15 @@ class Engine(StepEngine):
 
     @contained
     def end(self, how: str) -> record.RunRecord | None:
-        """End the run's record, ``how`` it ended, and return it; None where it has ended before."""
+        """End the record of the run, and return it; None if it has ended before.
+
+        Args:
+            how: ``"finished"``, or the class of the error that ended the run.
+        """
         if self.fit is not None and how != "finished":
             try:
                 self._log_last()
-            except Exception as error:  # the run ends by an error of its own, which counts
+            except Exception as error:  # the user has to see the run's own error
                 assert self.report is not None
                 self.report.warn_once(f"the last numbers were not logged: {reason(error)}")
         if self.record is None or self.record.ended:
@@ -486,30 +497,30 @@ class Engine(StepEngine):
         return self.record
 
     def close(self) -> None:
-        """Remove every tap, whatever one of them raises; may be called twice."""
+        """Remove every tap, also if one of them raises an error. May be called twice."""
         closers = [] if self.fit is None else [self.fit.close]
         closers += [] if self.report is None else [self.report.cards.close]
         closers += [] if self.record is None else [self.record.close]
         failure = None
-        for close in [*closers, *(one for channel in self.channels for one in channel.removers)]:
+        for close in [*closers, *(remove for c in self.channels for remove in c.removers)]:
             try:
                 close()
             except Exception as error:
                 failure = reason(error)
         if failure := failure or (None if self.fit is None else self.fit.failure):
-            with suppress(Exception):  # which warnings may be made
+            with suppress(Exception):  # a filter may turn warnings into errors
                 rank_zero_warn(f"lightning-fedleak: the end of a run failed: {failure}")
         self._forget_listeners()
         self.fit = self.report = self.record = self.weights = None
 
     def _summary(self) -> dict[str, object]:
-        """Return what a checkpoint keeps of the run: its id, and the releases of its defences."""
+        """Return the facts of the run for a checkpoint: its id, and its defences' releases."""
         if self.record is None:
             return self._last
         return {"run": self.record.run, "privacy": record.releases_by(self._fit.accounting)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, plain values and tensors; nothing if it fails."""
+        """Return the state for a checkpoint, plain values and tensors; empty if that fails."""
         if self.record is not None and self.fit is not None:
             self.record.add_checkpoint(self.fit.run)
         return self._state() or {}
@@ -526,7 +537,7 @@ class Engine(StepEngine):
         }
 
     def calibrations(self) -> dict[str, object]:
-        """Return what the attacks found out in their calibrations, for :meth:`reuse`."""
+        """Return the calibrations of the attacks, for :meth:`reuse`."""
         return {
             a.name: {
                 "config": a.fingerprint(),
@@ -537,15 +548,15 @@ class Engine(StepEngine):
         }
 
     def reuse(self, calibrations: Mapping[str, Any]) -> None:
-        """Take the calibrations of another run in place of new ones, where the settings are equal.
+        """Use the calibrations of another run, for attacks whose settings are equal.
 
         Args:
-            calibrations: Those of a run that began with the same weights, at its begin.
+            calibrations: The :meth:`calibrations` of a run that began with the same weights.
         """
         self._calibrations = {n: saved for n, saved in calibrations.items() if saved["tensors"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         if not state:
             return
         self.results.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The attacks of one run: which are played, what each reads, their calibrations and tokens."""
+"""The attacks of one run: which of them are played, their plans and their calibrations."""
 
 from __future__ import annotations
 
@@ -35,34 +35,35 @@ from lightning_fedleak.progress import bars, measure_seconds, track
 
 _HELD = "it is played from the first look at which labels weigh unevenly in the loss"
 SLOW = 2.0
-"""A run of so many times ``look_seconds`` ends an attack's part in a fit: other programs, too, slow
-one down. Larger: slow attacks go on; smaller: a busy moment ends attacks that are fast enough."""
+"""An attack that ran for this multiple of ``look_seconds`` is not played any more. With a larger
+value slow attacks go on; with a smaller one, a busy machine ends attacks that are fast enough."""
 _FEW_TEXTS = 8
-"""Largest number of texts of a batch that a look's seconds are estimated for."""
+"""Largest number of texts in the batch for which the seconds of a look are estimated."""
 _NOT_SHARED = "what it reads is not trained, and so not shared"
 
 
 class Lineup:
-    """Which attacks are played in a run, by what plans, calibrated once.
+    """Decide which attacks are played in a run, plan what they read, and calibrate them once.
 
     Args:
-        run: the run; its channels are open.
-        selection: the attacks; with ``auto`` those that cannot read this model or run, or take too
-            long, are left out in place of refusing it.
-        options: how the run is watched.
-        channels: those that have attacks.
-        refused: why attacks are left out already, by their names.
+        run: The run; the channels are open on it.
+        selection: The attacks. With ``attacks="auto"`` those that cannot read this model or run, or
+            take too long, are left out. Otherwise they are refused.
+        options: The settings by which the run is watched.
+        channels: The channels that have attacks.
+        refused: Why attacks are left out already, by name.
 
     Attributes:
-        plans: of the attacks that give results, in the order of the logs.
-        prepared: names of the attacks that are calibrated.
-        rows: of attacks that choose themselves, what became of each.
-        held: names of the attacks that choose themselves once labels weigh unevenly in the loss.
-        calibrating_seconds: that calibrations took.
-        set_up_seconds: of that the computation of each, by the attack's name.
+        plans: The plans of the attacks that give results, in the order of the logs.
+        prepared: The names of the calibrated attacks.
+        rows: With ``attacks="auto"`` the decision about each attack.
+        held: The names of the attacks that are played only once labels weigh unevenly in the loss.
+        calibrating_seconds: The duration of all calibrations.
+        set_up_seconds: The computation time of each calibration, by the attack's name.
+        is_sharded: Whether each process holds a part of every layer.
 
     Raises:
-        ValueError: an attack does not fit the model or the run.
+        ValueError: An attack does not fit the model or the run.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Lineup:
         self._run = run
         self._attacks = selection.attacks
         self._channels = tuple(channels)
-        self._local_steps = options.local_steps
+        self._options = options
         self._begins_at = run.optimizer_step
         self._choosing = selection.auto
         self._writes = run.anatomy.kind == "causal" and not selection.text_passed
-        self._most_seconds = options.look_seconds
+        self._max_seconds = options.look_seconds
         self._refused = dict(refused)
         self._without_text: set[str] = set()
         self.held = {a.name for a in self._attacks if a.for_uneven_losses and selection.auto}
@@ -91,7 +92,7 @@ class Lineup:
         self.calibrating_seconds = 0.0
         self.set_up_seconds: dict[str, float] = {}
         self._too_slow: dict[str, str] = {}
-        reshard(run.anatomy.root)  # an evaluation before this leaves layers of FSDP2 whole
+        reshard(run.anatomy.root)  # FSDP2 leaves layers unsharded after an evaluation
         self.is_sharded = run.is_sharded
         work: dict[Hashable, Any] = {}
         for channel in self._channels:
@@ -99,7 +100,7 @@ class Lineup:
             for attack in channel.attacks:
                 with self._left_out(attack), share_work(work):
                     attack.check_device(run.anatomy)
-                    if self._choosing:  # one that is listed may be set so that it needs no text
+                    if self._choosing:  # a listed attack may have settings that need no text
                         check_forward(attack, run.anatomy)
                     plan_of(channel, attack)
                     admit(attack, channel.sees, run)
@@ -107,10 +108,10 @@ class Lineup:
 
     @contextmanager
     def _left_out(self, attack: Attack) -> Iterator[None]:
-        """Leave out an attack that fails, where attacks choose themselves."""
+        """Leave out an attack that fails in this block, with ``attacks="auto"``; else raise."""
         try:
             yield
-        except WeightsWritten:  # the weights that train are not what they were
+        except WeightsWritten:  # the trained weights were changed: the run must not go on
             raise
         except Exception as error:
             if not self._choosing:
@@ -127,7 +128,7 @@ class Lineup:
 
     @property
     def untested(self) -> dict[str, str]:
-        """Return by family why an attack that applies is not played: it has no public text."""
+        """Return why an applicable attack is not played for lack of public text, by family."""
         return {
             c.family: f"'{a.name}', which applies, is not played: {self._refused[a.name]}"
             for c in self._channels
@@ -137,17 +138,17 @@ class Lineup:
 
     @property
     def exposed(self) -> list[Plan]:
-        """Return the plans of attacks whose gradients are shared, and that are not too slow."""
+        """Return the plans of attacks that are not too slow and whose gradients are shared."""
         return [p for p in self.plans if p.exposed and p.attack.name not in self._too_slow]
 
     @property
     def playing(self) -> frozenset[str]:
-        """Return the names of the attacks that give results, exposed or not."""
+        """Return the names of the attacks that give results, also if those are always 0."""
         return frozenset(plan.attack.name for plan in self.plans)
 
     @property
     def look_seconds(self) -> float:
-        """Return the seconds that a look is estimated to take, where attacks choose themselves."""
+        """Return the estimated seconds of a look with ``attacks="auto"``; else 0."""
         return sum(row.seconds or 0.0 for row in self.rows if row.why_not is None)
 
     @property
@@ -156,7 +157,7 @@ class Lineup:
         return unread_names(self.plans, self._run.anatomy)
 
     def unread_family(self, family: str) -> str | None:
-        """Return that no attack on a family reads what is shared; None where one does."""
+        """Return the message that no attack on a family reads anything shared; None if one does."""
         names = {a.name for c in self._channels if c.family == family for a in c.attacks}
         n = len(self.trained)
         if names & {plan.attack.name for plan in self.exposed} or not n:
@@ -167,7 +168,7 @@ class Lineup:
         )
 
     def show(self) -> None:
-        """Log which attacks are played, where they choose themselves."""
+        """Log which attacks are played, with ``attacks="auto"``."""
         if self._choosing:
             watcher = self._run.watcher
             rank_zero_info(table(self.rows, self.unread, writes=self._writes, watcher=watcher))
@@ -178,13 +179,13 @@ class Lineup:
         return self._run.anatomy.trainable_names()
 
     def follow(self) -> bool:
-        """Plan the attacks for what is trained now, and return whether the plans changed.
+        """Plan the attacks for the parameters that are trained now; return whether plans changed.
 
-        Layers may be frozen and unfrozen while a run goes on.
+        Layers may be frozen and unfrozen during a run.
         """
         by_name = {a.name: plan_of(c, a) for c in self._channels for a in c.attacks}
         self._ever_exposed |= {name for name, plan in by_name.items() if plan.exposed}
-        if self._choosing:  # of what was never shared nothing is logged
+        if self._choosing:  # an attack whose gradients were never shared is not logged
             logged = self._ever_exposed - self.held
             by_name = {n: plan for n, plan in by_name.items() if n in logged}
         plans = [by_name[a.name] for a in self._attacks if a.name in by_name]
@@ -198,7 +199,7 @@ class Lineup:
         return True
 
     def _warn_of_untested(self) -> None:
-        """Warn which attacks have nothing to read, and which surfaces no attack reads."""
+        """Warn of attacks that have nothing to read, and of parameters that no attack reads."""
         for plan in self.plans:
             if plan.exposed:
                 continue
@@ -211,14 +212,14 @@ class Lineup:
             )
 
     def begin(self, step: int) -> None:
-        """Training starts at ``step``; a fit that is resumed does not know it before."""
+        """Tell the attacks that training starts at ``step``, which a resumed fit learns late."""
         self._begins_at = step
         self._meet()
 
     def _meet(self) -> None:
-        """Let every attack know about the run."""
+        """Give every attack the facts of the run."""
         for plan in self.plans:
-            facts = plan.facts(self._run, self._local_steps, self._begins_at)
+            facts = plan.facts(self._run, self._options.local_steps, self._begins_at)
             with self._left_out(plan.attack):
                 plan.attack.meet(facts)
 
@@ -226,12 +227,12 @@ class Lineup:
         """Calibrate every attack that has something to read.
 
         Args:
-            restored: of a checkpoint, by the attack's name: its settings then, and its calibration,
-                which is used where the settings are the same.
-            follow: calls :meth:`follow`, and lets everything else follow what is played.
+            restored: The settings and the calibration of attacks in a checkpoint, by name. A
+                calibration is used if the settings are still the same.
+            follow: Calls :meth:`follow`, and adapts the taps to the new plans.
 
         Raises:
-            ValueError: an attack does not fit the model.
+            ValueError: An attack does not fit the model.
         """
         costs: dict[str, float] = {}
         with (
@@ -253,16 +254,16 @@ class Lineup:
 
     @property
     def texts(self) -> int:
-        """Return how many texts a membership attack is queried with at a look of a small batch."""
-        return next((2 * min(c.settings.games.targets, _FEW_TEXTS) for c in self._channels), 0)
+        """Return the number of texts that a membership attack scores at a look of a small batch."""
+        return 2 * min(self._options.games.targets, _FEW_TEXTS)
 
     def _choose(self, costs: Mapping[str, float], follow: Callable[[], object]) -> None:
-        """Leave out attacks that fail or take too long, as the first process finds."""
+        """Leave out attacks that failed or take too long, as the first process decides for all."""
         for name, seconds in costs.items():
-            if seconds > self._most_seconds:
+            if seconds > self._max_seconds:
                 self._refused.setdefault(
                     name,
-                    f"a look takes about {seconds:.2g} s, and look_seconds={self._most_seconds:g}",
+                    f"a look takes about {seconds:.2g} s, and look_seconds={self._max_seconds:g}",
                 )
         self._refused, costs = self._run.broadcast((self._refused, dict(costs)))
         for channel in self._channels:
@@ -283,15 +284,15 @@ class Lineup:
         ]
 
     def _why_not(self, attack: Attack, plans: Mapping[str, Plan]) -> str | None:
-        """Return why an attack is not played; None where it is."""
+        """Return why an attack is not played; None if it is."""
         if attack.name in self._refused or attack.name in plans:
             return self._refused.get(attack.name)
         is_held = attack.name in self.held & self._ever_exposed
         return _HELD if is_held else _NOT_SHARED
 
     def _never_reads(self, name: str) -> str | None:
-        """Return why an attack that is played can read no round, by the optimizer alone."""
-        if self._local_steps is None:
+        """Return why an attack can read no round because of the optimizer; None if it can."""
+        if self._options.local_steps is None:
             return None
         channel = next(c for c in self._channels if any(a.name == name for a in c.attacks))
         answer = never_read(channel, name, fresh=True)
@@ -309,12 +310,12 @@ class Lineup:
             self._meet()
         is_priced = self._choosing and not self.is_sharded
         seconds = attack.estimate(self._run.anatomy, self.texts) if is_priced else None
-        if seconds is None or seconds <= self._most_seconds:
+        if seconds is None or seconds <= self._max_seconds:
             self.prepare(attack)
         return {} if seconds is None else {attack.name: seconds}
 
     def prepare(self, attack: Attack) -> None:
-        """Calibrate an attack, once in a run, and log how long that takes if it is long."""
+        """Calibrate an attack, once in a run, and log the duration if it is over a second."""
         if attack.name in self.prepared:
             return
         started, anatomy = time.perf_counter(), self._run.anatomy
@@ -327,11 +328,11 @@ class Lineup:
             rank_zero_info(f"{watcher}: '{attack.name}' calibrated in {seconds:.1f} s")
 
     def refresh(self, step: int, asked: Collection[str]) -> dict[str, str]:
-        """Let attacks follow the model as it is now, and return why some could not, by name.
+        """Adapt attacks to the present weights, and return the reasons of failures, by name.
 
         Args:
-            step: optimizer step that is looked at.
-            asked: names of the attacks.
+            step: The optimizer step of the look.
+            asked: The names of the attacks.
         """
         failed = {name: why for name, why in self._too_slow.items() if name in asked}
         plans = [plan for plan in self.exposed if plan.attack.name in asked]
@@ -346,26 +347,26 @@ class Lineup:
         return failed
 
     def leave_out_slow(self, longest: Mapping[str, float]) -> None:
-        """Let attacks that chose themselves, and were far slower than estimated, not run any more.
+        """With ``attacks="auto"``, stop playing attacks that were far slower than estimated.
 
         Args:
-            longest: the seconds of the longest run of each attack in a look, by its name.
+            longest: The seconds of the longest run of each attack in a look, by name.
         """
         if not self._choosing or self.is_sharded:
             return
         for name, seconds in self._run.broadcast(dict(longest)).items():
-            if seconds > SLOW * self._most_seconds:
-                why = f"a run took {seconds:.2g} s, and look_seconds={self._most_seconds:g}"
+            if seconds > SLOW * self._max_seconds:
+                why = f"a run took {seconds:.2g} s, and look_seconds={self._max_seconds:g}"
                 self._too_slow[name] = f"not run any more: {why}"
                 rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
 
     def one_stretch(self) -> AbstractContextManager[None]:
-        """Return a block whose runs of the model leave no trace, of which it is restored once."""
+        """Return a block in which the model may run, and after which its state is restored once."""
         anatomy = self._run.anatomy
         return nullcontext() if self.is_sharded else restored_at_end(anatomy.root, anatomy.model)
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
-        """Return a block in which attacks that follow a sharded model find what they read."""
+        """Return a block in which a sharded model is gathered, if one of the attacks reads it."""
         kinds = [type(plan.attack) for plan in plans]
         reads = [
             kind.gathers
@@ -378,7 +379,7 @@ class Lineup:
 
 
 def _root(error: BaseException) -> str:
-    """Return what an error comes from: at set-up no private text is there to be repeated."""
+    """Return the message of an error's root cause, which at set-up can quote no private text."""
     while error.__cause__ is not None:
         error = error.__cause__
     frame = traceback.extract_tb(error.__traceback__)[-1]

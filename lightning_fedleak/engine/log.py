@@ -1,4 +1,4 @@
-"""Where results are written: the loggers, ``leakage.jsonl`` and ``run.jsonl``. Numbers only."""
+"""Results go to the loggers, ``leakage.jsonl`` and ``run.jsonl``: numbers, and no text."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ COLUMNS = (
 )
 """Columns of a row of :meth:`JsonLines.rows`."""
 TRAINING_STEPS = 50
-"""Steps between two values of a training metric, which changes at each; Lightning's own default.
+"""Steps between two logged values of a training metric; the default of Lightning's own logging.
 
-Larger: a line of fewer points. Smaller: a longer ``run.jsonl``, and on a card a wait for each.
+With a larger value a curve has fewer points; with a smaller one ``run.jsonl`` is longer, and every
+value on a GPU has to be waited for.
 """
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Say where the results of a run go.
+    """The places where the results of a run go.
 
     Attributes:
-        folder: of ``leakage.jsonl``, ``run.jsonl`` and what is revealed.
-        loggers: take every finite value; those of TensorBoard are not among them.
-        boards: TensorBoard's writers, on the process that writes.
-        training: how the model is trained, for the record.
-        settings: the user's own, for TensorBoard's table of them.
-        fit: an id that all that watch this run share; None makes one.
-        client: whose results they are, as the lines name it; None: of the run's process, or pooled
-            over its processes.
-        watch: how it is watched, for the record, beside the engine's options.
+        folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and revealed words and texts.
+        loggers: The loggers of every finite value, except those of TensorBoard.
+        boards: The writers of TensorBoard, on the process that writes.
+        training: The settings of the training, for the record.
+        settings: The settings of the user, for TensorBoard's table of them.
+        fit: An id that all monitors of this run share; None makes one.
+        client: The client of the results in lines; None for the run's process, or for results that
+            are pooled over processes.
+        watch: Settings of the integration for the record, besides the engine's options.
     """
 
     folder: Path
@@ -75,12 +76,12 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
     """Return a folder, or ``version_<n>`` in it, that holds logs of no other run.
 
     Args:
-        run: the run, before it begins; all its processes get the first one's answer.
-        folder: as the user asks for it.
-        ids: of what shares its folder with the run: what it resumes, or is watched with.
+        run: The run, before it begins. All its processes get the answer of the first one.
+        folder: The folder that the user asks for.
+        ids: The ids of runs that may share the folder: the resumed one, and that of all monitors.
 
     Raises:
-        OSError: the first process cannot read or make a folder; on all processes.
+        OSError: The first process cannot read or make a folder. It is raised on all processes.
     """
     answer: Path | OSError = folder
     if run.rank == 0:
@@ -88,14 +89,14 @@ def own_folder(run: Run, folder: Path, *ids: object) -> Path:
             answer = _free_folder(folder, [str(run_id) for run_id in ids if run_id])
         except OSError as error:
             answer = error  # the other processes wait for an answer
-    place = run.broadcast(answer)
-    if isinstance(place, OSError):
-        raise place
-    if place != folder:
+    own = run.broadcast(answer)
+    if isinstance(own, OSError):
+        raise own
+    if own != folder:
         rank_zero_info(
-            f"{run.watcher}: {folder} holds logs of another run; those of this one: {place}"
+            f"{run.watcher}: {folder} holds logs of another run; those of this one: {own}"
         )
-    return place
+    return own
 
 
 def _free_folder(folder: Path, ids: Sequence[str]) -> Path:
@@ -118,10 +119,11 @@ class JsonLines:
     """Append one line for each look, stage, client and attack to ``leakage.jsonl``.
 
     Args:
-        path: the file; its folder is made when the first line is written.
+        path: The file. Its folder is made when the first line is written.
 
     Attributes:
-        run: names this fit in every line, since fits that go on from it append to the same file.
+        path: The argument.
+        run: The id of this fit in every line, because resumed fits append to the same file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,19 +135,19 @@ class JsonLines:
         """Write one result, or why it is unknown.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         records.append_line(self.path, line)
         self._written = True
 
     def rows(self) -> list[dict[str, object]]:
-        """Return what this fit has written: one row for each metric of each line.
+        """Return the lines of this fit, with one row for each metric of each line.
 
         Unknown numbers are NaN. A line without metrics, such as that of an attack that is not
-        played, is one row that has none.
+        played, becomes one row whose metric is None.
 
         Raises:
-            OSError: the file cannot be read any more.
+            OSError: The file cannot be read any more.
         """
         if not self._written:
             return []
@@ -187,12 +189,12 @@ _OF_THE_RUN = re.compile(
 
 
 def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Return those of the metrics that a run logs which are reported beside leakage.
+    """Return the metrics of a run that are reported next to its leakage.
 
     Args:
-        logged: all of them, by name; what this package has logged may be among them.
-        names: those that the user asks for; None: all but times, counts and learning rates, and
-            of a metric that Lightning logs by step and by epoch the one under its own name.
+        logged: All metrics by name, also those that this package has logged.
+        names: The metrics that the user asks for. None for all except times, counts and learning
+            rates; a metric that Lightning logs by step and by epoch counts once.
     """
     if names is not None:
         return {name: logged[name] for name in names if name in logged}
@@ -205,11 +207,11 @@ def chosen_metrics(logged: Mapping[str, Any], names: Sequence[str] | None) -> di
 
 
 class UserMetrics:
-    """Keep the user's metrics as they were last logged, and the best value of each so far.
+    """Keep the last logged value, and the best value so far, of each of the user's metrics.
 
     Attributes:
-        last: the newest value of each that was logged.
-        best: the step and the value of the best of each, by the metric's name.
+        last: The last logged value of each metric.
+        best: The step and the value of the best one, by the metric's name.
     """
 
     def __init__(self) -> None:
@@ -221,15 +223,15 @@ class UserMetrics:
     def changed(
         self, metrics: Mapping[str, Any], step: int, *, sparse: bool = False
     ) -> dict[str, float]:
-        """Return the metrics that were measured at this step; they count as logged now.
+        """Return the metrics that were measured at this step; they count as logged from now on.
 
         A value that is the same object as at an earlier step, or an equal number, was measured
-        before. Objects are compared first, since a tensor on a card has to be waited for.
+        before. Objects are compared first, because reading a tensor waits for the GPU.
 
         Args:
-            metrics: as they are, by name; numbers, or tensors of one.
-            step: optimizer steps so far.
-            sparse: whether a training metric is left out for :data:`TRAINING_STEPS` steps after
+            metrics: The present values by name, numbers or tensors of one.
+            step: The number of optimizer steps so far.
+            sparse: Whether to leave out a training metric for :data:`TRAINING_STEPS` steps after
                 its last value.
         """
         new: dict[str, float] = {}
@@ -250,38 +252,39 @@ class UserMetrics:
         return new
 
     def measured(self, names: Iterable[str]) -> None:
-        """Take the next values of these metrics as measured now, also where they are equal."""
+        """Count the present values of these metrics as new, also if they are equal to the last."""
         for name in names:
             self.last.pop(name, None)
             self._read.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the last and the best values, and the steps of the best ones."""
-        best_steps, best = ({n: one[i] for n, one in self.best.items()} for i in (0, 1))
-        return {"last": dict(self.last), "best": best, "best_steps": best_steps}
+        best = {name: value for name, (_, value) in self.best.items()}
+        steps: dict[str, float] = {name: step for name, (step, _) in self.best.items()}
+        return {"last": dict(self.last), "best": best, "best_steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what :meth:`state_dict` returned; version 0.3.0 kept no steps."""
+        """Restore what :meth:`state_dict` returned; in version 0.3.0 it had no steps."""
         self.last, best = dict(state.get("last", {})), state.get("best", {})
         self.best = {n: (int(s), best[n]) for n, s in state.get("best_steps", {}).items()}
 
 
 class Report:
-    """Write what the looks of one run found: to the loggers, ``leakage.jsonl`` and ``run.jsonl``.
+    """Write the results of one run to the loggers, ``leakage.jsonl`` and ``run.jsonl``.
 
     Args:
-        run: the run.
-        destination: where they go.
-        series: the channel of each series.
-        attacks: for their settings.
-        jsonl: one line for each look, stage and attack; None on processes that write none.
-        record: says what the run was; None on processes that write none.
-        reveal: recovered words and texts; None writes none.
+        run: The run.
+        destination: The places where the results go.
+        series: The channel of each series.
+        attacks: The attacks, whose settings are written.
+        jsonl: The writer of ``leakage.jsonl``; None on processes that write nothing.
+        record: The writer of ``run.jsonl``; None on processes that write nothing.
+        reveal: The files of recovered words and texts; None writes none.
 
     Attributes:
-        boards: TensorBoard's writers on the process that writes; empty elsewhere.
-        cards: what TensorBoard shows first.
-        record: as above.
+        boards: The writers of TensorBoard on the process that writes; empty on others.
+        cards: The cards that TensorBoard shows first.
+        record: The argument.
     """
 
     def __init__(
@@ -308,9 +311,9 @@ class Report:
         self.cards = Cards({}, (), (), (), {})
         self._warned: set[str] = set()
         self._waiting: set[Series] = set()
-        self._logged: dict[str, tuple[int, float]] = {}  # the newest between looks, and when
+        self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
         self._looked_at: set[int] = set()
-        # Of looks, of their controls, and of each attack.
+        # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
     def ends(
@@ -321,14 +324,14 @@ class Report:
         reference_seconds: float,
         worst: Mapping[str, float],
     ) -> None:
-        """Say at how many of the steps looks were made, what they read, and what they took.
+        """Log the number of looks, their cost, and the last values of the worst attacks.
 
         Args:
-            first_step: steps that were over when the run began.
-            set_up_seconds: duration of the set-up.
-            run_seconds: duration of the run, without the set-up and references.
-            reference_seconds: that references were trained.
-            worst: the newest number of the worst attack of each family.
+            first_step: The number of optimizer steps before the run began.
+            set_up_seconds: The duration of the set-up.
+            run_seconds: The duration of the run, without set-up and references.
+            reference_seconds: The duration of the training of references.
+            worst: The last value of the worst attack of each family.
         """
         steps = self._run.step - first_step
         if self._rounds or not steps:
@@ -362,16 +365,16 @@ class Report:
         failures: int,
         client: str | int | None = None,
     ) -> None:
-        """Write a look; say once for each reason why a result is unknown.
+        """Write a look, and warn once for each reason why a result is unknown.
 
         Args:
-            look: the look.
-            outcomes: by series.
-            values: by log name.
-            utility: the user's metrics, by name.
-            defenses: those that account for what they release.
-            failures: results so far that are unknown, where the attack is made for what was shared.
-            client: whose round it was; what the defences have spent is written beside it.
+            look: The look.
+            outcomes: The outcomes by series.
+            values: The values by log name.
+            utility: The user's metrics by name.
+            defenses: The defences with an account of their releases.
+            failures: The number of unknown results so far, of attacks made for what was shared.
+            client: The client of a round, for which the spent budget is added to the values.
         """
         if client is not None:
             values = privacy_values(defenses) | dict(values)
@@ -432,10 +435,10 @@ class Report:
         defenses: Sequence[Defense],
         client: str | int | None = None,
     ) -> dict[str, float]:
-        """Write the user's metrics, and what defences have spent, but nothing twice at a step.
+        """Write the user's metrics and the spent budget, but no value twice at a step.
 
         Returns:
-            What is new, by log name.
+            The written values, by log name.
         """
         step = self._run.step
         values = {f"utility/{name}": value for name, value in utility.items()}
@@ -455,12 +458,12 @@ class Report:
         return values
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write the finite ones of these values to the loggers and to TensorBoard."""
+        """Write the finite values to the loggers and to TensorBoard."""
         finite = {n: v for n, v in values.items() if math.isfinite(v)}
         for logger in self._loggers:
             try:
                 logger.log_metrics(finite, step=step)
-            except Exception as error:  # the user's own, and so is the error
+            except Exception as error:  # of the user's own logger, so that the user has to see it
                 raise Refusal(error) from error
         try:
             for board in self.boards:
@@ -469,16 +472,16 @@ class Report:
             self.leave_boards(error)
 
     def upload(self, page: Path) -> None:
-        """Attach the report's page to the runs of loggers that take files; warn where one fails."""
+        """Attach the report's page to the runs of loggers that take files; warn if one fails."""
         try:
             upload_report(self._loggers, page)
         except Exception as error:
             self.warn_once(f"{page} was not uploaded: {reason(error)}")
 
     def leave_boards(self, error: Exception) -> None:
-        """Go on without TensorBoard, and say why."""
+        """Stop writing to TensorBoard, and warn why."""
         self.boards = []
-        first = error.__cause__ or error  # Lightning says in its place that a number is no number
+        first = error.__cause__ or error  # Lightning wraps the error in a misleading one
         why = getattr(first, "strerror", None) or type(first).__name__
         self.warn_once(f"TensorBoard cannot be written any more ({why}); leakage.jsonl is")
 
@@ -520,7 +523,7 @@ class Report:
             )
 
     def write_not_played(self, rows: Sequence[Row], step: int) -> None:
-        """Write a line for each attack that is not tested in this run, which begins at a step."""
+        """Write a line for each attack that is not played in this run, which begins at ``step``."""
         for row in rows:
             if row.why_not is not None:
                 self._append(
@@ -536,7 +539,7 @@ class Report:
                 )
 
     def _append(self, played: str, **result: Any) -> None:
-        """Write the result of an attack that was played to ``leakage.jsonl``, or warn once."""
+        """Write a result of the attack ``played`` to ``leakage.jsonl``, or warn if that fails."""
         if self._jsonl is None:
             return
         config, run = self._attacks[played].config(), self._jsonl.run

@@ -1,4 +1,4 @@
-"""What loggers get beside numbers: a run's settings, its highest leakage, and the report.
+"""What loggers get besides numbers: the settings of a run, its highest leakage, and the report.
 
 Loggers are known by the names of their classes, so that none has to be installed. TensorBoard also
 has cards that come first, a page of charts, and the newest look as text.
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FRONT = "1_leakage"
-"""Group of the cards that TensorBoard shows first: it sorts groups by name."""
+"""The group of cards that TensorBoard shows first, since it sorts groups by name."""
 CARDS: Mapping[str, str] = {
     "words": "words_f1",
     "membership": "membership_auc",
     "texts": "texts_accuracy",
     "memorization": "trained_auc",
 }
-"""Names of the cards in :data:`FRONT`, by family."""
+"""The names of the cards in :data:`FRONT`, by family."""
 GATE_RUN = "gate"
-"""Folder below a run's, whose line in a card is the limit of a gate: a run of TensorBoard's own."""
+"""The subfolder, a run of its own for TensorBoard, whose line in a card is the limit of a gate."""
 _tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
-"""Returns the tag of a value: ends of intervals are grouped after all leakage."""
+"""Returns the tag of a value, with the ends of intervals in a group after that of the leakage."""
 KEY = "fedleak"
-"""Name of the settings among those that a logger has."""
+"""The name of the settings among those that a logger has."""
 
 
 class Logger(Protocol):
@@ -48,10 +48,10 @@ class BoardLogger:
     """A logger that writes to a TensorBoard run of its own.
 
     Args:
-        folder: of the run.
+        folder: The folder of the run.
 
     Attributes:
-        writer: torch's.
+        writer: The ``SummaryWriter`` of torch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,12 +69,12 @@ class Cards:
     """Write the cards that TensorBoard shows first: leakage by family, utility, epsilon, limits.
 
     Args:
-        series: the channel of each series that is shown, in the order of the logs.
-        privacy: names of what defences account for.
-        worst: names of the highest headlines.
-        utility: names of the user's metrics that may have a card; empty: losses of any name. The
-            first that is of a validation has one, and the first other one.
-        limits: what gates allow, by the name of the value that they watch.
+        series: The channel of each shown series, in the order of the logs.
+        privacy: The log names of the epsilons.
+        worst: The log names of the highest headlines.
+        utility: The user's metrics that may have a card; empty for all losses. The first one of a
+            validation has a card, and the first other one.
+        limits: The thresholds of gates, by the log name of the watched value.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Cards:
             self._tags[privacy[0]] = f"{FRONT}/epsilon"
 
     def add(self, board: SummaryWriter, values: Mapping[str, float], step: int) -> None:
-        """Write each value, its card if it has one, and the limit of the card's gate beside it."""
+        """Write each value, also to its card if it has one, with the limit of the card's gate."""
         for name, value in values.items():
             board.add_scalar(_tag(name), value, step)
             card, is_of_user = self._tags.get(name), name.startswith("utility/")
@@ -117,7 +117,7 @@ class Cards:
                 self._gates[board].flush()
 
     def _card_of_metric(self, name: str) -> str | None:
-        """Return the card of a metric of the user; None without one."""
+        """Return the card of a user's metric; None if it has none."""
         metric = name.removeprefix("utility/")
         if not (metric in self._utility if self._utility else is_lower_better(metric)):
             return None
@@ -133,11 +133,11 @@ class Cards:
     def add_page(self, boards: Sequence[SummaryWriter]) -> None:
         """Lay out Custom Scalars: the cards, each attack with its interval, controls and gates.
 
-        A chart names its lines by regular expressions: TensorBoard says nothing then of tags that
-        a run lacks.
+        A chart names its lines by regular expressions, for which TensorBoard does not complain
+        about tags that a run lacks.
 
         Args:
-            boards: TensorBoard's writers.
+            boards: The writers of TensorBoard.
         """
         families = "|".join(CARDS.values())
         lines = {"leakage: the worst attack of each kind": [f"{FRONT}/({families})"]}
@@ -179,14 +179,14 @@ class Cards:
 def add_settings(
     boards: Sequence[SummaryWriter], settings: Mapping[str, object], names: Sequence[str]
 ) -> None:
-    """Put settings beside leakage in HPARAMS, which is empty there until a look has a value.
+    """Write the settings for TensorBoard's HPARAMS table, next to columns of leakage.
 
-    TensorBoard keeps the first table of a run: the user's settings have to be in it too.
+    TensorBoard keeps only the first table of a run, so that the user's settings must be in it too.
 
     Args:
-        boards: TensorBoard's writers.
-        settings: of the run, by name.
-        names: of the numbers beside them.
+        boards: The writers of TensorBoard.
+        settings: The settings of the run by name.
+        names: The log names of the columns of leakage.
     """
     if not boards or importlib.util.find_spec("tensorboard") is None:
         return
@@ -194,8 +194,8 @@ def add_settings(
 
     table = hparams(_flat(settings), dict.fromkeys(names, 0.0))  # type: ignore[no-untyped-call]
     for board in boards:
-        for part in table:
-            board._get_file_writer().add_summary(part)  # type: ignore[no-untyped-call]
+        for summary in table:
+            board._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
 
 def _flat(settings: Mapping[str, object], root: str = "") -> dict[str, bool | int | float | str]:
@@ -213,9 +213,9 @@ def log_settings(loggers: Sequence[Any], settings: Mapping[str, Any], worst: Seq
     """Give each logger the settings of a run; W&B also keeps the highest value of some numbers.
 
     Args:
-        loggers: of Lightning, or any that has ``log_hyperparams``.
-        settings: numbers, strings and lists of them, by name.
-        worst: names of the numbers that are high where much leaks.
+        loggers: Loggers of Lightning, or any with a method ``log_hyperparams``.
+        settings: Numbers, strings and lists of them, by name.
+        worst: The log names of numbers that are high if much leaks.
     """
     for logger in loggers:
         if (log := getattr(logger, "log_hyperparams", None)) is not None:
@@ -225,12 +225,12 @@ def log_settings(loggers: Sequence[Any], settings: Mapping[str, Any], worst: Seq
 
 
 def keep_highest(run: Any, names: Sequence[str], *, step: str) -> None:
-    """Have the summary of a run of W&B hold the highest and the last value of some numbers.
+    """Let the summary of a run of W&B hold the highest and the last value of some numbers.
 
     Args:
-        run: of W&B.
-        names: of the numbers.
-        step: name of the number that counts steps.
+        run: The run of W&B.
+        names: The log names of the numbers.
+        step: The log name of the number that counts steps.
     """
     for name in names:
         run.define_metric(name, step_metric=step, summary="max,last")
@@ -240,8 +240,8 @@ def upload_report(loggers: Sequence[Any], page: Path) -> None:
     """Attach a report's page to the runs of W&B and MLflow among some loggers.
 
     Args:
-        loggers: of Lightning, or any that has ``upload_report``.
-        page: ``report.html``.
+        loggers: Loggers of Lightning, or any with a method ``upload_report``.
+        page: The path of ``report.html``.
     """
     for logger in loggers:
         kind = type(logger).__name__

@@ -1,4 +1,4 @@
-"""Results: of one client at one look, and over all clients, under their names in the logs."""
+"""Results of an attack: of one client at one look, and over all clients, with their log names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CHOOSE = f"{PREFIX[Stage.SHARED]}/choose"
 
 @dataclass(frozen=True)
 class Series:
-    """One attack's results at one stage, under one name in the logs.
+    """The results of one attack at one stage, under one name in the logs.
 
     Attributes:
-        prefix: the name's first part.
-        name: its second part: the attack's name, or what its channel makes of it.
-        attack: the attack's name.
-        stage: where what it reads was seen.
+        prefix: The first part of the log name.
+        name: The second part: the name of the attack, or a name that its channel forms from it.
+        attack: The name of the attack.
+        stage: The stage at which the attack reads.
     """
 
     prefix: str
@@ -44,32 +44,30 @@ class Series:
 
     @property
     def log_name(self) -> str:
-        """Return what the names of its values begin with: ``leakage/flatchat``."""
+        """Return the start of the names of its values, such as ``leakage/flatchat``."""
         return f"{self.prefix}/{self.name}"
 
     @property
     def record_name(self) -> str:
-        """Return its name in lines of results: that of the logs for a prefix of one's own."""
+        """Return its name in lines of results, with the prefix if that is not a stage's."""
         apart = self.prefix not in PREFIX.values() and self.name == self.attack
         return self.log_name if apart else self.name
 
 
-# ---- of one client --------------------------------------------------------------------------
+# ---- results of one client ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Control:
-    """What an attack reads where the words are known.
-
-    See :mod:`lightning_fedleak.engine.channels.control`.
+    """The rates of an attack on known words, see :mod:`lightning_fedleak.engine.channels.control`.
 
     Attributes:
-        rates: by metric; NaN where the control could not be read.
-        part: the same of a part of the batch, where the whole holds more than the attack can tell
-            apart; empty where no part was tried.
-        why: why the control could not be read; empty where it was.
-        unexplained: share of the gradient that the step made again does not explain, from 0 to 1;
-            NaN where it was not made again.
+        rates: The rates by metric; NaN if the control could not be read.
+        part: The same for a part of the batch, if the full batch holds more than the attack can
+            tell apart; empty if no part was read.
+        why: Why the control could not be read; empty if it was.
+        unexplained: The share of the gradient that the step made again does not explain, from 0 to
+            1; NaN if it was not made again.
     """
 
     rates: Mapping[str, float]
@@ -80,11 +78,11 @@ class Control:
 
 @dataclass(frozen=True)
 class Found:
-    """What an attack's guess is worth.
+    """The score of an attack's guess.
 
     Attributes:
-        numbers: in the order and number that its channel packs them.
-        control: of this look; None where there is none.
+        numbers: The numbers that the attack's channel packs, in its order.
+        control: The control of this look; None if it has none.
     """
 
     numbers: Sequence[float]
@@ -93,11 +91,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Unknown:
-    """There is no result: not safe, unknown.
+    """There is no result: it is unknown, which is not safe.
 
     Attributes:
-        why: for the logs; holds no private text.
-        applies: whether the attack's method is made for what was shared.
+        why: The reason, for the logs. It holds no private text.
+        applies: Whether the attack's method is made for the gradients that were shared.
     """
 
     why: str
@@ -106,12 +104,12 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Waiting:
-    """No result yet; not a failure.
+    """There is no result yet, which is no failure.
 
     Attributes:
-        why: what is waited for.
-        soon: the next step may bring it, so that the attack is tried again there.
-        zeros: roles with a zero gradient; there is no result until one is not zero.
+        why: What the attack waits for.
+        soon: Whether the next step may bring a result, so that the attack is retried there.
+        zeros: Roles with a zero gradient; there is no result until one of them is not zero.
     """
 
     why: str
@@ -127,30 +125,31 @@ class NothingShared:
 Result = Found | Unknown | Waiting | NothingShared
 
 
-# ---- over all clients -----------------------------------------------------------------------
+# ---- results over all clients ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One attack at one stage, over all clients.
+    """The result of one attack at one stage, over all clients.
 
     Attributes:
-        rates: by name, pooled over clients (and, where that kind of result does so, over the last
-            looks); NaN where unknown.
-        n: what was counted: true word types added over clients, games, or texts.
-        exposed: whether the attack's surface leaves the client at all.
-        worst: each rate's value at the client where it is highest; empty for one client.
-        extra: numbers that have no interval; NaN where there is none.
-        now: each rate's value at this look alone; None where ``rates`` is of this look alone.
-        p_value: how probable guessing is to do so well at this look alone; NaN where not known.
-        p_over_looks: the lowest so far, corrected for all looks; NaN where not known.
-        too_few: why this look alone says too little to be judged by; None where it does not.
-        unknown: why there is no value; None where there is one.
-        applies: false where there is none since the method is not made for what was shared.
-        pending: why there is no value *yet*; None otherwise.
-        soon: where it is pending, the next step may bring one.
-        pool: names the texts that were compared, where results compare on the same ones only.
-        control: the newest control of the attack, the lowest of all clients; None without one.
+        rates: The rates by name, pooled over clients, and for games also over the last looks; NaN
+            is unknown.
+        n: The number of counted items: true word types (added over clients), games, or texts.
+        exposed: Whether the gradients that the attack reads leave the client at all.
+        worst: The highest value of each rate over clients; empty for one client.
+        extra: Values without an interval; NaN values are not logged.
+        now: The value of each rate at this look, if ``rates`` is pooled over looks; else None.
+        p_value: The probability that guessing does as well at this look; NaN if not known.
+        p_over_looks: The lowest p-value so far, corrected for all looks; NaN if not known.
+        too_few: Why this look has too few items for a decision; None if it has enough.
+        unknown: Why there is no value; None if there is one.
+        applies: False if there is no value because the attack's method is not made for the
+            gradients that were shared.
+        pending: Why there is no value *yet*; else None.
+        soon: Whether the next step may bring a pending value.
+        pool: The name of the compared texts, if only results on the same texts may be compared.
+        control: The newest control of the attack, the lowest over clients; None without one.
     """
 
     rates: Mapping[str, Rate]
@@ -170,7 +169,11 @@ class Outcome:
     control: Control | None = None
 
     def values(self, root: str) -> dict[str, float]:
-        """Return the numbers by log name, all beginning with ``root``; none where pending."""
+        """Return the values by log name, with ``root`` before their own names; none if pending.
+
+        Bounds of a privacy account and of blind baselines belong to no single attack: of ``root``
+        their names have the first part only.
+        """
         if self.pending is not None:
             return {}
         log = {f"{root}/exposed": float(self.exposed)}
@@ -178,14 +181,13 @@ class Outcome:
         log |= {f"{root}/{name}_worst_client": value for name, value in self.worst.items()}
         for name, value in self.extra.items():
             if not math.isnan(value):
-                # Bounds of an account, and of blind baselines, belong to no single attack.
                 shared = name.startswith(("bound/", "blind/"))
                 log[f"{root.partition('/')[0] if shared else root}/{name}"] = value
         return log | {f"{root}/{name}": value for name, value in self.p_values.items()}
 
     @property
     def p_values(self) -> dict[str, float]:
-        """Return how probable guessing is to do so well, by name; none where it is not known."""
+        """Return the known p-values by name."""
         named = {"p_of_this_look": self.p_value, "p_over_looks": self.p_over_looks}
         return {name: value for name, value in named.items() if not math.isnan(value)}
 

@@ -1,4 +1,4 @@
-"""``run.jsonl``: what a fit was, what its looks cost, and what its defences have spent."""
+"""``run.jsonl``: the settings of a fit, the cost of its looks, and the spent privacy budget."""
 
 from __future__ import annotations
 
@@ -43,10 +43,8 @@ _OF_THIS_FIT = (
 )
 """Fields of the first line that differ between fits of the same settings."""
 MAX_HASHED_BYTES = 2**30
-"""Largest size of the trained, or frozen, weights that are hashed, in bytes: 1 to 3 seconds.
-
-They are hashed before the first step and at checkpoints. Larger models get no such hash.
-"""
+"""Largest size of the trained, or frozen, weights that are hashed before the first step and at
+checkpoints, in bytes: hashing takes 1 to 3 seconds. At the end of a fit there is no limit."""
 ROW_KEY = "row_order.key"
 """File beside the logs, of mode 0600, with the key of the commitment to the order of rows."""
 _keys: dict[Path, str] = {}
@@ -75,17 +73,17 @@ def _refer_to(dataset: object) -> Callable[[], object]:
 
 
 class _RowOrder:
-    """Note the numbers of the rows that every ``DataLoader`` of torch takes, batch by batch.
+    """Commit to the numbers of the rows that every ``DataLoader`` of torch takes, batch by batch.
 
-    What is kept is an HMAC with SHA-256 (RFC 2104) of the numbers as a whole, for each data set.
-    Without the key nobody can test a guess of the order against it. Loaders work as without this:
-    batches that can be iterated over only once are not read, and their data set has no code.
+    It keeps one HMAC with SHA-256 (RFC 2104) of all numbers for each data set. Nobody can test a
+    guess of the order against it without the key. Loaders work as they do without it: batches that
+    can be iterated over only once are not read, and their data set gets no HMAC.
 
     Args:
-        key: 32 secret bytes.
+        key: The 32 secret bytes of the HMAC.
 
     Attributes:
-        key: as above.
+        key: The argument.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -125,23 +123,23 @@ class _RowOrder:
 
 
 class RunRecord:
-    """Append to ``run.jsonl`` what the fit was, beside what was read off it.
+    """Append the facts of a fit to ``run.jsonl``, the file beside its results.
 
-    One line when a fit begins (model, training, attacks, defences, gates), one for each look
-    (utility, what defences have spent), one where these have changed between looks, one for each
-    decision of a gate, one for a defence of which the first did not know, one where a look is at
-    another step than planned, one for each checkpoint, one when the fit ends. Of several processes
-    the first one writes.
+    It gets a line when the fit begins (model, training, attacks, defences, gates) and one when it
+    ends, one for each look (utility, spent budget), each change of these values between looks, each
+    decision of a gate, each defence that the first line does not describe, each look at another
+    step than planned, and each checkpoint. Only the first of several processes writes.
 
     Args:
-        path: the file; its folder is made when the first line is written.
-        run: the id that the fit's lines in ``leakage.jsonl`` have.
-        warn: is told why a line could not be written; the fit goes on.
-        defenses: those that the first line describes.
+        path: The file. Its folder is made when the first line is written.
+        run: The id of the fit in the lines of ``leakage.jsonl``.
+        warn: Called with the reason if a line cannot be written; the fit goes on.
+        defenses: The defences that the first line describes.
 
     Attributes:
-        ended: the fit's end is written.
-        planned: step of the next look, as the lines say so far; None where they say none.
+        path, run: The arguments.
+        ended: Whether the last line of the fit is written.
+        planned: The step of the next look according to the lines so far; None if they state none.
     """
 
     def __init__(
@@ -156,14 +154,14 @@ class RunRecord:
         self._order: _RowOrder | None = None
 
     def write_begin(self, line: records.BeginLine) -> None:
-        """Write that a fit begins, with a hash of its settings without where and when it is."""
+        """Write the first line of a fit, with a hash of its settings (not of time or machine)."""
         content = records.as_json(line).items()
         settings = {name: value for name, value in content if name not in _OF_THIS_FIT}
         text = json.dumps(settings, sort_keys=True)
         self.append(replace(line, settings_hash=hashlib.sha256(text.encode()).hexdigest()))
 
     def note_rows(self, run: Run) -> None:
-        """Note the order of rows, unless a defence accounts for DP: sampling must stay secret."""
+        """Commit to the order of rows, except under DP, where the sampling must stay secret."""
         if run.unit != "step" or accounting(run.defenses):
             return
         path = self.path.parent / ROW_KEY
@@ -194,23 +192,18 @@ class RunRecord:
             self._order.close()
 
     def write_end(self, run: Run, outcome: str) -> None:
-        """Write that the fit is over, how far ``leakage.jsonl`` goes, and hashes of the weights.
+        """Write the last line of a fit, with the end of ``leakage.jsonl`` and hashes of weights.
 
         Args:
-            run: the fit.
-            outcome: ``"finished"``, or the class of what was raised.
+            run: The fit.
+            outcome: ``"finished"``, or the class of the error that ended the fit.
         """
         self.ended = True
         if self.planned is not None and self.planned < run.step:
             self.append(records.PlanLine(run="", step=run.step))
-        weights = None
-        if outcome == "finished" and run.unit == "step" and not run.is_sharded:
-            parameters = run.anatomy.root.named_parameters()
-            try:
-                weights = hash_weights({name: p for name, p in parameters if p.requires_grad})
-            except Exception as error:  # of weights on no device, or out of memory
-                self._warn(f"the trained weights were not hashed ({type(error).__name__})")
-        number, head = self.results_end()
+        is_finished = outcome == "finished"
+        hashes = self._hashes_of(run, "trained", any_size=True) if is_finished else None
+        number, head = self._results_end()
         self.append(
             records.EndLine(
                 run="",
@@ -219,12 +212,12 @@ class RunRecord:
                 privacy=spendings(accounting(run.defenses), ended=True),
                 results=number,
                 results_head=head,
-                weights=weights,
-                row_order=self._row_order(run) if outcome == "finished" else None,
+                weights=None if hashes is None else hashes["trained"],
+                row_order=self._row_order(run) if is_finished else None,
             )
         )
 
-    def results_end(self) -> tuple[int | None, str | None]:
+    def _results_end(self) -> tuple[int | None, str | None]:
         """Return how many lines ``leakage.jsonl`` has, and the hash of the last; None: unknown."""
         results = self.path.parent / records.RESULTS
         try:
@@ -234,12 +227,12 @@ class RunRecord:
             return None, None
 
     def write_new_plan(self, step: int, next_look: int) -> None:
-        """Write that a look is at another step than was planned, where it is.
+        """Write a line if a look is at another step than the lines so far say.
 
         Args:
-            step: of this look, or of the one that is postponed.
-            next_look: planned step of the next look: ``step`` itself unless attacks are retried, or
-                the first look is postponed.
+            step: The step of this look, or the one from which it is postponed.
+            next_look: The planned step of the next look: ``step`` itself, unless attacks are
+                retried or the first look is postponed.
         """
         if self.planned is None or self.planned == next_look:
             return
@@ -256,18 +249,20 @@ class RunRecord:
             self.append(line)
 
     def weights_of(self, run: Run) -> dict[str, str] | None:
-        """Return one hash of the trained and one of the frozen tensors.
+        """Return one hash of the trained and one of the frozen parameters.
 
-        None where they are sharded or of a federation; a kind of more than :data:`MAX_HASHED_BYTES`
-        bytes is left out.
+        The hash of more than :data:`MAX_HASHED_BYTES` bytes is missing. In a federation, and if the
+        parameters are sharded, there is none.
         """
         hashes = self._hashes_of(run, "trained", "frozen")
         if hashes is None:
             return None
         return {kind: digest_weights(part) for kind, part in hashes.items()}
 
-    def _hashes_of(self, run: Run, *kinds: str) -> dict[str, dict[str, str]] | None:
-        """Return the hashes of tensors by name, by their kind; none as :meth:`weights_of` has."""
+    def _hashes_of(
+        self, run: Run, *kinds: str, any_size: bool = False
+    ) -> dict[str, dict[str, str]] | None:
+        """Return the hashes of tensors by name, by their kind; see :meth:`weights_of`."""
         if run.unit != "step" or run.is_sharded:
             return None
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -278,9 +273,9 @@ class RunRecord:
             return {
                 kind: hash_weights(part)
                 for kind, part in tensors.items()
-                if sum(tensor.nbytes for tensor in part.values()) <= MAX_HASHED_BYTES
+                if any_size or sum(t.nbytes for t in part.values()) <= MAX_HASHED_BYTES
             }
-        except Exception as error:  # of weights on no device, or out of memory
+        except Exception as error:  # such as out of memory, or weights on the meta device
             self._warn(f"weights were not hashed ({type(error).__name__})")
             return None
 
@@ -313,24 +308,24 @@ def facts_of(
     watch: records.JsonObject,
     resumed: records.JsonObject,
 ) -> records.BeginLine:
-    """Return everything that a fit knows of itself before its first step.
+    """Return the first line of a fit: all facts that are known before its first step.
 
     Args:
-        run: the fit.
-        lineup: its attacks, calibrated.
-        series: the channel of each series, in the order of the logs.
-        training: how the model is trained.
-        gates: what each gate says of itself.
-        options: how it is watched.
-        watch: further settings of what watches it.
-        resumed: the fit whose checkpoint it goes on from: its run id, and what its defences had
-            released; empty where it begins with no checkpoint.
+        run: The fit.
+        lineup: The attacks of the fit, calibrated.
+        series: The channel of each series, in the order of the logs.
+        training: The settings of the training.
+        gates: The settings of the gates.
+        options: The settings by which the fit is watched.
+        watch: Further settings of the integration that watches it.
+        resumed: The run id of the fit whose checkpoint it continues, and the releases of that fit's
+            defences; empty if it continues none.
     """
     casts = {"mixed_precision": run.policy_text} if run.policy_text else {}
     leaks = {s.attack: channel.leak for s, channel in series.items()}
     plans = list(lineup.plans)
     for channel in dict.fromkeys(series.values()):
-        if channel.at_weights:  # these choose their members after the line-up
+        if channel.at_weights:  # their members are drawn later, and no line-up plans them
             plans += [plan_of(channel, attack) for attack in channel.attacks]
     played = {plan.attack.name: plan for plan in plans}
     return records.BeginLine(
@@ -374,7 +369,7 @@ def facts_of(
 
 
 def _machine(device: torch.device) -> records.JsonObject:
-    """Return what the last bits of a number depend on besides the installed versions."""
+    """Return the facts of the machine on which the last bits of a number depend."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux names the model here alone
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -392,7 +387,7 @@ def _machine(device: torch.device) -> records.JsonObject:
 
 
 def _ended_fit(state: records.JsonObject) -> records.EndedFit:
-    """Return what a checkpoint says of the fit that wrote it."""
+    """Return the facts in a checkpoint about the fit that wrote it."""
     privacy = tuple(
         records.ReleasesBefore(
             defense=entry["defense"],
@@ -404,7 +399,7 @@ def _ended_fit(state: records.JsonObject) -> records.EndedFit:
 
 
 def defense_facts(defense: Defense) -> records.DefenseFacts:
-    """Return what the record says of a defence."""
+    """Return the description of a defence in the record."""
     return records.DefenseFacts(
         name=defense.name,
         class_name=type(defense).__name__,
@@ -455,20 +450,20 @@ def optimizers_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
     ]
 
 
-# ---- what defences say that their releases have cost ----------------------------------------
+# ---- the privacy budget that defences have spent --------------------------------------------
 
 
 def accounting(defenses: Sequence[Defense]) -> tuple[Defense, ...]:
-    """Return the defences that account for what they release."""
+    """Return the defences that keep a privacy account of their releases."""
     return tuple(d for d in defenses if type(d).privacy is not Defense.privacy)
 
 
 def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
-    """Return what the releases of defences that account have cost so far.
+    """Return the privacy budget that defences have spent so far, by log name.
 
-    As ``privacy/epsilon``, ``privacy/delta`` and, where there is one, ``privacy/noise_multiplier``,
-    or as ``privacy/<defence>/...`` where several defences account. None of it covers the logs of
-    leakage themselves, nor what a gate decides in sight of them.
+    The names are ``privacy/epsilon``, ``privacy/delta`` and, for noise with a multiplier,
+    ``privacy/noise_multiplier``; ``privacy/<defence>/...`` if several defences keep an account. The
+    budget covers neither the logged leakage itself nor the decisions of a gate on it.
     """
     values = {
         f"{_root(defense, defenses)}/{name}": getattr(cost, name)
@@ -479,21 +474,21 @@ def privacy_values(defenses: Sequence[Defense]) -> dict[str, float]:
 
 
 def privacy_tags(defenses: Sequence[Defense]) -> list[str]:
-    """Return the logged names of every epsilon of defences that account."""
+    """Return the log names of the epsilons of these defences."""
     return [f"{_root(defense, defenses)}/epsilon" for defense in defenses]
 
 
 def _root(defense: Defense, defenses: Sequence[Defense]) -> str:
-    """Return the beginning of a defence's logged names; its own name is in it beside another's."""
+    """Return the first part of a defence's log names, with its name if it is one of several."""
     return "privacy" if len(defenses) == 1 else f"privacy/{defense.name}"
 
 
 def spendings(defenses: Sequence[Defense], *, ended: bool = False) -> tuple[records.Spending, ...]:
-    """Return what each defence that accounts has spent, and on which releases.
+    """Return the privacy budget that each defence has spent, and its releases.
 
     Args:
-        defenses: that account.
-        ended: whether the fit has ended, and with it the checks that some of them make.
+        defenses: Defences that keep an account.
+        ended: Whether the fit has ended, so that the checks that some of them make have results.
     """
     return tuple(
         records.Spending(
@@ -508,7 +503,7 @@ def spendings(defenses: Sequence[Defense], *, ended: bool = False) -> tuple[reco
 
 
 def _costs(defenses: Sequence[Defense]) -> list[tuple[Defense, Privacy]]:
-    """Return the cost of the releases of each defence that has released something."""
+    """Return the spent budget of each defence that has released something."""
     costs = []
     for defense in defenses:
         with suppress(DefenseError):  # nothing was released yet
@@ -518,9 +513,9 @@ def _costs(defenses: Sequence[Defense]) -> list[tuple[Defense, Privacy]]:
 
 
 def releases_by(defenses: Sequence[Defense]) -> list[dict[str, object]]:
-    """Return the releases of each defence that accounts, for a checkpoint.
+    """Return the releases of each defence with an account, for a checkpoint.
 
-    Nothing is composed, as that may take a second.
+    Their budget is not composed, because that may take a second.
     """
     return [
         {"defense": defense.name, "history": [list(row) for row in history]}

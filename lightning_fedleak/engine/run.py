@@ -31,41 +31,45 @@ from lightning_fedleak.model.taps import ChangedInPlace, Step, UpdateError, befo
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 StageReached = Callable[[Stage, Optimizer], None]
-"""Takes the stage at which ``p.grad`` is what the optimizer is about to step with."""
+"""A function of a stage and an optimizer, called when ``p.grad`` is the gradient at the stage."""
 BeforeDefense = Callable[[Defense, Sequence[nn.Parameter], DefenseContext], None]
-"""Takes what a defence is about to get."""
+"""A function of a defence, the parameters that it acts on next, and its context."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(ABC):
-    """One run, as channels and attacks know it. What never changes in it are fields.
+    """The facts of one run that channels and attacks use, whoever trains.
+
+    Fields hold the facts that do not change during the run.
 
     Attributes:
-        anatomy: the model's parts.
-        client: ``"rank"`` (each process is a client) or ``"world"`` (all are one).
-        assumed: what the adversary has besides what it sees.
-        device: of the model.
-        precision: spelled as the Trainer spells it.
-        rank: number of this process.
-        processes: how many there are.
-        tokenizers: that the run uses; some may be None.
-        defenses: of the run, in their order.
-        watched: names of values that something besides gates stops or chooses by.
-        under_ddp: all trained parameters' gradients are shared, whatever optimizers own.
-        separates_stages: a defended run shows local and shared gradients as ``p.grad``.
-        clip_value: size that entries of gradients are cut to before they are shared; None: not
-            known.
-        shows_progress: bars are shown while attacks are calibrated.
-        gradient_of: returns what a parameter's next step is taken with.
-        casts: as :attr:`policies`, where it is not FSDP2 that casts.
-        spent: seconds of each attack in looks that are not written yet.
-        longest: seconds of the longest run of each attack in the newest look.
-        watcher: the class that watches the run, for messages.
-        unit: what :attr:`step` counts.
-        uncounted_step: the message where an optimizer stepped and :attr:`step` did not change.
-        rollouts: :class:`~lightning_fedleak.trainers.rollouts.Rollouts` of an RL; None elsewhere.
+        anatomy: The parts of the model.
+        client: ``"rank"`` if each process is a client, ``"world"`` if all are one.
+        assumed: The capabilities of the adversary besides what it sees.
+        device: The device of the model.
+        precision: The precision, in the spelling of Lightning's Trainer.
+        rank: The number of this process.
+        processes: The number of processes.
+        tokenizers: The tokenizers that the run uses; some may be None.
+        defenses: The defences, in the order in which they act.
+        watched: The names of values that something besides gates stops or chooses by.
+        under_ddp: Whether all trained parameters' gradients are shared, also those that no
+            optimizer has.
+        separates_stages: Whether a defended run shows local and shared gradients as ``p.grad``.
+        clip_value: The absolute value to which entries of gradients are clipped before they are
+            shared; None if it is not known.
+        shows_progress: Whether a progress bar is shown while attacks are calibrated.
+        gradient_of: Returns the gradient of a parameter's next step.
+        casts: The :attr:`policies` of a run in which something other than FSDP2 casts.
+        spent: The seconds of each attack in looks that are not written yet.
+        longest: The seconds of the longest run of each attack in the newest look.
+        watcher: The name of the class that watches the run, for messages.
+        unit: The unit of :attr:`step`.
+        uncounted_step: The message if an optimizer stepped and :attr:`step` did not change.
+        rollouts: The :class:`~lightning_fedleak.trainers.rollouts.Rollouts` of reinforcement
+            learning; None for other training.
     """
 
     watcher: ClassVar[str] = "LeakageMonitor"
@@ -106,7 +110,7 @@ class Run(ABC):
     @property
     @abstractmethod
     def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizers of the run that take the steps, see ``real_optimizer``."""
+        """Return the optimizers whose ``step`` changes the weights, see ``real_optimizer``."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which the client runs its model: autocast if precision is mixed."""
@@ -165,15 +169,15 @@ class Run(ABC):
         return "; ".join(sorted(casts)).replace("torch.", "").replace("None", "their own dtype")
 
     def rounding(self, accumulated: int) -> float:
-        """Return the relative error that such a policy leaves in an entry of a gradient.
+        """Return the standard deviation of the rounding error of a policy, relative to an entry.
 
-        Each rounding is evenly up to half an epsilon. One is where the gradient is computed. Adding
-        n terms one after the other rounds n - 1 partial sums, and that of k independent terms has
-        the share k/n of the whole sum's variance. Each process adds what it accumulates, and the
-        reduction adds the processes.
+        Each rounding error is uniform in plus or minus half an epsilon. The gradient is rounded
+        once where it is computed. Adding n terms one after the other rounds n - 1 partial sums, and
+        the partial sum of k independent terms has the share k/n of the variance of the sum. First
+        each process adds the gradients of its micro-batches, then the reduction adds the processes.
 
         Args:
-            accumulated: micro-batches of the gradient.
+            accumulated: The number of micro-batches of the gradient.
         """
         policies = self.policies.values()
         computed = [torch.finfo(p.param_dtype).eps for p in policies if p.param_dtype]
@@ -191,7 +195,7 @@ class Run(ABC):
 
     @property
     def temperature(self) -> float:
-        """Return what the run's loss divides logits by, where it never calls the output head."""
+        """Return the divisor of the logits in a loss that does not call the output head."""
         return 1.0
 
     @property
@@ -224,14 +228,14 @@ class Run(ABC):
     def fit_copy(self, model: nn.Module, rows: Any) -> None:
         """Train a copy of the model in place on other rows, by the run's own recipe.
 
-        It passes over the rows as often as the run does over its own, and leaves no file behind.
+        The number of epochs is that of the run, and no file is left behind.
 
         Args:
-            model: the copy of ``anatomy.root``.
-            rows: the data set.
+            model: The copy of ``anatomy.root``.
+            rows: The data set.
 
         Raises:
-            ValueError: by default, since nobody but the user knows the recipe.
+            ValueError: By default, because only the user knows the recipe.
         """
         raise ValueError(
             "Memorization(reference='auto'): only your loop knows its recipe: give "
@@ -240,9 +244,12 @@ class Run(ABC):
         )
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
-        """Return those of the user's own metrics that are known by now, by name; None: all.
+        """Return the user's own metrics that are known by now, by name.
 
-        They are numbers, or tensors of one, which are the same objects until they change.
+        A value is a number, or a tensor of one, which is the same object until it changes.
+
+        Args:
+            names: The metrics that are asked for; None for all.
         """
         return {}
 
@@ -252,18 +259,19 @@ class Run(ABC):
     def watch_release(
         self, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
-        """Call ``stage_reached`` while ``p.grad`` is what an optimizer is about to step with.
+        """Call ``stage_reached`` while ``p.grad`` holds the gradient of a stage, until removed.
 
-        Without defences on gradients that is all stages at once: ``Stage.AGGREGATE`` is reported.
-        A run whose defences act between the stages overrides this, and calls
+        Without defences on gradients all stages see the same gradient, and only
+        ``Stage.AGGREGATE`` is reported, right before the optimizer steps. A run whose defences act
+        between the stages overrides this method, and calls
         ``before_defense(defense, parameters, context)`` right before each of them.
 
         Args:
-            stage_reached: takes the stage and the optimizer.
-            before_defense: takes what the defence is about to get.
+            stage_reached: Takes the stage and the optimizer.
+            before_defense: Takes the defence, the parameters and the context.
 
         Returns:
-            Functions that end it.
+            Functions that remove the hooks.
         """
         removers = []
         for optimizer in self.optimizers:
@@ -277,7 +285,7 @@ class Run(ABC):
         return removers
 
     def _dp_of(self, optimizer: Optimizer | None) -> OptimizerDP | None:
-        """Return what a DP optimizer of another library declares that steps by this one."""
+        """Return the declaration of the DP optimizer that wraps this one; None if none does."""
         dps = (d for d in self.defenses if isinstance(d, OptimizerDP))
         return next((dp for dp in dps if dp.inner is optimizer), None)
 
@@ -285,7 +293,8 @@ class Run(ABC):
         self, dp: OptimizerDP, stage_reached: StageReached, before_defense: BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call the functions inside of a DP optimizer's step, see :meth:`watch_release`."""
-        alone = self.client == "rank" or not dp.reduces  # a client shares what it has prepared
+        # Whether the shared gradient exists before the reduction over processes.
+        alone = self.client == "rank" or not dp.reduces
         parameters = [p for g in dp.inner.param_groups for p in g["params"] if p.requires_grad]
 
         def defended() -> None:
@@ -310,7 +319,7 @@ class Run(ABC):
         return dp.watch(prepared, reduced)
 
     def why_hidden(self, stages: Iterable[Stage], optimizer: Optimizer | None) -> str | None:
-        """Return why the gradient at one of these stages cannot be read; None where it can."""
+        """Return why the gradient at one of these stages cannot be read; None if it can."""
         dp = self._dp_of(optimizer)
         whys = (None if dp is None else dp.why_hidden(stage) for stage in stages)
         return next((why for why in whys if why is not None), None)
@@ -321,25 +330,26 @@ class Run(ABC):
 
 @dataclass
 class Look:
-    """One look: the step that it is of, and what its attacks have answered so far.
+    """One look: the step that it is at, and the answers of its attacks so far.
 
     Attributes:
-        step: optimizer step looked at.
-        training_step: that step's calls, labels and gradients.
-        stages: at all of which the gradient is what it is now.
-        wanted: those of them that are measured.
-        optimizer: that is about to step; None: all that the round's update is of.
-        controls: the control of each attack, by name, as far as this look has one.
-        answers: what an attack answered in a series, or why it has no answer (yet).
-        stepped: ids of the optimizers that were really about to step (none: nothing was shared).
-        seconds: time spent so far.
-        control_seconds: of that, for controls.
-        step_seconds: time that the step itself took so far; 0 until it is known.
-        followed: the attacks have followed the model at this look.
-        notes: functions that write what was recovered to local files, under a title.
-        work: what attacks share with each other until an optimizer steps.
-        scope: the series that are tried again, where the look is of these alone; None: all.
-        next_look: step of the next look, once it is planned; None for a look at the weights.
+        step: The optimizer step of the look.
+        training_step: The calls, labels and gradients of that step.
+        stages: The stages at which the gradient is the same as now.
+        wanted: The stages among them that are measured.
+        optimizer: The optimizer that is about to step; None for a round's update, which is of all.
+        answers: The guess of an attack in a series, or why there is none (yet).
+        stepped: The ids of the optimizers that were about to step; empty if nothing was shared.
+        seconds: The duration of the look so far.
+        control_seconds: The part of these seconds that controls took.
+        started: The value of ``time.perf_counter`` when the look began.
+        step_seconds: The duration of the step without the look; 0 until it is known.
+        followed: Whether the attacks have adapted to the weights at this look.
+        notes: Functions that write the recovered words or texts to local files, under a title.
+        controls: The control of each attack that has one at this look, by name.
+        work: Intermediate results that attacks share until an optimizer steps.
+        scope: The series that are retried, if the look is only for these; None for all.
+        next_look: The step of the next look once it is planned; None for a look at the weights.
     """
 
     step: int
@@ -361,14 +371,21 @@ class Look:
     next_look: int | None = None
 
     def steps_with(self, optimizer: Optimizer | None) -> bool:
-        """Return whether what an optimizer steps is read now; None: what the server adds itself."""
+        """Return whether the present gradients are those of an optimizer.
+
+        Args:
+            optimizer: The optimizer; None for layers that a server adds, which always count.
+        """
         return self.optimizer is None or optimizer in (None, self.optimizer)
 
     @contextmanager
     def clock(self, device: torch.device, *, is_control: bool = False) -> Iterator[None]:
-        """Add the time of a block; wait for a GPU before and after, as looks may.
+        """Add the duration of a block to the look's seconds; wait for a GPU before and after.
 
-        That of a control is a part of a block around it, which adds it to the look's seconds.
+        Args:
+            device: The device that the block uses.
+            is_control: Whether to add to the seconds of controls instead. A control is played in
+                another block, which adds the same duration to the look's seconds.
         """
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
         wait(device)
@@ -388,14 +405,14 @@ class Look:
 
 
 class NoTargets(ValueError):
-    """The batch holds no sentence that could be asked for."""
+    """No sentence of the batch can be used in a membership game."""
 
 
 class Refusal(Exception):
-    """Holds an error that ends the run all the same: of the set-up, or of the user's own code.
+    """An error that has to end the run: of the set-up, or of the user's own code.
 
     Args:
-        error: the error that the user sees.
+        error: The error that the user sees.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -410,9 +427,10 @@ _R = TypeVar("_R")
 def contained(
     method: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[Concatenate[Any, _P], _R | None]:
-    """Return a method that ends no training: what it raises its object's ``fail`` gets.
+    """Decorate a method so that its errors end no training.
 
-    It returns None then. A :class:`Refusal` is raised as the error that it holds.
+    An error is passed to ``fail`` of the method's object, and the method returns None. Only a
+    :class:`Refusal` is raised, as the error that it holds.
     """
 
     @wraps(method)
@@ -441,19 +459,21 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def reason(error: Exception) -> str:
-    """Return why there is no result, for logs: the error's kind, and its message or its place.
+    """Return why there is no result, for logs: the error's class, and its message or its line.
 
-    Only words written here are repeated: another error's may quote the private batch. So may a
-    ``DefenseError`` of a defence of the user's own, or one that repeats another error.
+    Only messages of this package are repeated, because those of other errors may quote the private
+    batch. The same goes for a ``DefenseError`` from a user's defence, or with another error as its
+    cause.
     """
     kind = type(error).__name__
     if isinstance(error, _OWN_ERRORS):
         return f"{kind}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    callers = [one for one in frames if Path(one.filename).name != "validate.py"]
-    place = [one for one in callers if one.name != check_finite.__name__][-1]
-    path = Path(place.filename)
+    # The line that called a check says more than the line in the check.
+    callers = [frame for frame in frames if Path(frame.filename).name != "validate.py"]
+    caller = [frame for frame in callers if frame.name != check_finite.__name__][-1]
+    path = Path(caller.filename)
     internal = path.is_relative_to(_PACKAGE) and error.__cause__ is None
     if isinstance(error, DefenseError) and internal:
         return f"{kind}: {error}"
-    return f"{kind} at {path.name}:{place.lineno}"
+    return f"{kind} at {path.name}:{caller.lineno}"

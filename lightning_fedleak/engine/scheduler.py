@@ -1,4 +1,4 @@
-"""When a run is measured: cadence, cost, attacks to retry."""
+"""When to look: the cadence of looks, their cost, and the attacks to retry."""
 
 from __future__ import annotations
 
@@ -13,50 +13,52 @@ from lightning_fedleak.engine.run import Look, Run
 from lightning_fedleak.messages import rank_zero_info
 
 CURVE_LOOKS = 10
-"""Looks of a run by default, evenly spread: enough for a curve; more take longer."""
+"""Number of looks of a run by default, evenly spread: enough for a curve; more take longer."""
 CURVE_SHARE = 0.05
-"""Share of the training time that these looks may take, or"""
+"""Share of the training time that these looks may take, unless :data:`CURVE_SECONDS` is more."""
 CURVE_SECONDS = 30.0
-"""seconds, if that is more: what people wait for in a short run."""
+"""Seconds that these looks may take in a short run: a wait that people accept."""
 MOST_SHARE = 0.25
-"""Share of the training time that they take at most, but for the first look: not tuned."""
+"""Largest share of the training time for these looks, except for the first look; not tuned."""
 TIMED_STEPS = 3
-"""Steps that are timed before the first look where ``max_overhead`` is given; not tuned."""
+"""Number of steps timed before the first look if ``max_overhead`` is given; not tuned."""
 LOOK_STEPS = 10
-"""Training steps that a look costs at least, as long as none was made: with its control 9 to 21 on
+"""Estimated cost of the first look, in training steps, at least; with its control it was 9 to 21 on
 three models (``benchmarks.cost.overhead``, November 2026)."""
 
 
 @dataclass
 class Cadence:
-    """Decide at which optimizer steps the engine measures.
+    """Decide at which optimizer steps the engine looks.
 
-    These are steps 0, n, 2n, ..., or steps at intervals that keep the cost of looks and set-up
-    below a share of training time, or those of a curve: ten looks, evenly, the last step among
-    them, if they and the set-up fit into the larger of 5% of the training and 30 s, and into a
-    quarter of it, and as many as fit if they do not, but always the first. If the number of steps
-    is not known, these are steps 1, 2, 4, 8, ... for the first 30 s of looks. More looks are made
-    where the share allows them.
+    There are three rules:
 
-    By a share the first look is made where the whole run pays for it, or, if its length is not
-    known, once the steps before have; in the second last step, so that an attack that waits can be
-    tried again, if the run does not pay for any.
+    - ``every_n_steps=n``: steps 0, n, 2n, ...
+    - A share (``max_overhead=``): looks and set-up cost at most this share of the training time.
+      The first look is at a step for which the whole run pays, or, if the length of the run is not
+      known, for which the steps before have paid. If the run pays for none, it is at the second
+      last step, so that a waiting attack can be retried.
+    - A curve (the default): ten looks, evenly spread, the last step among them. They and the set-up
+      have to fit into the larger of 5% of the training time and 30 s, and into a quarter of that
+      time; otherwise as many looks are made as fit, but always the first. If the number of steps is
+      not known, the looks are at steps 0, 1, 3, 7, ... for the first 30 s of looks. Further looks
+      are made if the share allows them.
 
-    The next look is fixed at the look before, so that under DDP rank 0's choice travels with that
-    look's results and no step needs a message of its own.
+    The next look is decided at the look before. Under DDP the decision of rank 0 is sent with the
+    results of that look, so that no step needs a message of its own.
 
     Attributes:
-        every_n_steps: n; None if a share decides.
-        share: maximum cost of looks, as a share of training time: a look of ``c`` seconds is
-            followed by ``c / (share * s)`` steps of ``s`` seconds each.
-        is_curve: at least the looks of a curve are made.
-        next_step: the next step to measure.
-        steps: planned steps of the run; None: not known.
-        first_step: at which the run began.
-        price: estimated seconds of the first look by a share; None once it was made.
-        spent: seconds that set-up and looks have taken.
-        unpaid: seconds of set-up that no look has paid for yet.
-        last_look: step and seconds of the last look.
+        every_n_steps: The interval n; None if a share decides.
+        share: The largest cost of looks, as a share of the training time: a look of ``c`` seconds
+            is followed by ``c / (share * s)`` steps of ``s`` seconds each.
+        is_curve: Whether at least the looks of a curve are made.
+        next_step: The next step to look at.
+        steps: The planned number of steps; None if it is not known.
+        first_step: The step at which the run began.
+        price: The estimated seconds of the first look by a share; None once it was made.
+        spent: The seconds that the set-up and the looks have taken.
+        unpaid: The seconds of set-up that no interval between looks has covered yet.
+        last_look: The step and the seconds of the last look.
     """
 
     every_n_steps: int | None = None
@@ -76,10 +78,10 @@ class Cadence:
         """Begin a run.
 
         Args:
-            step: that is the next one.
-            steps: planned steps in all; None: not known.
-            set_up_seconds: what the set-up took.
-            look_seconds: what a look is estimated to take; 0: not known.
+            step: The first step of the run.
+            steps: The step at which the run is planned to end; None if it is not known.
+            set_up_seconds: The duration of the set-up.
+            look_seconds: The estimated duration of a look; 0 if it is not known.
         """
         self.first_step = self.next_step = step
         self.steps = steps
@@ -91,15 +93,15 @@ class Cadence:
 
     @property
     def timed_steps(self) -> int:
-        """Return how many steps are timed before the first look."""
+        """Return the number of steps that are timed before the first look."""
         return 0 if self.every_n_steps is not None or self.is_curve else TIMED_STEPS
 
     def postponed_step(self, step: int, step_seconds: float) -> int:
         """Return the step of the first look by a share, ``step`` or later.
 
         Args:
-            step: that would be looked at now.
-            step_seconds: cost of a step without a look.
+            step: The present step.
+            step_seconds: The duration of a step without a look.
         """
         assert self.price is not None
         if step_seconds <= 0:
@@ -115,16 +117,16 @@ class Cadence:
         return step if self.steps is None else max(self.first_step, min(step, self.steps - 2))
 
     def due(self, step: int) -> bool:
-        """Return whether optimizer step ``step`` (from 0) is to be measured."""
+        """Return whether a look is due at optimizer step ``step``, counted from 0."""
         return step >= self.next_step
 
     def after_look(self, step: int, look_seconds: float, step_seconds: float) -> int:
-        """Return the next step to measure, as a proposal.
+        """Return a proposal for the step of the next look.
 
         Args:
-            step: the step just measured.
-            look_seconds: cost of that look.
-            step_seconds: cost of a step without a look.
+            step: The step of the look that has ended.
+            look_seconds: The duration of that look.
+            step_seconds: The duration of a step without a look.
         """
         if self.every_n_steps is not None:
             return (step // self.every_n_steps + 1) * self.every_n_steps
@@ -143,14 +145,14 @@ class Cadence:
             within = self.spent + look_seconds <= CURVE_SECONDS
             return min(by_share, 2 * step + 1) if within else by_share
         by_price = self._affordable_step(step_seconds)
-        if by_price >= self.steps - 1:  # what is left is for the last step
+        if by_price >= self.steps - 1:  # the remaining seconds are for a look at the last step
             return by_price
         return min(by_share, max(by_price, self._even_step(step)))
 
     def _affordable_step(self, step_seconds: float) -> int:
-        """Return the step of the next look where the remaining seconds are spread evenly.
+        """Return the step of the next look if the remaining seconds are spread evenly.
 
-        It is beyond the last step if they pay for none.
+        It is beyond the last step if they pay for no look.
         """
         assert self.steps is not None
         step, look_seconds = self.last_look
@@ -160,17 +162,17 @@ class Cadence:
         return self.steps if looks < 1 else step + math.ceil((self.steps - 1 - step) / looks)
 
     def _even_step(self, step: int) -> int:
-        """Return the first step after ``step`` of ten that are evenly spread over all steps."""
+        """Return the first step after ``step`` of the ten evenly spread ones."""
         assert self.steps is not None
         gaps, last = CURVE_LOOKS - 1, self.steps - 1
         return -(-(step * gaps // last + 1) * last // gaps)
 
     def after_retry(self, retry_seconds: float, step_seconds: float) -> int:
-        """Return the next step to measure, as a proposal, after attacks were retried.
+        """Return a proposal for the step of the next look after attacks were retried.
 
         Args:
-            retry_seconds: cost of the retry.
-            step_seconds: cost of a step without a look.
+            retry_seconds: The duration of the retry.
+            step_seconds: The duration of a step without a look.
         """
         if self.every_n_steps is None and not self.is_curve:
             return self.after_look(self.next_step, retry_seconds, step_seconds)
@@ -189,10 +191,10 @@ class Cadence:
         return f"max_overhead={self.share:g}"
 
     def describe(self, look_seconds: float) -> str:
-        """Return at how many of the run's own steps looks are made, as known at its begin.
+        """Return in words at which steps of the run looks are made, as known at its begin.
 
         Args:
-            look_seconds: what a look is estimated to take; 0: not known.
+            look_seconds: The estimated duration of a look; 0 if it is not known.
         """
         n, steps, share = self.every_n_steps, self.steps, f"{self.share:.1%} of the training time"
         if steps is None:
@@ -201,12 +203,14 @@ class Cadence:
             n = self.next_step + 1
             few = f"steps {n}, {2 * n}, {4 * n}, ... for {CURVE_SECONDS:g} s of looks"
             return f"looks at {few}, and then in {share}" if self.is_curve else f"looks in {share}"
-        own = f"{steps - self.first_step:,} steps"
+        run_steps = f"{steps - self.first_step:,} steps"
         if n is not None:
             looks = 1 + max(0, (steps - 1) // n - self.next_step // n)
-            return f"looks at {looks:,} of {own}"
+            return f"looks at {looks:,} of {run_steps}"
         if not self.is_curve:
-            return f"looks at {own} as often as {share} pays for set-up and looks, at least once"
+            return (
+                f"looks at {run_steps} as often as {share} pays for set-up and looks, at least once"
+            )
         even, step = 1, self.next_step
         while step < steps - 1:
             even, step = even + 1, self._even_step(step)
@@ -217,7 +221,8 @@ class Cadence:
         limit = f"{CURVE_SHARE:.0%} of the training, or {CURVE_SECONDS:g} s if that is more"
         return "; ".join(
             (
-                f"looks at up to {looks} of {own}, the last among them, and at more as {share} "
+                f"looks at up to {looks} of {run_steps}, the last among them, and at more as "
+                f"{share} "
                 f"pays for them; with the set-up they take at most {limit}, and never more than "
                 f"{MOST_SHARE:.0%} of it, but one is always made",
                 *costs,
@@ -234,18 +239,18 @@ class Phase(Enum):
 
 
 class Scheduler:
-    """Decide which steps are measured and for which series, and record the cost.
+    """Decide at which steps there is a look and for which series, and measure the cost.
 
     Args:
-        run: the run.
-        cadence: when looks are due.
-        series: in the order of the logs.
+        run: The run.
+        cadence: The rule for the steps of looks.
+        series: The series, in the order of the logs.
 
     Attributes:
-        cadence: as above.
-        phase: where the run is between two optimizer steps.
-        waiting: the series that are retried in the next step; set by whoever keeps results.
-        waits: why a series had no result at its last measurement.
+        cadence: The argument.
+        phase: The phase of the run between two optimizer steps.
+        waiting: The series that are retried in the next step; the engine sets it.
+        waits: Why a series had no result when it was last tried.
     """
 
     def __init__(self, run: Run, cadence: Cadence, series: Collection[Series]) -> None:
@@ -255,19 +260,19 @@ class Scheduler:
         self.phase = Phase.CLEAR
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
-        self._step_seconds = 0.0  # of a step without a look, as a running mean; 0: unknown
-        self._since: tuple[int, float] | None = None  # when a step began without a look before it
-        self._uncounted_seconds = 0.0  # of looks, not yet in the cadence
+        self._step_seconds = 0.0  # running mean of steps without a look; 0 if not known
+        self._since: tuple[int, float] | None = None  # last step without a look, and its begin
+        self._uncounted_seconds = 0.0  # seconds of looks that the cadence does not know yet
 
     def due_look(self, step: int, exposed: Collection[str]) -> Look | None:
         """Return the look that begins with a batch of this step; None if none is due.
 
-        No look begins between batches that accumulate into one step: its ground truth would miss
-        the earlier batches.
+        No look begins between batches that accumulate into one step, because its ground truth would
+        miss the earlier batches.
 
         Args:
-            step: optimizer steps so far.
-            exposed: names of the attacks whose surface is observable.
+            step: The number of optimizer steps so far.
+            exposed: The names of the attacks whose gradients are shared.
         """
         if not self._series:
             return None
@@ -325,13 +330,13 @@ class Scheduler:
         return stepped
 
     def next_step(self, look: Look, *, no_result: bool) -> int:
-        """Return the next step to measure, as this process proposes it.
+        """Return the proposal of this process for the step of the next look.
 
         Args:
-            look: the finished look.
-            no_result: whether the look gave no result.
+            look: The finished look.
+            no_result: Whether the look gave no result.
         """
-        self._since = None  # a step with a look tells nothing of one without
+        self._since = None  # the duration of a step with a look says nothing of one without
         step_seconds = self._step_seconds or look.step_seconds
         self._uncounted_seconds += look.seconds
         if look.scope is not None and no_result:
@@ -347,6 +352,6 @@ def _are_zero(look: Look, roles: Collection[str]) -> bool:
     """Return whether the gradients of these roles could be taken, and are zero."""
     try:
         tensors = look.training_step.view(look.wanted[0]).tensors
-    except Exception:  # what reads them says why
+    except Exception:  # the attack that reads them reports the reason
         return False
     return all(role in tensors and not bool(tensors[role].any()) for role in roles)

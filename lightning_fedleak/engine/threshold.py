@@ -1,4 +1,4 @@
-"""A threshold on measured leakage that stops, hardens, raises, warns or calls, whoever trains."""
+"""A threshold on measured leakage that stops a run, hardens defences, raises, warns or calls."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
 
 @dataclass(frozen=True)
 class GateActions:
-    """Hold what a gate can do to a run.
+    """Hold the actions on a run that a gate can take.
 
     Attributes:
-        log: takes numbers by name, and the step they are of.
-        save: saves the run under a name, and returns where; None where it does not.
-        stop: ends training in order.
-        processes: that train together.
-        defenses: of the run.
-        resume: how a saved run goes on, with the place for its path.
-        mend: what makes a run leak less.
+        log: Logs numbers by name at a step.
+        save: Saves the run under a name, and returns the path; None if it cannot be saved.
+        stop: Ends the training in order.
+        processes: The number of processes that train together.
+        defenses: The defences of the run.
+        resume: The code that resumes a saved run, with a place for its path.
+        mend: Advice that makes a run leak less.
     """
 
     log: Callable[[dict[str, float], int], object]
@@ -76,22 +76,22 @@ class Threshold:
         Threshold('leakage/worst/words', at_most=0.5, stop)
 
     Args:
-        metric: a name in the logs, ``"leakage/<attack>/<metric>"``.
-        at_most: the largest value that is allowed.
-        action: ``"stop"``, ``"raise"``, ``"warn"``, ``"harden"`` where defences act, or a callable.
-        patience: breaches in a row that are let pass before the gate acts.
-        strict: an unknown value counts as a breach.
-        name: in the logs, ``gate/<name>``; default the metric without ``leakage/``.
+        metric: The log name of the watched value, ``"leakage/<attack>/<metric>"``.
+        at_most: The largest value that is allowed.
+        action: ``"stop"``, ``"raise"``, ``"warn"``, ``"harden"`` if defences act, or a callable.
+        patience: The number of breaches in a row that are ignored before the gate acts.
+        strict: Whether an unknown value counts as a breach.
+        name: The name in the logs, ``gate/<name>``; default: the metric without ``leakage/``.
 
     Attributes:
-        fired: the event of the first time that it acted in the newest run; None so far.
-        notches: how often it has turned the defences up.
-        on_weights: it watches the trained weights, at whose looks the same texts are.
-        bound: ``"lower"``: it acts on the lower end of the interval, of the trained weights;
+        fired: The event of the first time that the gate acted in the newest run; else None.
+        notches: The number of times that the gate has made the defences stronger.
+        on_weights: Whether it watches the trained weights, where all looks are at the same texts.
+        bound: ``"lower"`` if it judges the lower end of the interval, as for the trained weights;
             else ``"value"``.
 
     Raises:
-        ValueError: an argument is out of range, or two arguments contradict each other.
+        ValueError: An argument is out of range, or two arguments contradict each other.
     """
 
     actions: ClassVar[Sequence[str]] = ("stop", "harden", "raise", "warn")
@@ -127,7 +127,8 @@ class Threshold:
         self._defenses: tuple[Defense, ...] = ()
         self._watched: tuple[str, ...] = (self.metric,)
         self._stopped = self._has_result = self._was_allowed = False
-        self._choices: list[tuple[float, int]] = []  # none of which was allowed: end and step
+        # The upper end of the interval and the step of each validation, see `choice`.
+        self._choices: list[tuple[float, int]] = []
 
     def __repr__(self) -> str:
         fired = "" if self.fired is None else f", fired at step {self.fired.step}"
@@ -136,9 +137,9 @@ class Threshold:
 
     @property
     def facts(self) -> GateFacts:
-        """Return the settings that the run's record holds.
+        """Return the settings for the run's record.
 
-        Among them is the probability that an interval whose end is judged is ever wrong.
+        ``alpha`` is the probability that the judged interval is wrong at any look.
         """
         options = None if self._engine is None else self._engine.options
         return GateFacts(
@@ -172,11 +173,11 @@ class Threshold:
         """Subscribe to an engine that logs the metric, for one run.
 
         Args:
-            engine: of the run; its families are known.
-            actions: what acts on the run.
+            engine: The engine of the run; its families are known.
+            actions: The actions on the run.
 
         Raises:
-            ValueError: the metric cannot be judged in this run; the message says what to change.
+            ValueError: The metric cannot be judged in this run; the message says what to change.
         """
         self._engine = engine
         self._forget_run()
@@ -221,7 +222,7 @@ class Threshold:
             )
 
     def _check_read(self, engine: Engine) -> None:
-        """Refuse a metric that no attack can read; warn where one can once more is trained."""
+        """Refuse a metric that no attack can read; warn if one may once more is trained."""
         if self.on_weights:
             self._check_private(engine)
         if (why := why_unread(engine, self.metric)) is None:
@@ -259,11 +260,11 @@ class Threshold:
     # ---- a look -----------------------------------------------------------------------------
 
     def _decide(self, engine: Engine, actions: GateActions) -> None:
-        """Judge the newest look, and act where it exceeds the threshold."""
+        """Judge the newest look, and act if it exceeds the threshold."""
         if self._stopped:
             return
-        # The first process has what no other has, its clock's seconds and the worst client's value:
-        # it decides, and the others get what it acts on.
+        # Only the first process has the worst client's value, and seconds differ between processes:
+        # it decides for all.
         event = self._read_look(engine) if engine.run.rank == 0 else None
         event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
         step = engine.results.last_step
@@ -276,7 +277,7 @@ class Threshold:
     def _conclude(self, engine: Engine, actions: GateActions) -> None:
         """Fire if a strict gate had no result in the whole run, whatever its patience.
 
-        Say so if there were weights to choose from, and none was allowed.
+        Announce it if ``leakage/choose`` was infinite at all validations.
         """
         if self._choices and not self._was_allowed:
             announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
@@ -286,7 +287,7 @@ class Threshold:
             self._fire(engine, actions, self._event(math.nan))
 
     def _event(self, value: float, metric: str = "", **facts: Any) -> GateEvent:
-        """Return what the gate reads at the newest look; arguments as in :class:`GateEvent`."""
+        """Return the event of a value at the newest look; arguments as in :class:`GateEvent`."""
         assert self._engine is not None
         results = self._engine.results
         ends = (f"{self.metric}_low", f"{self.metric}_high")
@@ -299,7 +300,7 @@ class Threshold:
         )
 
     def _read_look(self, engine: Engine) -> GateEvent | None:
-        """Return the watched value at the newest look; None where there is none yet."""
+        """Return the watched value at the newest look; None if there is none yet."""
         new, values = engine.results.look_values, engine.results.latest
         if self.strict and (why := why_unread(engine, self.metric)) is not None:
             return self._event(math.nan, why=why)
@@ -319,14 +320,14 @@ class Threshold:
         return self._event(counted.value, why=counted.why, read=value)
 
     def _read_worst(self, engine: Engine, values: Mapping[str, float], value: float) -> GateEvent:
-        """Return the worst of a family, with the values that it is the highest of."""
+        """Return the worst of a family, and the log name that it is taken from."""
         watched = {name: values[name] for name in self._watched if name in values}
         metric = self.metric
         if math.isnan(value):
             at_least = values.get(f"{self.metric}_at_least", math.nan)
             if at_least > self.at_most:
                 metric, value = f"{self.metric}_at_least", at_least
-        else:  # what is unknown then is of methods that do not apply
+        else:  # values that are unknown then are of attacks that do not apply
             finite = {n: v for n, v in watched.items() if not math.isnan(v)}
             if counted := judge_worst(engine, finite, self.at_most):
                 return self._worst_of(counted, finite)
@@ -336,7 +337,7 @@ class Threshold:
         return self._event(value, metric=metric, source=source, why=why)
 
     def _worst_of(self, counted: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
-        """Return the highest of judged headlines; one that is unknown, where none is too high."""
+        """Return the highest of judged headlines, or an unknown one if none is too high."""
         watched = {name: judgement.value for name, judgement in counted.items()}
         known = {name: value for name, value in watched.items() if not math.isnan(value)}
         source = max(known, key=known.__getitem__, default="")
@@ -347,10 +348,10 @@ class Threshold:
         return self._event(watched[source], source=source, why=why, read=read[source])
 
     def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
-        """Return an end of each watched interval, of a family's worst the joint one.
+        """Return the lower or upper end of each watched interval; joint ones for a worst value.
 
-        It is NaN where what was measured is unknown, and where not even the clearest leak would
-        show more than ``at_most`` in an interval that reaches above it.
+        An end is NaN if the value is unknown. A lower end is also NaN if the interval reaches above
+        ``at_most`` and not even the clearest leak could have brought its lower end above it.
         """
         joint = "_joint" if is_worst(self.metric) else ""
         ends = {n: values.get(f"{n}{joint}_{end}", math.nan) for n in self._watched if n in values}
@@ -362,9 +363,9 @@ class Threshold:
         return ends
 
     def _read_interval(self, new: Mapping[str, float]) -> GateEvent | None:
-        """Return the end of the interval that the bound asks for, where this look has one.
+        """Return the value or lower end that is judged; None if this look has none.
 
-        Beside a weak reference an end at ``at_most`` or below is unknown.
+        Next to a weak reference, one that is not above ``at_most`` is unknown.
         """
         if self.bound == "lower":
             ends = self._ends(new, "low")
@@ -381,18 +382,18 @@ class Threshold:
             read = any(not math.isnan(high) for high in highs)
             why = "too few texts are compared at this look to decide" if read else ""
             why = WEAK_REFERENCE if weak - known.keys() else why
-            return self._event(math.nan, why=why)  # it may be above
+            return self._event(math.nan, why=why)  # an unknown end may be above at_most
         return self._event(known[source], source=source)
 
     def choice(self, loss: float) -> float:
-        """Return ``leakage/choose``: what to keep a checkpoint by, the lower the better.
+        """Return ``leakage/choose``, the value to select a checkpoint by; lower is better.
 
         Args:
-            loss: the validation loss of the weights as they are.
+            loss: The validation loss of the present weights.
 
         Returns:
-            The loss where the upper end of the interval at these very weights is at most
-            ``at_most``, and infinity elsewhere; of several gates the highest.
+            The loss if the upper end of the interval at the present weights is at most
+            ``at_most``, else infinity. With several gates it is the highest of their values.
         """
         assert self._engine is not None
         engine, weights = self._engine, self._engine.weights
@@ -407,7 +408,7 @@ class Threshold:
         return loss if weights is None else weights.choose(loss)
 
     def _none_chosen(self) -> str:
-        """Return that no weights were allowed, and which were the nearest."""
+        """Return the message that no weights were allowed, and which came nearest."""
         nearest = "The interval was never known there"
         if known := [choice for choice in self._choices if not math.isnan(choice[0])]:
             end, step = min(known)
@@ -418,7 +419,7 @@ class Threshold:
         )
 
     def _judge(self, event: GateEvent) -> bool:
-        """Return whether the gate acts, with this look counted."""
+        """Count a look, and return whether the gate acts."""
         unknown = math.isnan(event.value)
         self._has_result |= not unknown
         if self.strict if unknown else event.value > self.at_most:
@@ -428,7 +429,7 @@ class Threshold:
             self._breaches = 0
         return False
 
-    # ---- what it does -----------------------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------------------
 
     def _fire(self, engine: Engine, actions: GateActions, event: GateEvent) -> None:
         changes = [defense.harden() for defense in self._defenses]
@@ -466,7 +467,7 @@ class Threshold:
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the breaches counted so far, and the notches."""
+        """Return the number of breaches in a row, and the notches."""
         notches = {"notches": self.notches} if self.action == "harden" else {}
         return {"breaches": self._breaches, **notches}
 
@@ -482,7 +483,7 @@ class Threshold:
 
 
 def decision_of(event: GateEvent, did: str, hardened: Sequence[str] = ()) -> GateDecision:
-    """Return what the run's record holds of what a gate did."""
+    """Return the entry of the run's record for an action of a gate."""
     return GateDecision(
         gate=event.gate,
         did=did,

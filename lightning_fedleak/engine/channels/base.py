@@ -1,9 +1,9 @@
-"""Channels: one object for each family of leak, which does all that the engine needs.
+"""Channels: one object for each family of leak, through which the engine uses its attacks.
 
-A channel taps what its attacks read, lets them guess at each stage, scores the guesses, and packs,
-pools, names and shows the results. The engine holds a list of channels and knows no family. A
-user's own family is a subclass of :class:`Channel` and its attacks, in one file:
-``Channel.reads`` names the class of attacks that it takes.
+A channel records the tensors that its attacks read, lets them guess at each stage, scores the
+guesses, and packs, pools and names the results. The engine holds a list of channels and knows no
+family. To add a family, write a subclass of :class:`Channel` and its attacks: ``Channel.reads`` is
+the base class of the attacks that a channel takes.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Requirement:
     """What a rate needs to be known.
 
     Attributes:
-        looks: after so many it is first known.
-        why: why it takes so many.
-        never: why it cannot become known in this run, and the mend; None: it can.
-        never_alone: why it cannot judge one client's update alone; None: it can.
+        looks: The number of looks after which it is known.
+        why: Why it takes more than one look.
+        never: Why it cannot become known in this run, and what to change; None if it can.
+        never_alone: Why it cannot judge one client's update by itself; None if it can.
     """
 
     looks: int = 1
@@ -75,55 +75,55 @@ class Requirement:
 
 
 class Channel(ABC):
-    """Do everything that the engine needs for the attacks of one family of leak.
+    """Give the engine all that it needs for the attacks of one family of leak.
 
-    Lives as long as its monitor. :meth:`open` begins a fit; a look is :meth:`arm`, then
-    :meth:`batch_ends` for each micro-batch but the last, :meth:`at_stages` and
-    :meth:`before_defense` on the gradient's way out, :meth:`batch_ends` for the last, :meth:`score`
-    and :meth:`disarm`. A family must define how a guess is scored (:meth:`score`) and how the
-    results of clients are combined (:meth:`pooled`).
+    A channel lives as long as its monitor. :meth:`open` begins a fit. In a look the engine calls
+    :meth:`arm`, :meth:`batch_ends` for each micro-batch but the last, then :meth:`at_stages` and
+    :meth:`before_defense` as the gradient passes the defences, :meth:`batch_ends` for the last
+    micro-batch, :meth:`score` and :meth:`disarm`. A subclass must define how a guess is scored
+    (:meth:`score`) and how the results of clients are combined (:meth:`pooled`).
 
     Args:
-        attacks: the attacks of this family; may be empty.
-        settings: how the run is watched.
+        attacks: The attacks of this family; may be empty.
+        settings: The settings by which the run is watched.
 
     Attributes:
-        listed_attacks: the attacks of this family.
-        attacks: the attacks that are played in this fit.
-        plans: of those of them that give results, in their order.
-        all_series: of the attacks of this family at the stages that are looked at.
-        removers: remove what :meth:`open` and :meth:`arm` have put into the model.
-        guesses: the class of what ``run`` of its attacks returns.
-        reads: the class of the attacks that it takes (of several channels the one whose class is
-            nearest to the attack's own).
-        leak: what it measures, and the words in which a report speaks of it.
-        family: the leak's name, as in the logs.
-        metrics: names of its rates, each logged with ``_low`` and ``_high``.
-        width: numbers in a packed result.
-        headline: the leak's main metric, on a page or in a table.
-        extras: names of its values that have no interval.
-        ranges: smallest, largest and uninformed value by metric; "a_" is of all that begin so.
-        own_threshold: rates of the attacks' own decisions, low even where all scores are right.
-        parted: each process holds a part of the result, also where all processes are one client.
-        plays_games: its attacks score candidate texts, the user's too.
-        reads_updates: its attacks can read the weight change of several steps.
-        reads_states: an attack may read hidden states, or layers that a server adds, in place of
+        listed_attacks: The attacks that the user chose.
+        attacks: The attacks that are played in this fit.
+        plans: The plans of the attacks that give results, in the order of ``attacks``.
+        all_series: The series of the attacks at the stages that are looked at.
+        removers: Functions that remove the hooks of :meth:`open` and :meth:`arm` from the model.
+        guesses: The class that ``run`` of its attacks returns.
+        reads: The base class of its attacks. If several channels match an attack, it goes to the
+            one whose class comes first in the attack's method resolution order.
+        leak: The kind of leak that it measures, with the words for reports.
+        family: The name of the leak in the logs.
+        metrics: The names of its rates, each logged with ``_low`` and ``_high``.
+        width: The number of numbers in a packed result.
+        headline: The main metric, for pages and tables.
+        extras: The names of its values without an interval.
+        ranges: The smallest, the largest and the uninformed value of each metric. A key that ends
+            in "_" holds for all metrics that begin with it.
+        own_threshold: The rates that use the attacks' own decisions, which may be low although the
+            scores separate everything.
+        parted: Whether each process holds a part of the result, also if all are one client.
+        plays_games: Whether its attacks score candidate texts, among them those of the user.
+        reads_updates: Whether its attacks can read the weight change of several steps.
+        reads_states: Whether an attack may read hidden states, or layers that a server adds, and no
             gradients of the client's own parameters.
-        adversary: what its adversaries have by default, besides what they see.
-        sees: what they see because the monitor shows it to them.
-        at_weights: its attacks read the trained weights and nothing of a step, as those of
-            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do; its looks are of
-            the same texts, so that the intervals of all hold together.
-        tests_looks: one look is tested by itself, so that each has a p-value.
-        controls_states: an attack without gradients of the model's is given a control too, whose
-            hidden states the channel takes itself.
-        controlled: its attacks are given the control of a look, see :meth:`control_rates`.
-        finds_entities: it has series of the values in texts that ``entities=`` names.
-        entity_kinds: of these values.
-        finder: of these values; None before a fit, and where none are named.
+        adversary: The capabilities of its adversaries by default, besides what they see.
+        sees: The capabilities that they have because the monitor shows them something.
+        at_weights: Whether its attacks read the trained weights and nothing of a step, as those of
+            :class:`~lightning_fedleak.engine.channels.MemorizationChannel` do. All looks are then
+            at the same texts, so that the intervals of all looks hold together.
+        tests_looks: Whether each look has a p-value of its own.
+        controlled: Whether its attacks are given the control of a look, see :meth:`control_rates`.
+        finds_entities: Whether it has series of the values in texts that ``entities=`` names.
+        entity_kinds: The kinds of these values.
+        finder: Finds these values in texts; None before a fit, and if none are named.
 
     Raises:
-        ValueError: the settings do not fit the family.
+        ValueError: The settings do not fit the family.
     """
 
     guesses: ClassVar[type[Guess]] = Guess
@@ -145,7 +145,6 @@ class Channel(ABC):
     at_weights: ClassVar[bool] = False
     tests_looks: ClassVar[bool] = False
     controlled: ClassVar[bool] = False
-    controls_states: ClassVar[bool] = False
     finds_entities: ClassVar[bool] = False
 
     registry: ClassVar[dict[type[Attack], type[Channel]]] = {}
@@ -205,11 +204,11 @@ class Channel(ABC):
         return self.headline if self.headline in metrics else metrics[0]
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
-        """Return what a rate needs to be known. Default: nothing, it is known at every look.
+        """Return what a rate needs to be known. By default it is known at every look.
 
         Args:
-            metric: its name, or that of an end of its interval.
-            clients: whose results are pooled.
+            metric: The name of the rate, or of an end of its interval.
+            clients: The number of clients whose results are pooled.
         """
         return Requirement()
 
@@ -219,7 +218,7 @@ class Channel(ABC):
         """Begin a fit: insert taps.
 
         Raises:
-            ValueError: values are to be found, and no tokenizer tells what ids mean.
+            ValueError: Values in texts are to be found, and there is no tokenizer.
         """
         self.run = run
         self.finder = find_entities(self.settings, run) if self.entity_kinds else None
@@ -228,7 +227,7 @@ class Channel(ABC):
         """Try as much of a calibrated attack as is possible before the first step.
 
         Raises:
-            ValueError: an attack does not work on this model.
+            ValueError: The attack does not work on this model.
         """
 
     # ---- a look -----------------------------------------------------------------------------
@@ -237,18 +236,22 @@ class Channel(ABC):
         """Start a look."""
 
     def batch_ends(self, batch: TokenBatch | None) -> None:  # noqa: B027
-        """Take the batch of a micro-step that ended in a look; None where it trained nothing."""
+        """Take a micro-batch of the look that has ended; None if it trained nothing."""
 
     def at_stages(self, look: Look) -> None:
-        """Let each attack guess once from what leaves at the look's stages. Default: gradients."""
+        """Let each attack guess at the look's stages. By default attacks read gradients."""
         for plan in self.plans if look.wanted else ():
             if not (plan.exposed and plan.roles and look.steps_with(plan.optimizer)):
                 continue
             series = [s for s in self.all_series if s.attack == plan.attack.name]
-            silent = [s for s in series if s.stage in look.wanted and s not in look.answers]
-            if silent:
-                answer = guess(plan, look.training_step, look.wanted[0], self.run)
-                look.answers |= dict.fromkeys(silent, answer)
+            unanswered = [s for s in series if s.stage in look.wanted and s not in look.answers]
+            if unanswered:
+                answer = self._guess_from_gradients(plan, look.training_step, look.wanted[0])
+                look.answers |= dict.fromkeys(unanswered, answer)
+
+    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
+        """Return the guess of an attack from a step's gradients, or why it has none (yet)."""
+        return guess(plan, step, stage, self.run)
 
     def before_defense(  # noqa: B027
         self, defense: Defense, parameters: Sequence[nn.Parameter], context: DefenseContext
@@ -256,7 +259,7 @@ class Channel(ABC):
         """Prepare for a defence that acts on the gradients next."""
 
     def _holds_nothing(self, look: Look) -> bool:
-        """Return whether no batch of the look can leak anything; called once in a look."""
+        """Return whether the batches of the look are empty; called once in a look."""
         return not any(batch.input_ids.numel() for batch in look.training_step.batches)
 
     @abstractmethod
@@ -264,25 +267,25 @@ class Channel(ABC):
         """Return the score of a guess against the truth, as :attr:`width` packed numbers.
 
         Args:
-            look: the look with its batches; ``look.notes`` may get a function that writes what was
-                recovered.
-            series: the series of the guess.
-            answer: the guess that :meth:`at_stages` stored in ``look.answers``.
+            look: The look with its batches. The method may add to ``look.notes`` a function that
+                writes the recovered words or texts.
+            series: The series of the guess.
+            answer: The guess that :meth:`at_stages` stored in ``look.answers``.
 
         Raises:
-            Exception: there is no score; the result is unknown.
+            Exception: There is no score, and the result is unknown.
         """
 
     def rates(self, step: Step, plan: Plan, answer: Any) -> Mapping[str, float]:
-        """Return the rates of a guess against the truth of this process so far in a step."""
+        """Return the rates of a guess against the batches of this process so far in a step."""
         return {}
 
     def control_rates(self, plan: Plan, control: Step) -> Mapping[str, float] | Unknown | Waiting:
         """Return the rates of an attack on a control, or why there are none (yet).
 
         Args:
-            plan: of the attack.
-            control: a step of known words, whose gradient is at stage ``local``.
+            plan: The plan of the attack.
+            control: A step of known words, with its gradient at stage ``local``.
         """
         answer = guess(plan, control, Stage.LOCAL, self.run)
         return (
@@ -290,7 +293,7 @@ class Channel(ABC):
         )
 
     def disarm(self, look: Look) -> None:  # noqa: B027
-        """End a look, also one that failed: free what it used."""
+        """End a look, also one that failed, and free its tensors."""
 
     # ---- over clients and looks -------------------------------------------------------------
 
@@ -299,8 +302,8 @@ class Channel(ABC):
         """Return the outcome of all clients' packed results.
 
         Args:
-            series: the series of the results.
-            rows: by number of the client; at least one.
+            series: The series of the results.
+            rows: The packed result of each client, by its number; at least one.
         """
 
     def state_dict(self) -> dict[str, object]:
@@ -320,35 +323,35 @@ _ENTITY = "/entity/"
 
 
 def entity_series(series: Sequence[Series], kinds: Sequence[str]) -> list[Series]:
-    """Return series, each with those of the kinds of values in the texts behind it."""
+    """Return the series, each followed by its series of each kind of values in texts."""
     return [
-        replace(one, name=f"{one.name}{end}")
-        for one in series
+        replace(parent, name=f"{parent.name}{end}")
+        for parent in series
         for end in ("", *(f"{_ENTITY}{kind}" for kind in kinds))
     ]
 
 
 def kind_of(series: Series) -> str | None:
-    """Return the kind of values that a series of words or texts is of; None: of all tokens."""
+    """Return the kind of values that a series counts; None if it counts all tokens."""
     return series.name.partition(_ENTITY)[2] or None
 
 
 def find_entities(settings: Options, run: Run) -> EntityFinder | None:
-    """Return what finds the values that the settings name, if they name any.
+    """Return a finder of the values that the settings name; None if they name none.
 
     Raises:
-        ValueError: no tokenizer tells what ids mean.
+        ValueError: There is no tokenizer.
     """
     if not settings.entities:
         return None
     return EntityFinder(settings.entities, (settings.tokenizer, *run.tokenizers))
 
 
-# ---- what channels have in common -----------------------------------------------------------
+# ---- functions of all channels --------------------------------------------------------------
 
 
 def results_of(channel: Channel, look: Look) -> dict[Series, Result]:
-    """Return this process's result of each series; every process calls it at every look."""
+    """Return this process's result of each series. Every process must call it at every look."""
     empty = channel._holds_nothing(look)
     return {
         series: _result(channel, look, plan, series, empty=empty)
@@ -384,10 +387,10 @@ def gives_control(channel: Channel, attack: str) -> bool:
 
 
 def plan_of(channel: Channel, attack: Attack) -> Plan:
-    """Check an attack against the model and the run at this moment, and return its plan.
+    """Check an attack against the model and the run as they are now, and return its plan.
 
     Raises:
-        ValueError: it cannot read this model.
+        ValueError: The attack cannot read this model.
     """
     if channel.reads_states and not attack.needs(channel.run.anatomy).gradients:
         return Plan(attack, (), True, None)
@@ -395,7 +398,13 @@ def plan_of(channel: Channel, attack: Attack) -> Plan:
 
 
 def never_read(channel: Channel, name: str, *, fresh: bool) -> Unknown | NothingShared | None:
-    """Return what an attack answers to every update of a federation; None where it varies."""
+    """Return the answer of an attack that can read no update of a federation; None if it can.
+
+    Args:
+        channel: The channel of the attack.
+        name: The name of the attack.
+        fresh: Whether clients begin each round with a fresh optimizer.
+    """
     attack = next(a for a in channel.listed_attacks if a.name == name)
     plan = None
     with suppress(ValueError):
@@ -422,18 +431,18 @@ def channels_of(attacks: Sequence[Attack], settings: Options) -> list[Channel]:
     """Return one channel of every known family, with the attacks of that family.
 
     Raises:
-        ValueError: the settings do not fit.
+        ValueError: The settings do not fit.
     """
     channels = [
-        kind([a for a in attacks if family_of(a) is kind], settings)
-        for kind in Channel.registry.values()
+        channel([a for a in attacks if family_of(a) is channel], settings)
+        for channel in Channel.registry.values()
     ]
-    for name, kind in (("canaries", Canaries), ("entities", Entities)):
-        has_attack = any(isinstance(attack, kind) for attack in attacks)
+    for name, attack_class in (("canaries", Canaries), ("entities", Entities)):
+        has_attack = any(isinstance(attack, attack_class) for attack in attacks)
         if getattr(settings.games, name) is not None and not has_attack:
             raise ValueError(
                 f"{name}= are planted for attacks on the trained weights, and there are none: add "
-                f"{kind.__name__}()"
+                f"{attack_class.__name__}()"
             )
     return channels
 
@@ -446,7 +455,7 @@ def family_of(attack: Attack) -> type[Channel]:
 def guess(
     plan: Plan, step: Step, stage: Stage, run: Run, query: Query | None = None
 ) -> Guess | Unknown | Waiting:
-    """Return what an attack guesses from the gradients of a step, or why it has no guess (yet)."""
+    """Return the guess of an attack from the gradients of a step, or why it has none (yet)."""
     try:
         view = step.view(stage)
     except NotYet as error:
@@ -468,7 +477,7 @@ def guess(
 
 
 def find_unreadable(plan: Plan, view: GradientSnapshot) -> Unknown | None:
-    """Return why an attack's method cannot read a view; None where it can."""
+    """Return why an attack's method cannot read a view of a step; None if it can."""
     if isinstance(view, UpdateSnapshot):
         if (why := no_sum(plan)) is not None:
             return Unknown(why, applies=False)
@@ -486,7 +495,7 @@ def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
     """Refuse a return value of an attack's ``run`` that is no guess of its family.
 
     Raises:
-        UnusableObservation: names both classes.
+        UnusableObservation: It is none; the message names both classes.
     """
     if not isinstance(answer, expected):
         raise UnusableObservation(
@@ -496,7 +505,7 @@ def check_guess(attack: Attack, answer: object, expected: type[Guess]) -> None:
 
 
 def worst_of(clients: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each metric at the client where it is highest; empty for one client."""
+    """Return the highest value of each metric over clients; empty for one client."""
     names = clients[0] if len(clients) > 1 else ()
-    numbers = {n: [each[n] for each in clients if not math.isnan(each[n])] for n in names}
+    numbers = {n: [rates[n] for rates in clients if not math.isnan(rates[n])] for n in names}
     return {name: max(values, default=math.nan) for name, values in numbers.items()}

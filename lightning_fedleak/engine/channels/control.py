@@ -1,10 +1,13 @@
-"""When a look has a control, and what the attacks read of it.
+"""Controls: when a look has one, and what the attacks read of it.
 
-A low number says how little an attack read. The control says how much it could have read in this
-very step: its words are the batch's own, shuffled (:mod:`lightning_fedleak.model.taps.control`).
-Before it, the step is made again with its own words. What that does not explain of the gradient
-that the optimizer gets is added to the control, so that the control went through what the gradient
-went through. Where it is most of the gradient, the words may not be those of this step at all.
+A low number may mean that little leaks, or that the attack does not work here. The control tells
+the two apart: it is the same step with known words, which are the batch's own, shuffled
+(:mod:`lightning_fedleak.model.taps.control`). An attack that reads nothing there is not working.
+
+Before the control, the step is made again with its own words. The part of the optimizer's gradient
+that this does not explain (weight decay in the loss, a hook of the user's) is added to the control,
+so that the control went through what the gradient went through. If that part is most of the
+gradient, the words that the attacks are scored by may be those of another step.
 """
 
 from __future__ import annotations
@@ -116,30 +119,33 @@ class _Part(NamedTuple):
 def _explain(
     gradients: Mapping[str, Tensor], again: Mapping[str, Tensor], rounding: float = EXACT
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the share of gradients that others leave unexplained, and what they leave of each.
+    """Return which share of gradients the step made again leaves, and what it leaves of each.
 
-    One factor for all of them is free, as of clipping by norm and of a loss scale. Of what is left
-    that part is returned which is above rounding, as independent errors add up, and all of it where
-    the step made again is exactly 0.
+    One factor for all gradients is fitted, because clipping by norm and a loss scale multiply all
+    of them. Of what is left, rounding accounts for a part, which is taken out as the square root of
+    a difference of squares, since independent errors add up by their squares. Where the step made
+    again is exactly 0 rounding changes nothing, and all that is left is returned.
 
     Args:
-        gradients: of a step, in float32.
-        again: of the step made again; those that are absent are 0.
-        rounding: share that rounding leaves.
+        gradients: The gradients of a step, by role.
+        again: The gradients of the step made again; those that are absent are 0.
+        rounding: The share that rounding leaves.
     """
-    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in gradients.items()}
+    floats = {role: gradient.float() for role, gradient in gradients.items()}
+    pairs = {r: (x, again[r].float() if r in again else x * 0) for r, x in floats.items()}
     dot = sum(float((x * y).sum()) for x, y in pairs.values())
-    norm = sum(float(y.square().sum()) for _, y in pairs.values())
-    if not (dot > 0 and norm > 0 and math.isfinite(dot / norm)):
+    square_again = sum(float(y.square().sum()) for _, y in pairs.values())
+    if not (dot > 0 and square_again > 0 and math.isfinite(dot / square_again)):
         return 1.0, {}
-    remainder = {r: x * (norm / dot) - y for r, (x, y) in pairs.items()}
-    whole = sum(float(x.square().sum()) for x in gradients.values()) * (norm / dot) ** 2
-    rest = sum(float(one.square().sum()) for one in remainder.values())
-    share = min(1.0, math.sqrt(rest / whole))
+    factor = square_again / dot  # which brings the step's gradients nearest to those made again
+    remainder = {role: x * factor - y for role, (x, y) in pairs.items()}
+    square = sum(float(x.square().sum()) for x in floats.values()) * factor**2
+    square_left = sum(float(left.square().sum()) for left in remainder.values())
+    share = min(1.0, math.sqrt(square_left / square))
     above = math.sqrt(1 - (rounding / share) ** 2) if share > rounding else 0.0
-    for role, one in remainder.items():  # rounding leaves an exact 0 as it is
-        remainder[role] = torch.where(pairs[role][1] == 0, one, one * above)
-    remainder = {role: one for role, one in remainder.items() if bool(one.any())}
+    for role, left in remainder.items():  # rounding leaves an exact 0 as it is
+        remainder[role] = torch.where(pairs[role][1] == 0, left, left * above)
+    remainder = {role: left for role, left in remainder.items() if bool(left.any())}
     return share * (share > EXACT), remainder
 
 
@@ -147,18 +153,17 @@ class Controls:
     """Give the attacks of a run the controls of its looks.
 
     Args:
-        run: the run.
-        series: the channel of each series.
+        run: The run.
+        series: The channel of each series.
 
     Attributes:
-        needs: by the name of a family, what a control must exceed: the highest threshold of its
-            gates.
+        needs: The value that a control must exceed, by family: the highest threshold of its gates.
     """
 
     def __init__(self, run: Run, series: Mapping[Series, Channel]) -> None:
         self._run = run
         self._series = series
-        self._channels = {one.attack: channel for one, channel in series.items()}
+        self._channels = {key.attack: channel for key, channel in series.items()}
         config = getattr(without_peft(run.anatomy.model), "config", None)
         self._special = special_ids(config, run.tokenizers)
         self._newest: dict[str, _Newest] = {}
@@ -173,11 +178,11 @@ class Controls:
         self._by_cadence = bool(accounting(run.defenses))
 
     def play(self, look: Look, plans: Sequence[Plan]) -> None:
-        """Give attacks that have read a step its control, where one is due.
+        """Give attacks that have read a step its control, if one is due.
 
         Args:
-            look: after whose stages the optimizer steps; the attacks have answered.
-            plans: of the attacks whose gradients are shared.
+            look: The look, right before the optimizer steps; the attacks have answered.
+            plans: The plans of the attacks whose gradients are shared.
         """
         names = {series.attack for series in look.scope or self._series}
         # Without an optimizer the attack reads no parameter of the model.
@@ -192,10 +197,10 @@ class Controls:
             self._fail(look, due, reason(error))
 
     def _anywhere(self, here: bool) -> bool:
-        """Return whether something is true here, or on another process that makes this control too.
+        """Return whether a condition holds on any process that has to make the same gradients.
 
-        Where the processes are one client, or share a sharded model, all make each of its gradients
-        or none does.
+        If the processes are one client, or share a sharded model, all of them make a gradient
+        together. Otherwise each process decides by itself.
         """
         return self._run.on_any_process(here) if self._together else here
 
@@ -205,17 +210,15 @@ class Controls:
         return self._is_scored(plan) and gives_control(self._channels[name], name)
 
     def _is_scored(self, plan: Plan) -> bool:
-        """Return whether an attack reads what a step is made again for, and is scored by it."""
+        """Return whether the words of a step score an attack, and its gradients are shared."""
         channel = self._channels.get(plan.attack.name)
-        if channel is None or not plan.exposed or not channel.controlled:
-            return False
-        return bool(plan.roles) or channel.controls_states
+        return channel is not None and plan.exposed and channel.controlled
 
     def _is_due(self, look: Look, plan: Plan) -> bool:
         """Return whether an attack's number of this look needs a control of this look.
 
-        The first one does, and one that is lower than it last was, or below :data:`FALL` of the
-        last control. Where there is no number yet, none is needed.
+        The first number of a run does, and each that is lower than the last one, or lower than
+        :data:`FALL` times the last control. An attack that still waits needs no control.
         """
         newest = self._newest.get(plan.attack.name)
         if self._by_cadence:
@@ -230,23 +233,23 @@ class Controls:
         return [look.answers.get(s) for s in self._series if s.attack == plan.attack.name]
 
     def _number(self, look: Look, plan: Plan) -> float:
-        """Return the lowest number of an attack at the stages of this look; 0 without one."""
+        """Return the lowest headline of an attack at the stages of this look; 0 if it has none."""
         channel, missing = self._channels[plan.attack.name], Unknown | Waiting | None
         known = [a for a in self._answers(look, plan) if not isinstance(a, missing)]
         try:
             rates = [channel.rates(look.training_step, plan, answer) for answer in known]
-        except Exception:  # the attack's own failure, as its result says
+        except Exception:  # the result of the attack states the reason
             return 0.0
         numbers = (values.get(channel.headline, math.nan) for values in rates)
         return min((number for number in numbers if not math.isnan(number)), default=0.0)
 
     def _play(self, look: Look, plans: Sequence[Plan], scored: Sequence[Plan]) -> None:
-        """Make the step again, and ask attacks about known words.
+        """Make the step again, and then play its control.
 
         Args:
-            look: the look.
-            plans: of the attacks whose control is due.
-            scored: of all attacks that are scored by the words of this step.
+            look: The look.
+            plans: The plans of the attacks whose control is due.
+            scored: The plans of all attacks that the words of this step score.
         """
         step = look.training_step
         controls = self._controls(step)
@@ -263,15 +266,18 @@ class Controls:
         self._fail(look, likely, _LIKELY_TEXTS)
 
     def _fail(self, look: Look, plans: Sequence[Plan], why: str) -> None:
-        """Let no low number of these attacks count at this look, since its control is not known."""
+        """Keep an unknown control for attacks, so that no low number of theirs counts."""
         for plan in plans:
             self._keep(look, plan, Control(self._nothing(plan), why=why))
 
     def _controls(self, step: Step) -> list[Step]:
-        """Return the controls of a step: its words are shuffled, and sizes stay or go with them.
+        """Return the controls of a step, which have its words in shuffled order.
+
+        If labels weigh unevenly in the loss there are two: in the first the weights stay at their
+        positions, in the second they move with the words.
 
         Raises:
-            UnusableObservation: its calls are not known, on this process or on another one.
+            UnusableObservation: The calls of the step are not known, here or on another process.
         """
         failure, uneven, controls = step.error, False, list[Step]()
         generator = torch.Generator().manual_seed(1_000_003 * step.number + self._run.rank)
@@ -294,10 +300,10 @@ class Controls:
         return controls
 
     def _remainder(self, look: Look, plans: Sequence[Plan]) -> tuple[float, dict[str, Tensor]]:
-        """Return which share of gradients the step made again leaves, and what of each of them.
+        """Return the share of the gradients that the step made again leaves, and what it leaves.
 
-        What is left is in units of the step made again. The share is 0 where there is nothing to
-        compare, or the step cannot be made again.
+        The remainder of each gradient is in the scale of the step made again. The share is 0 if
+        there is nothing to compare, or the step cannot be made again.
         """
         step, view = look.training_step, self._before_defenses(look)
         roles = tuple(dict.fromkeys(role for plan in plans for role in plan.roles))
@@ -313,12 +319,11 @@ class Controls:
                     "controls do not show what happened to its gradient after the backward"
                 )
             return 0.0, {}
-        gradients = {role: view.tensors[role].float() for role in roles if role in view.tensors}
+        gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         rounding = self._rounding(view, step, roles)
         share, remainder = _explain(gradients, again, rounding)
         if self._is_noisy and self._anywhere(share > rounding):
-            floats = {role: gradient.float() for role, gradient in again.items()}
-            noise = _explain(floats, self._gradient(step, roles, {}).tensors)[0]
+            noise = _explain(again, self._gradient(step, roles, {}).tensors)[0]
             self._is_noisy = self._anywhere(noise > 0)
             share, remainder = _explain(gradients, again, max(rounding, 2 * noise))
         if any(bool(gradient.any()) for gradient in gradients.values()):
@@ -328,7 +333,7 @@ class Controls:
         return 0.0, {}
 
     def _before_defenses(self, look: Look) -> GradientSnapshot | None:
-        """Return what a step, or a round, left before any defence; None where it was not seen."""
+        """Return the gradient of a step or round before any defence; None if it was not seen."""
         step = look.training_step
         is_round = step.round is not None and not (self._run.defenses or step.compression)
         if step.undefended is None and (Stage.LOCAL in look.stages or is_round):
@@ -337,10 +342,11 @@ class Controls:
         return step.undefended
 
     def _rounding(self, view: GradientSnapshot, step: Step, roles: Sequence[str]) -> float:
-        """Return the share of a gradient that rounding leaves where its step is made again.
+        """Return the share of a gradient that rounding leaves when its step is made again.
 
-        Here the same numbers come out again. Rounded are sums over processes, and rows of logits
-        that were not seen: of a whole model that is compiled, and of a head that is not called.
+        On one process with recorded logits exactly the same numbers come out again. Sums over
+        processes are rounded differently, and so are logits that were not recorded, because the
+        whole model is compiled or the head is not called.
         """
         anatomy, heads = self._run.anatomy, [call.read_heads for call in step.calls]
         of_head = set(map(id, () if anatomy.head is None else anatomy.head.parameters()))
@@ -358,7 +364,7 @@ class Controls:
         """Return the gradients of the step made again, by role.
 
         Raises:
-            UnusableObservation: it cannot be made again, or not with the same random numbers.
+            UnusableObservation: It cannot be made again, or not with the same random numbers.
         """
         again = self._gradient(step, roles, {}).tensors
         if all(call.random for call in step.calls):
@@ -367,8 +373,7 @@ class Controls:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(step.number + 1)
             other = self._gradient(step, roles, {}).tensors
-        floats = {role: gradient.float() for role, gradient in again.items()}
-        if _explain(floats, other)[0] > 0:
+        if _explain(again, other)[0] > 0:
             raise UnusableObservation("the random numbers of its dropout are not known")
         return again
 
@@ -379,7 +384,7 @@ class Controls:
         controls: Sequence[Step],
         remainder: Mapping[str, Tensor],
     ) -> None:
-        """Ask attacks about the known words of controls, and about parts where they read few."""
+        """Play controls, and parts of a control for attacks that read little of the whole."""
         answers = [self._rates(control, plans, remainder) for control in controls]
         low = []
         for plan in plans:
@@ -415,12 +420,12 @@ class Controls:
         """Return the gradient of a step made again; the mean over processes if they are one client.
 
         Args:
-            step: the step itself, or a control.
-            roles: whose gradients are read; none where all attacks read hidden states alone.
-            remainder: by role, what the step made again leaves of the gradient, which is added.
+            step: The step itself, or a control.
+            roles: The roles of the gradients; empty if all attacks read only hidden states.
+            remainder: What the step made again leaves of each gradient, by role, which is added.
 
         Raises:
-            UnusableObservation: it cannot be made, on this process or on another one.
+            UnusableObservation: The gradient cannot be made, here or on another process.
         """
         run, why = self._run, _ELSEWHERE
         if not roles:
@@ -457,9 +462,9 @@ class Controls:
     def _lowest(
         self, look: Look, plan: Plan, answers: Sequence[Mapping[str, float] | Unknown | Waiting]
     ) -> Control | None:
-        """Return the lowest rates of controls; None where the undefended step has no result."""
+        """Return the lowest rates of controls; None if the attack waits on one of them."""
         if waits := next((rates for rates in answers if isinstance(rates, Waiting)), None):
-            # What noise is on the stages behind it says nothing of the words.
+            # Without a result before the defences, one after them would be made of noise.
             names = [s for s in self._series if s.attack == plan.attack.name]
             look.answers |= dict.fromkeys(names, waits)
             return None
@@ -471,9 +476,9 @@ class Controls:
     def _ask_parts(
         self, look: Look, plans: Sequence[Plan], whole: Step, remainder: Mapping[str, Tensor]
     ) -> None:
-        """Ask attacks whose control is low about parts of it, until one is read or none is left.
+        """Play ever smaller parts of a control for attacks that read little of the whole.
 
-        Where an attack reads a part, the whole holds more than it can distinguish.
+        If an attack reads a part, the whole holds more than the attack can tell apart.
         """
         n_labels = self._count_labels(whole)
         names = {plan.attack.name for plan in plans}
@@ -504,7 +509,7 @@ class Controls:
         n_labels: int,
         remainder: Mapping[str, Tensor],
     ) -> list[Plan]:
-        """Ask attacks about a part of a control, and return the plans of those that cannot read it.
+        """Play a part of a control, and return the plans of the attacks that cannot read it.
 
         Args:
             look: the look.
@@ -552,7 +557,7 @@ class Controls:
         self._newest, self._parts = deepcopy(state)
 
     def _need(self, channel: Channel) -> float:
-        """Return what a control must exceed for a low number to count."""
+        """Return the value that a control must exceed for a low number to count."""
         return self.needs.get(channel.family, default_limit(channel.leak.chance))
 
     def _nothing(self, plan: Plan) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Results of all processes at a look: packed, gathered on the first process, and pooled.
+"""The exchange between processes: results of a look are gathered on the first one and pooled.
 
-And answers of a model of which each process asks for its part.
+:func:`over_processes` divides the questions to a model among the processes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ OTHER_WAITS = "another client waits"
 
 
 class Exchange:
-    """Exchange counts between the processes of one fit after each look.
+    """Pool the results of all processes of one fit after each look.
 
-    Every process takes part in the same exchanges, whatever failed on it. A client's counts go to
-    process 0 and no further.
+    Every process takes part in every exchange, also one on which something failed. The counts of a
+    client reach process 0 and no other process.
 
     Args:
-        run: the fit.
-        channels: the channel of each series.
+        run: The fit.
+        channels: The channel of each series.
     """
 
     def __init__(self, run: Run, channels: Mapping[Series, Channel]) -> None:
@@ -57,16 +57,16 @@ class Exchange:
     ) -> tuple[dict[Series, Outcome] | None, int]:
         """Return the results of all processes together.
 
-        Process 0 gets the rows of all clients and pools them. The others get what came out,
-        without the values of single clients and without the reasons.
+        Process 0 gets the rows of all clients and pools them. The others get the pooled outcomes,
+        without the values of single clients and without the reasons of failures.
 
         Args:
-            results: this process's, of the same series in the same order on every process.
-            exposed: whether what a series is about leaves the client at all.
-            next_step: to look at, as this process proposes it.
+            results: The results of this process, of the same series in the same order everywhere.
+            exposed: Whether the gradients of a series leave the client at all.
+            next_step: The next step to look at, as this process proposes it.
 
         Returns:
-            The outcomes, None where nothing was shared; and the next step to look at as process 0
+            The outcomes, None if nothing was shared; and the next step to look at, as process 0
             proposes it.
         """
         rows = [_row(result, self._channels[series], series) for series, result in results.items()]
@@ -95,10 +95,11 @@ class Exchange:
         return pooled, next_step
 
     def _at_first(self, local: Tensor) -> Tensor | None:
-        """(clients, numbers) of all processes on the first of them, None on the others."""
+        """Return the numbers of all processes, (clients, n), on process 0; None on the others."""
         if not self._many:
             return local[None]
-        local = local.to(_exchange_device(self._run.device))
+        # gloo gathers on the CPU only.
+        local = local.cpu() if "gloo" in dist.get_backend() else local.to(self._run.device)
         if dist.get_rank() != 0:
             dist.gather(local, None, dst=0)
             return None
@@ -107,10 +108,10 @@ class Exchange:
         return torch.stack(all_rows).cpu()
 
     def _outcome(self, series: Series, rows: Tensor, local: Result) -> Outcome:
-        """Pool the clients' rows (clients, width), not all of which are NOTHING.
+        """Pool the clients' rows (clients, width), at least one of which is not NOTHING.
 
-        Unknown where any client's attack failed: what leaks there is not known to be less. Pending
-        where every client waits that has anything at all.
+        The outcome is unknown if the attack failed on any client, where more may have leaked. It is
+        pending if every client with something to read waits.
         """
         channel, states = self._channels[series], rows[:, 0].tolist()
         failed = [i for i, state in enumerate(states) if state in (FAILED, INAPPLICABLE)]
@@ -137,10 +138,15 @@ class Exchange:
 
 
 def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
-    """Return tensors of n rows; ``ask`` returns those of a process's part of the rows.
+    """Return tensors of n rows, of which each process computes a part.
+
+    Args:
+        run: The fit.
+        n: The number of rows.
+        ask: Returns the tensors of the rows with the given indices.
 
     Raises:
-        UnusableObservation: the model cannot be asked, on this process or on another one.
+        UnusableObservation: ``ask`` failed, on this process or on another one.
     """
     parts: list[Tensor] = []
     alone = run.processes == 1 or run.is_sharded
@@ -165,13 +171,8 @@ def over_processes(run: Run, n: int, ask: Callable[[list[int]], list[Tensor]]) -
     return whole
 
 
-def _exchange_device(device: torch.device) -> torch.device:
-    """Return the device on which the backend gathers: gloo works on the CPU alone."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else device
-
-
 def _without_clients(outcome: Outcome) -> Outcome:
-    """Return what process 0 tells the others: pooled numbers, and of no client its own or why."""
+    """Return an outcome without values or reasons of single clients, for other processes."""
     return replace(
         outcome,
         worst={},
@@ -184,7 +185,7 @@ def _without_clients(outcome: Outcome) -> Outcome:
 
 
 def _with_reason(outcome: Outcome, local: Result) -> Outcome:
-    """Return an outcome that process 0 has pooled, with this process's own reason if it has one."""
+    """Return an outcome of process 0, with the reason of this process if it has one."""
     if outcome.unknown is not None and isinstance(local, Unknown):
         return replace(outcome, unknown=local.why)
     if outcome.pending is not None and isinstance(local, Waiting):
@@ -193,10 +194,11 @@ def _with_reason(outcome: Outcome, local: Result) -> Outcome:
 
 
 def _row(result: Result, channel: Channel, series: Series) -> list[float]:
-    """Return a client's result for the exchange between processes.
+    """Return a client's result as one row of numbers, of a width that the series determines.
 
-    Its kind, the channel's packed numbers, what the step made again leaves unexplained, and the
-    rates of the control and of a part of it.
+    The row holds the kind of result, ``channel.width`` packed numbers, three facts of the control
+    (whether there is one, whether a part was read, the unexplained share), and for each metric the
+    rates of the control and of the part.
     """
     control = None
     if isinstance(result, Found):

@@ -107,7 +107,6 @@ class MembershipChannel(Channel):
     reads_states: ClassVar[bool] = True
     tests_looks: ClassVar[bool] = True
     controlled: ClassVar[bool] = True
-    controls_states: ClassVar[bool] = True
     leak = MEMBERSHIP
     metrics = RATES
     ranges: ClassVar[Any] = {
@@ -127,9 +126,8 @@ class MembershipChannel(Channel):
         self._tap: ActivationTap | None = None
         self._calls: ModelCalls | None = None
         self._layers: set[int] = set()
-        self._targets: Targets | Waiting | Unknown | None = (
-            None  # of this look; None: not drawn yet
-        )
+        # Of this look; None until they are drawn.
+        self._targets: Targets | Waiting | Unknown | None = None
         self._games: dict[str, _Games | Unknown] = {}
         self._canaries_in_transit = False
 
@@ -183,13 +181,6 @@ class MembershipChannel(Channel):
                 "device; or give these attacks a monitor of their own"
             )
 
-    def _place_tap(self, layers: Sequence[int]) -> ActivationTap:
-        # A server that adds trainable layers gets a gradient there even if all layers below are
-        # frozen. Inside a reentrant checkpoint such a gradient would need other trained parameters.
-        modules = self.run.anatomy.model.modules()
-        checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
-        return ActivationTap(self.run.anatomy, layers, states=False, reach=not checkpointed)
-
     def check(self, attack: Attack) -> None:
         """Try an attack on two short texts, so that one that does not fit fails before training.
 
@@ -220,8 +211,14 @@ class MembershipChannel(Channel):
         if layers != self._layers:
             self._remove_taps()
             self._layers = layers
-            self._tap = self._place_tap(sorted(layers)) if layers else None
-            self._calls = ModelCalls(self.run.anatomy) if layers and self._has_new_ids else None
+        if layers and self._tap is None:
+            anatomy = self.run.anatomy
+            # A server that adds trainable layers gets a gradient there even if all layers below are
+            # frozen. In a reentrant checkpoint such a gradient would need other trained parameters.
+            modules = anatomy.model.modules()
+            checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
+            self._tap = ActivationTap(anatomy, sorted(layers), states=False, reach=not checkpointed)
+            self._calls = ModelCalls(anatomy) if self._has_new_ids else None
         if self._tap is not None:
             self._tap.arm()
         if self._calls is not None:
@@ -485,18 +482,13 @@ class PassiveMembershipChannel(MembershipChannel):
             return
         if self._targets is None:
             self._targets = self._sources.population(step.number, step.batches)
-        for plan in self.plans:
-            expected = self.series(plan.attack, self.settings.stages)
-            incomplete = any(series not in look.answers for series in expected)
-            if not plan.exposed or not look.steps_with(plan.optimizer) or not incomplete:
-                continue
-            answer: played.GameResults | Unknown | Waiting | Targets = self._targets
-            if isinstance(answer, Targets):
-                answer = self._run_plan(plan, step, look.wanted[0], answer)
-            for series in self.series(plan.attack, look.wanted):
-                look.answers.setdefault(series, answer)
+        Channel.at_stages(self, look)
 
-    def _run_plan(
+    def _guess_from_gradients(self, plan: Plan, step: Step, stage: Stage) -> object:
+        targets = self._targets
+        return self._play(plan, step, stage, targets) if isinstance(targets, Targets) else targets
+
+    def _play(
         self, plan: Plan, step: Step, stage: Stage, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
         answer = guess(plan, step, stage, self.run, targets.query())
@@ -505,4 +497,4 @@ class PassiveMembershipChannel(MembershipChannel):
     def _control_games(
         self, plan: Plan, control: Step, targets: Targets
     ) -> played.GameResults | Unknown | Waiting:
-        return self._run_plan(plan, control, Stage.LOCAL, targets)
+        return self._play(plan, control, Stage.LOCAL, targets)

@@ -31,15 +31,14 @@ HEAD_CAPABILITIES = frozenset((Capability.SEES_HEAD_GRADIENT, Capability.SEES_HE
 
 @dataclass(frozen=True)
 class Plan:
-    """An attack in one run.
+    """What an attack reads in one run.
 
     Attributes:
-        attack: the attack.
-        roles: whose gradients it reads; none where it reads layers that the server adds itself, or
-            hidden states at the split.
-        exposed: whether all of them are really shared.
-        optimizer: the one that owns these parameters; None where they are not exposed, or no
-            parameters of the client's.
+        attack: The attack.
+        roles: The parameters whose gradients it reads, by role; empty if it reads layers that a
+            server adds, or hidden states at a split.
+        exposed: Whether all of these gradients are shared.
+        optimizer: The optimizer of these parameters; None if no optimizer has any of them.
     """
 
     attack: Attack
@@ -48,12 +47,12 @@ class Plan:
     optimizer: Optimizer | None
 
     def facts(self, run: Run, local_steps: int | None, step: int) -> RunFacts:
-        """Return what the attack learns about the run, see :meth:`Attack.meet`.
+        """Return the facts of the run that the attack is told, see :meth:`Attack.meet`.
 
         Args:
-            run: the run.
-            local_steps: optimizer steps of a round; None for single gradients.
-            step: optimizer step that the run begins at.
+            run: The run.
+            local_steps: The number of optimizer steps of a round; None for single gradients.
+            step: The optimizer step at which the run begins.
         """
         compression, defended = None, set[Literal["gradients", "batches", "activations"]]()
         for defense in run.defenses:
@@ -87,17 +86,17 @@ class Plan:
 
 
 def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
-    """Check once in a fit whether an attack can be played at all.
+    """Check, once in a fit, that the adversary has the capabilities that an attack needs.
 
-    An adversary who knows the model knows its bottom too.
+    An adversary who knows the model also knows its bottom part.
 
     Args:
-        attack: the attack.
-        sees: what its adversary sees because the channel shows it.
-        run: the run.
+        attack: The attack.
+        sees: The capabilities that the adversary has because the channel shows it something.
+        run: The run.
 
     Raises:
-        ThreatModelError: names every capability that its adversary lacks.
+        ThreatModelError: Capabilities are missing; the message names all of them.
     """
     surfaces = SURFACE_CAPABILITIES.items()
     capabilities = {*run.assumed, *sees}
@@ -108,7 +107,7 @@ def admit(attack: Attack, sees: Collection[Capability], run: Run) -> None:
 
 
 def no_sum(plan: Plan) -> str | None:
-    """Return why an attack on sums of gradients cannot read an optimizer's updates, if so."""
+    """Return why an attack on sums of gradients cannot read these updates; None if it can."""
     optimizer = plan.optimizer
     adaptive = optimizer is not None and type(optimizer) is not torch.optim.SGD
     if not adaptive or plan.attack.reads_adaptive_updates:
@@ -120,10 +119,10 @@ def no_sum(plan: Plan) -> str | None:
 
 
 def check_forward(attack: Attack, anatomy: Anatomy) -> None:
-    """Refuse an attack that runs the model on texts of its own, where that is impossible.
+    """Refuse an attack that runs the model on texts of its own if the model cannot run on texts.
 
     Raises:
-        ValueError: names the method to give.
+        ValueError: The model cannot; the message names the method to define.
     """
     why_not = why_not_run(anatomy) if _MODEL_CAPABILITIES & attack.threat_model.needs else None
     if why_not is not None:
@@ -134,8 +133,8 @@ def gradient_plan(attack: Attack, run: Run) -> Plan:
     """Return the plan of an attack on gradients of the client's own parameters, checked.
 
     Raises:
-        ThreatModelError: it reads words off a head whose rows are a classifier's outputs.
-        ValueError: the attack reads parameters of several optimizers, or no gradients.
+        ThreatModelError: The attack reads words off a head whose rows are a classifier's outputs.
+        ValueError: The attack reads parameters of several optimizers, or no gradients.
     """
     anatomy = run.anatomy
     _check_head(attack, anatomy)

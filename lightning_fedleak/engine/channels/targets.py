@@ -1,4 +1,4 @@
-"""Texts that live membership games ask for, and where they come from."""
+"""The target texts of membership games: members from the batch, and non-members."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch, before_las
 from lightning_fedleak.model.model_runs import hidden_states
 
 SPARE = 4
-"""Texts drawn for each that is asked for, since some may be too short, or in the batch."""
-EARLIER_LOOKS = 2  # at different batches, whose texts serve as non-members; not tuned
-EARLIER_BATCHES = 2  # of each of these looks; not tuned
+"""Held-out texts drawn for each target, since some may be too short or in the batch."""
+EARLIER_LOOKS = 2  # looks at other batches whose texts serve as non-members; not tuned
+EARLIER_BATCHES = 2  # micro-batches that are kept of each of these looks; not tuned
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,10 +29,10 @@ class Rows:
     """Hold the sentences of one or more batches, one in each row.
 
     Attributes:
-        ids: (N, L) int64; where ``real`` is False, any id.
-        real: (N, L) bool, True at tokens and False at padding.
-        masked: the batches came with attention masks.
-        labels: (N, L) bool, tokens that the loss of a causal model counts as labels; in other
+        ids: The token ids, (N, L) int64; any id at padding.
+        real: True at tokens and False at padding, (N, L) bool.
+        masked: Whether the batches came with attention masks.
+        labels: The tokens that the loss of a causal model counts as labels, (N, L) bool; in other
             models all tokens of a row that has a label.
     """
 
@@ -48,13 +48,13 @@ class Rows:
     def from_batches(cls, batches: Sequence[TokenBatch]) -> Rows:
         """Return the documents of ``batches``, each in a row, padded on the right to one length.
 
-        A row that is padded on the left keeps that padding. Where a model counts learned positions
-        from the first column (GPT-2, BERT, unless the batch gives position ids) the padding shifts
-        what it reads, by an offset that a server cannot see. Asking with the right one is the worst
-        case: a server that crafts a neuron for each offset up to the length finds it too.
+        A row that is padded on the left keeps that padding. In a model that counts learned
+        positions from the first column (GPT-2, BERT, unless the batch has position ids) the padding
+        shifts the positions by an offset that a server cannot see. To use the right offset is the
+        worst case: a server with a neuron for each offset up to the length finds it too.
 
         Raises:
-            BatchError: documents in a row that are not read as they would be alone.
+            BatchError: Documents in a row are not read as they would be alone.
         """
         batches = [batch.by_document() for batch in batches]
         length = max(b.input_ids.shape[1] for b in batches)
@@ -77,7 +77,7 @@ class Rows:
         return cls(torch.cat(ids), torch.cat(real), masked, torch.cat(labels))
 
     def shuffled(self, generator: torch.Generator, special: frozenset[int]) -> Rows:
-        """Return the rows with their tokens shuffled over all positions, special ones aside."""
+        """Return the rows with all tokens but the special ones shuffled over rows and positions."""
         stay = torch.tensor(sorted(special), device=self.ids.device, dtype=self.ids.dtype)
         moves = (self.real & ~torch.isin(self.ids, stay)).flatten().nonzero()[:, 0]
         order = torch.randperm(len(moves), generator=generator).to(moves.device)
@@ -99,9 +99,9 @@ class Rows:
 
         def join(name: str) -> Tensor:
             device = self.ids.device
-            parts: list[Tensor] = [getattr(rows, name) for rows in (self, other)]
-            wide = [functional.pad(p, (0, length - p.shape[1])).to(device) for p in parts]
-            return torch.cat(wide)
+            columns: list[Tensor] = [getattr(rows, name) for rows in (self, other)]
+            padded = [functional.pad(c, (0, length - c.shape[1])).to(device) for c in columns]
+            return torch.cat(padded)
 
         masked = self.masked or other.masked
         return Rows(join("ids"), join("real"), masked, join("labels"))
@@ -111,23 +111,27 @@ class Rows:
         return Rows(self.ids[index], self.real[index], self.masked, self.labels[index])
 
     def trimmed(self) -> Rows:
-        """Return the rows without the columns on the right in which no row has a token."""
+        """Return the rows without the columns on the right that are only padding."""
         used = int(self.real.any(0).nonzero().max()) + 1
         return Rows(self.ids[:, :used], self.real[:, :used], self.masked, self.labels[:, :used])
 
     def texts(self) -> Tensor:
-        """Return (N, L) the tokens of each row, moved to the left and followed by -1."""
+        """Return the tokens of each row, moved to the left and followed by -1, (N, L)."""
         order = torch.argsort((~self.real).to(torch.int8), dim=1, stable=True)
         return self.ids.masked_fill(~self.real, -1).gather(1, order)
 
     def askable(self, special: frozenset[int], *, causal: bool) -> Tensor:
-        """Return (N, L) bool, the tokens that may be asked for (:class:`_Deal`)."""
+        """Return which tokens may be targets, see :class:`_Deal`, (N, L) bool."""
         marked = torch.tensor(sorted(special), dtype=torch.int64, device=self.ids.device)
         free = self.real & ~torch.isin(self.ids, marked)
         return free & (before_last(self.real & self.labels) if causal else self.labels)
 
     def hidden_states(self, anatomy: Anatomy, layer: int) -> Tensor:
-        """Return (N, L, d) hidden states of the rows; zero at padding without a mask."""
+        """Return the hidden states of the rows, (N, L, d).
+
+        If the batches had no mask, the model runs on each length of text separately and without
+        padding, as it did on the batch; the states are then zero at padding.
+        """
         if self.masked:
             return hidden_states(anatomy, layer, self.ids, self.real.long())
         states: Tensor | None = None
@@ -142,7 +146,7 @@ class Rows:
         return states
 
     def query(self, positions: Tensor) -> attacks.Query:
-        """Return the query that an attack gets: the id of padding is 0, whoever padded."""
+        """Return the query for an attack, with id 0 at padding, so that it tells no source."""
         ids = self.ids.masked_fill(~self.real, 0)
         labels = ids.masked_fill(~(self.real & self.labels), IGNORE_INDEX)
         return attacks.Query(ids, self.real.long(), positions, labels)
@@ -150,13 +154,13 @@ class Rows:
 
 @dataclass(frozen=True, repr=False)
 class Targets:
-    """Hold what the games of one look ask for.
+    """Hold the targets of the games of one look.
 
     Attributes:
-        rows: (G, L) the target sentences.
-        positions: (G,) the token of each that is asked for.
-        members: (G,) bool on the CPU, the secret bits, in a random order.
-        places: (G,) which row of the batch each member is, -1 for non-members.
+        rows: The target sentences, (G, L).
+        positions: The position of the target token of each, (G,).
+        members: The secret bits in random order, (G,) bool on the CPU.
+        places: The row of the batch that each member is, (G,); -1 for non-members.
     """
 
     rows: Rows
@@ -169,7 +173,11 @@ class Targets:
         return self.rows.query(self.positions)
 
     def reached(self, marked: Tensor) -> Targets:
-        """Return the marked members, (G / 2,) bool in their order, and as many non-members."""
+        """Return some of the members, and as many non-members.
+
+        Args:
+            marked: Which members to keep, in their order, (G / 2,) bool.
+        """
         selected = torch.zeros_like(self.members)
         selected[self.members.nonzero()[:, 0][marked.cpu()]] = True
         selected[(~self.members).nonzero()[: int(marked.sum()), 0]] = True
@@ -185,35 +193,35 @@ class Targets:
 class _Deal:
     """Draw the targets of a look.
 
-    In a causal model the token asked for is the last one that predicts a label, because the loss
-    ignores the tokens after it and they have no gradient. In other models it is a random one. A
-    row without a label has no gradient: it is asked for neither as a member nor as a non-member.
-    Tokens that mark the beginning or the end of every text are not asked for: early layers compute
-    nearly the same state of them in all texts.
+    In a causal model the target token is the last one that predicts a label, because the loss
+    ignores the tokens after it, which have no gradient. In other models it is a random one. A row
+    without a label has no gradient, and is neither a member nor a non-member. Tokens that mark the
+    beginning or the end of every text are no targets, because early layers compute nearly the same
+    state for them in all texts.
 
     Attributes:
-        most: largest number of members; as many non-members are drawn.
-        causal: tokens see what comes before them only.
-        special: ids that are not asked for.
+        max_members: The largest number of members; as many non-members are drawn.
+        causal: Whether tokens see only the tokens before them.
+        special: The ids that are no targets.
     """
 
-    most: int
+    max_members: int
     causal: bool
     special: frozenset[int] = frozenset()
 
     def targets(self, inside: Rows, outside: Rows, generator: torch.Generator) -> Targets | None:
-        """Draw sentences of the batch, and as many that are not in it, each distinct one once.
+        """Draw sentences of the batch, and as many that are not in it, without duplicates.
 
         Args:
-            inside: the step's batch.
-            outside: other sentences; those that the batch holds too are excluded.
-            generator: on the CPU; the draw depends on nothing else.
+            inside: The batch of the step.
+            outside: Other sentences. Those that are also in the batch are excluded.
+            generator: The source of randomness, on the CPU.
 
         Returns:
-            The targets; None where ``outside`` holds no text to ask for.
+            The targets; None if ``outside`` holds no possible target.
 
         Raises:
-            NoTargets: no sentence of the batch is long enough to be asked for.
+            NoTargets: No sentence of the batch can be a target.
         """
         both = inside.joined(outside)
         _, inverse = torch.unique(both.texts(), dim=0, return_inverse=True)
@@ -235,7 +243,7 @@ class _Deal:
                 f"no sentence of the batch has {requirement}{restriction}, so that none can be "
                 "asked for"
             )
-        count = min(self.most, len(members), len(non_members))
+        count = min(self.max_members, len(members), len(non_members))
         if count == 0:
             return None
         places = _choose(list(members.values()), count, generator)
@@ -244,14 +252,14 @@ class _Deal:
         positions = _choose_token(askable[chosen.to(askable.device)], generator, causal=self.causal)
         places = torch.cat([places, torch.full((count,), -1)])
         targets = Targets(rows, positions, places >= 0, places)
-        # An order that says nothing of the bits, since an attack sees it.
+        # The attack sees the order, which must not reveal the bits.
         return targets.select(torch.randperm(2 * count, generator=generator))
 
     def draw_texts(
         self, texts: Sequence[Tensor], generator: torch.Generator, *, like: Rows
     ) -> Rows:
-        """Return more random texts than are asked for, cut to the length of ``like``."""
-        order = torch.randperm(len(texts), generator=generator)[: SPARE * self.most]
+        """Return more random texts than are needed, cut to the length of ``like``."""
+        order = torch.randperm(len(texts), generator=generator)[: SPARE * self.max_members]
         return Rows.from_texts([texts[i] for i in order.tolist()], like)
 
 
@@ -260,7 +268,7 @@ def _choose(values: list[int], count: int, generator: torch.Generator) -> Tensor
 
 
 def _choose_token(askable: Tensor, generator: torch.Generator, *, causal: bool) -> Tensor:
-    """Return (G,) a column of each row that may be asked for: the last, or a random one."""
+    """Return the column of a possible target in each row, the last or a random one, (G,)."""
     order = torch.argsort((~askable).to(torch.int8), dim=1, stable=True)
     n = askable.sum(1)
     if causal:
@@ -275,10 +283,10 @@ class Sources:
     """Draw the targets of each look.
 
     Args:
-        games: the monitor's settings of games.
-        client: number of this process's client.
-        causal: whether the tokens of the model see only the tokens before them.
-        special: ids of tokens that are not asked for.
+        games: The settings of games.
+        client: The number of this process's client.
+        causal: Whether the tokens of the model see only the tokens before them.
+        special: The ids of tokens that are no targets.
     """
 
     def __init__(
@@ -290,10 +298,10 @@ class Sources:
         self._earlier: list[list[TokenBatch]] = []
 
     def remember(self, batches: Sequence[TokenBatch]) -> None:
-        """Keep references to a look's batches, whose texts are non-members of a later one.
+        """Keep references to a look's batches, whose texts are non-members at a later look.
 
-        It takes the place of an earlier look at the same batches, as a loader without shuffling
-        has them once an epoch.
+        An earlier look at the same batches is replaced: a loader without shuffling repeats them in
+        every epoch.
         """
         kept = [batch for batch in batches if batch.input_ids.numel()][-EARLIER_BATCHES:]
         if self._held_out is None and kept:
@@ -304,12 +312,12 @@ class Sources:
     def population(
         self, step: int, batches: Sequence[TokenBatch], *, shuffled: bool = False
     ) -> Targets | Waiting | Unknown:
-        """Draw members and non-members; return why there are none (yet) otherwise.
+        """Return members and non-members, or why there are none (yet).
 
         Args:
-            step: optimizer step.
-            batches: of the step.
-            shuffled: shuffle the tokens of non-members over their positions, as a control has them.
+            step: The optimizer step.
+            batches: The micro-batches of the step.
+            shuffled: Whether to shuffle the tokens of non-members, as those of a control are.
         """
         try:
             return self._drawn(step, batches, shuffled)
@@ -317,7 +325,7 @@ class Sources:
             return Unknown(reason(error))
 
     def _drawn(self, step: int, batches: Sequence[TokenBatch], shuffled: bool) -> Targets | Waiting:
-        # By the step and the client alone, so that runs resume.
+        # The seed depends only on the step and the client, so that a resumed run draws the same.
         generator = torch.Generator().manual_seed(1_000_003 * step + self._client)
         inside, outside = Rows.from_batches(batches), None
         if self._held_out is not None:
@@ -336,7 +344,11 @@ class Sources:
 
 
 def check_held_out(attack: attacks.Attack, held_out: attacks.PublicText | None) -> None:
-    """Refuse non-members that a membership attack was calibrated on."""
+    """Refuse held-out texts on which a membership attack was calibrated.
+
+    Raises:
+        ValueError: The attack's public text is the held-out text.
+    """
     public = getattr(attack, "public_text", None)
     if held_out is None or not isinstance(public, attacks.PublicText):
         return

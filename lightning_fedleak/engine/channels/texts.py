@@ -1,17 +1,15 @@
-"""Texts: what was said, from the activations that cross a split or from gradients.
+"""The channel of text attacks: whole texts, from the activations at a split or from gradients.
 
-Of activations, those are attacked that the client's own forward gave at the split, dropout and all,
-with the mask and the positions that go along. The server's copy of the bottom model is renewed at
-each look (as often as the attack says).
+The attacked activations are those of the client's own forward pass, with its dropout, mask and
+positions. The attack decides at which looks the server's copy of the bottom model is renewed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,33 +53,36 @@ from lightning_fedleak.report.records import TEXTS
 from lightning_fedleak.validate import check_integer
 
 CROSSING = (Stage.LOCAL, Stage.SHARED)
-"""Where activations are: no server reduces them over clients."""
+"""The stages of activations, which no server reduces over clients."""
 RESAMPLES = 200
+"""Bootstrap resamples of an interval; not tuned."""
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The texts of one look.
+class _Text(NamedTuple):
+    """A text of a client's batches.
 
     Attributes:
-        rows: (micro-batch, document) of each.
-        input_ids: (n, L) the tokens of the client's batch.
-        real: (n, L) bool.
+        micro_batch: The index of its micro-batch.
+        row: The index of its document in there.
+        ids: The tokens, (L,).
+        real: Which of them are tokens, and no padding, (L,) bool.
     """
 
-    rows: Sequence[tuple[int, int]]
-    input_ids: Tensor
+    micro_batch: int
+    row: int
+    ids: Tensor
     real: Tensor
 
 
 class TextsChannel(Channel):
-    """Attacks that reconstruct whole texts.
+    """The channel of attacks that reconstruct whole texts.
 
-    Of those that read hidden states each process shows some texts of its own batch; who lists one
-    has a split there. Texts that were guessed from gradients, which tell no order, are matched
-    with those of the batch so that as many tokens as possible are right. Texts of a split that an
-    attack's time budget left untouched do not count; intervals take texts as independent, not their
-    tokens (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
+    An attack on hidden states stands for a model that is split there; each process shows it some
+    texts of its own batch. Gradients do not tell the order of texts, so that texts guessed from
+    them are matched with those of the batch to make as many tokens as possible right. Texts at a
+    split that an attack did not start within its time budget do not count. Intervals take texts as
+    independent, but not their tokens
+    (:func:`~lightning_fedleak.evaluation.metrics.texts.reconstruction_rates`).
     """
 
     guesses = TextGuess
@@ -94,7 +95,6 @@ class TextsChannel(Channel):
     reads_updates = True
     reads_states = True
     controlled: ClassVar[bool] = True
-    controls_states: ClassVar[bool] = True
     finds_entities: ClassVar[bool] = True
     sees = frozenset({Capability.SEES_ACTIVATIONS})
 
@@ -126,10 +126,10 @@ class TextsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Begin a fit: put the hooks in, after those of the defences.
+        """Begin a fit: add hooks to the model, after those of the defences.
 
         Raises:
-            ValueError: a stage does not exist at an attack's layer.
+            ValueError: A stage does not exist at an attack's layer.
         """
         super().open(run)
         self._tap = None
@@ -141,7 +141,7 @@ class TextsChannel(Channel):
             self.removers = [self._crossed.clear, self._tap.close]
 
     def _check_local(self) -> None:
-        """Refuse to measure hidden states "before the defences" that are computed after one."""
+        """Refuse stage local if a defence acts on a layer below the one that an attack reads."""
         for defense in self.run.defenses if Stage.LOCAL in self._stages else ():
             for attack in self.inverters:
                 below = [layer for layer in defense.activation_layers if layer < attack.layer]
@@ -168,7 +168,7 @@ class TextsChannel(Channel):
             self._tap.disarm()
 
     def batch_ends(self, batch: TokenBatch | None) -> None:
-        """Take what crossed in a micro-batch that has ended; None where it trained nothing."""
+        """Take the activations of a micro-batch that has ended; None if it trained nothing."""
         if self._tap is None or self._done:
             return
         if batch is None:
@@ -177,9 +177,9 @@ class TextsChannel(Channel):
             self._crossed.append(self._tap.take(batch))
 
     def at_stages(self, look: Look) -> None:
-        """Let every attack on hidden states reconstruct once in a look, others from gradients."""
+        """Let attacks on hidden states reconstruct once in a look, others from each gradient."""
         super().at_stages(look)
-        # The same on every process, which FSDP2's gathering of the model needs.
+        # Entered on every process alike, as FSDP2's gathering of the model needs.
         if self._tap is not None and not self._done:
             self._done = True
             with whole_model(self.run.anatomy.root), torch.no_grad():
@@ -191,12 +191,12 @@ class TextsChannel(Channel):
             return
         if step.batch is not None:
             self._crossed.append(tap.take(step.batch))
-        chosen: _Chosen | Unknown | None
+        failure, texts = None, list[_Text]()
         try:
-            chosen = self._choose(look.step, [crossed.batch for crossed in self._crossed])
+            texts = self._draw_texts(look.step, self._crossed)
         except Exception as error:
-            chosen = Unknown(reason(error))
-        if chosen is None:
+            failure = Unknown(reason(error))
+        if failure is None and not texts:
             return
         for attack in self.inverters:
             if Series.at(self._stages[0], attack.name) in look.answers:
@@ -204,75 +204,37 @@ class TextsChannel(Channel):
             answer: Inverted | Unknown = Unknown("")
             for i, stage in enumerate(self._stages):
                 if i == 0 or attack.layer in self._defended:
-                    answer = (
-                        chosen
-                        if isinstance(chosen, Unknown)
-                        else self._reconstructed(attack, stage, chosen, look.step, self._crossed)
+                    answer = failure or self._reconstructed(
+                        attack, stage, texts, look.step, self._crossed
                     )
                 look.answers |= dict.fromkeys(self.series(attack, (stage,)), answer)
 
-    def _choose(
-        self,
-        step: int,
-        batches: Sequence[TokenBatch],
-        *,
-        every: bool = False,
-        in_gradients: bool = False,
-    ) -> _Chosen | None:
-        """Draw texts by the step and the process alone, so that a resumed run draws the same.
+    def _draw(self, n: int, step: int) -> list[int]:
+        """Draw some of n texts by the step and the process only, so that a resumed run agrees."""
+        generator = torch.Generator().manual_seed(1_000_003 * step + self.run.rank)
+        return sorted(torch.randperm(n, generator=generator)[: self.settings.texts].tolist())
 
-        Args:
-            step: optimizer step.
-            batches: of this process.
-            every: all texts, in their order.
-            in_gradients: without the tokens that no label depends on.
-
-        Returns:
-            None where the batches hold no text.
-
-        Raises:
-            BatchError: documents in a row that are not read as they would be alone.
-        """
-        rows: list[tuple[int, int]] = []
-        truths: list[tuple[Tensor, Tensor]] = []
-        for i, batch in enumerate(batches):
-            documents = batch.by_document()
-            ids, mask = documents.input_ids.cpu(), documents.attention_mask
-            if in_gradients:
-                real = batch.per_document(batch.context_mask()).cpu()
-            else:
-                real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
-            truths.append((ids, real))
-            rows += [(i, row) for row in real.any(1).nonzero().flatten().tolist()]
-        if not rows:
-            return None
-        seed = 1_000_003 * step + self.run.rank
-        generator = torch.Generator().manual_seed(seed)
-        most = len(rows) if every else self.settings.texts
-        order = torch.randperm(len(rows), generator=generator)[:most].tolist()
-        selected = [rows[i] for i in sorted(order)]
-        return _Chosen(
-            selected,
-            _stacked([truths[i][0][row] for i, row in selected]),
-            _stacked([truths[i][1][row] for i, row in selected]),
-        )
+    def _draw_texts(self, step: int, crossed: Sequence[Crossed]) -> list[_Text]:
+        texts = _find_texts([part.batch for part in crossed])
+        return [texts[i] for i in self._draw(len(texts), step)]
 
     def _reconstructed(
         self,
         attack: InversionAttack,
         stage: Stage,
-        chosen: _Chosen,
+        texts: Sequence[_Text],
         step: int,
         crossed: Sequence[Crossed],
     ) -> Inverted | Unknown:
+        input_ids, real = _stack_tokens(texts)
         try:
-            snapshot = self._snapshot(attack.layer, stage, chosen.rows, step, crossed)
+            snapshot = self._snapshot(attack.layer, stage, texts, step, crossed)
             with self.run.timed(attack.name):
                 guess = attack.run(Observation(activations=(snapshot,)))
             check_guess(attack, guess, self.guesses)
-            if guess.tokens.shape != chosen.input_ids.shape:
+            if guess.tokens.shape != input_ids.shape:
                 raise UnusableObservation("the attack guessed texts, but others than were sent")
-            inverted = Inverted(guess, chosen.input_ids, chosen.real, attack.age(step))
+            inverted = Inverted(guess, input_ids, real, attack.age(step))
             if not bool(inverted.started.any()):
                 raise UnusableObservation(
                     f"budget_seconds={attack.budget_seconds} is over before the first token"
@@ -285,14 +247,15 @@ class TextsChannel(Channel):
         self,
         layer: int,
         stage: Stage,
-        rows: Sequence[tuple[int, int]],
+        texts: Sequence[_Text],
         step: int,
         crossed: Sequence[Crossed],
     ) -> ActivationSnapshot:
-        states = [crossed[i].states(stage, layer)[row] for i, row in rows]
+        origins = [(crossed[text.micro_batch], text.row) for text in texts]
+        states = [batch.states(stage, layer)[row] for batch, row in origins]
         length = max(len(s) for s in states)
-        masks = [crossed[i].attention_mask for i, _ in rows]
-        positions = [crossed[i].position_ids for i, _ in rows]
+        masks = [batch.attention_mask for batch, _ in origins]
+        positions = [batch.position_ids for batch, _ in origins]
         if len({p is None for p in positions}) > 1:
             raise UnusableObservation("only some micro-batches were given position_ids")
         mask = None
@@ -302,10 +265,10 @@ class TextsChannel(Channel):
                     torch.ones(len(s), dtype=torch.int64, device=s.device)
                     if m is None
                     else m[row].to(s.device).long()
-                    for m, s, (_, row) in zip(masks, states, rows, strict=True)
+                    for m, s, (_, row) in zip(masks, states, origins, strict=True)
                 ]
             )
-        ids = [p[row] for p, (_, row) in zip(positions, rows, strict=True) if p is not None]
+        ids = [p[row] for p, (_, row) in zip(positions, origins, strict=True) if p is not None]
         return ActivationSnapshot(
             step,
             stage,
@@ -327,7 +290,7 @@ class TextsChannel(Channel):
         return answer.pack(self.settings.texts)
 
     def _entities_in(self, inverted: Inverted, kind: str) -> Tensor:
-        """Return (n, L) bool, the tokens of the texts that lie in a value of a kind."""
+        """Return which tokens of the texts lie in a value of a kind, (n, L) bool."""
         assert self.finder is not None
         marks = torch.zeros(inverted.real.shape, dtype=torch.bool)
         for row, ids, real in zip(
@@ -354,7 +317,7 @@ class TextsChannel(Channel):
         return answer if isinstance(answer, Unknown) else self.rates(control, plan, answer)
 
     def _control_inversion(self, attack: InversionAttack, control: Step) -> Inverted | Unknown:
-        """Return the texts of a control off its hidden states."""
+        """Return the reconstruction of a control's texts from its hidden states."""
         if control.is_part:
             return Unknown("a part of a control has fewer labels, and not fewer tokens")
         answer: Inverted | Unknown = Unknown("the step's batches hold no text")
@@ -366,37 +329,31 @@ class TextsChannel(Channel):
             answer = Unknown(reason(error))
         # Entered on every process, which FSDP2's gathering of the model needs.
         with whole_model(self.run.anatomy.root), torch.no_grad():
-            chosen = self._choose(control.number, [call.batch for call in crossed])
-            if chosen is not None:
-                answer = self._reconstructed(attack, Stage.LOCAL, chosen, control.number, crossed)
+            if texts := self._draw_texts(control.number, crossed):
+                answer = self._reconstructed(attack, Stage.LOCAL, texts, control.number, crossed)
         return answer
 
     def _matched(self, guess: TextGuess, attack: TextAttack, step: Step) -> Inverted:
-        """Return texts guessed from gradients, each beside the most similar text of the batch.
+        """Match texts guessed from gradients with the texts of the batch.
 
-        Where an attack leaves open the tokens of a causal text that no label depends on, these do
-        not count: its last token, or all from the last one whose label counts.
+        Tokens of a causal text that no label depends on (its last token, or all from the last
+        counted label on) do not count if the attack leaves them open.
         """
         if not guess.finished and not bool((guess.tokens >= 0).any()):
             raise UnusableObservation("no time: the budget is over before any token is found")
-        leaves_open = attack.last_token_open
-        every = self._choose(step.number, step.batches, every=True, in_gradients=leaves_open)
-        selected = self._choose(step.number, step.batches, in_gradients=leaves_open)
-        if every is None or selected is None:
+        texts = _find_texts(step.batches, in_gradients=attack.last_token_open)
+        if not texts:
             raise UnusableObservation(
                 "no text of this batch has a token that a label depends on: each is one token "
                 "long, or without a label behind its first"
             )
-        order = (~every.real).int().argsort(dim=1, stable=True)  # such a text begins on the left
-        ids, real = every.input_ids.gather(1, order), every.real.gather(1, order)
+        ids, real = _stack_tokens(texts)
+        order = (~real).int().argsort(dim=1, stable=True)  # such a text begins on the left
+        ids, real = ids.gather(1, order), real.gather(1, order)
         tokens = in_true_order(guess.tokens, ids, real)
-        indices = [every.rows.index(row) for row in selected.rows]
-        selected_guess = TextGuess(
-            tokens[indices], finished=guess.finished, certified=guess.certified
-        )
-        return Inverted(
-            selected_guess, ids[indices], real[indices], attack.age(step.number), matched=True
-        )
+        drawn = self._draw(len(texts), step.number)
+        answer = TextGuess(tokens[drawn], finished=guess.finished, certified=guess.certified)
+        return Inverted(answer, ids[drawn], real[drawn], attack.age(step.number), matched=True)
 
     # ---- over clients -----------------------------------------------------------------------
 
@@ -440,6 +397,34 @@ def _reveal(inverted: Inverted, files: RevealFiles, title: str) -> None:
         lines.append(f"original:      {files.text(true)}")
         lines.append(f"reconstructed: {files.text(answer)}")
     files.append("texts", lines)
+
+
+def _find_texts(batches: Sequence[TokenBatch], *, in_gradients: bool = False) -> list[_Text]:
+    """Return all texts of batches that have a token.
+
+    Args:
+        batches: The micro-batches of this process.
+        in_gradients: Whether tokens that no label depends on are left out.
+
+    Raises:
+        BatchError: Documents in a row are not read as they would be alone.
+    """
+    texts = list[_Text]()
+    for i, batch in enumerate(batches):
+        documents = batch.by_document()
+        ids, mask = documents.input_ids.cpu(), documents.attention_mask
+        if in_gradients:
+            real = batch.per_document(batch.context_mask()).cpu()
+        else:
+            real = torch.ones_like(ids).bool() if mask is None else mask.cpu() != 0
+        rows = real.any(1).nonzero().flatten().tolist()
+        texts += [_Text(i, row, ids[row], real[row]) for row in rows]
+    return texts
+
+
+def _stack_tokens(texts: Sequence[_Text]) -> tuple[Tensor, Tensor]:
+    """Return the tokens of texts, (n, L), and which of them are no padding, (n, L) bool."""
+    return _stacked([text.ids for text in texts]), _stacked([text.real for text in texts])
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

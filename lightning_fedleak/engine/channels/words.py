@@ -1,4 +1,4 @@
-"""The channel of word attacks: which word types a batch held, read from the client's gradients."""
+"""The channel of word attacks: the word types of a batch, read from the client's gradients."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ SOFT_LABELS = (
 
 
 TWINS = 1e-4
-"""Distance of two embeddings, over their norm, up to which their tokens count as one word.
+"""Largest relative distance of two embeddings whose tokens count as one word.
 
-In stories15M 16,937 tokens that were never trained lie within 9.4e-5 of each other, and up to 1e-3
-no more do. Larger: a word counts as found where another one was named; smaller: certain finds count
-as wrong.
+In stories15M 16,937 tokens that were never trained lie within 9.4e-5 of each other, and no further
+ones within 1e-3. With a larger value a word counts as found if another one was named; with a
+smaller one, certain finds count as wrong.
 """
 DIRECTIONS, NEIGHBOURS = 8, 8
-"""Random directions in which embeddings are compared, and with how many that come next in one.
-
-Fewer directions: unlike tokens agree by chance; fewer neighbours: unlike tokens separate twins.
-"""
+"""Embeddings are projected on 8 random directions, sorted by the first, and compared with the next
+8. With fewer directions unlike tokens agree by chance; with fewer neighbours, unlike tokens between
+two twins keep them apart."""
 
 NO_WORD = (
     "no batch has a word with a letter in a value of kind '{}': digits are in every batch and do "
@@ -61,14 +60,14 @@ NO_WORD = (
 
 @dataclass(frozen=True)
 class _WordTruth:
-    """The word types that a step's batches really held. Only the client has this.
+    """The word types of a step's batches: the truth, which only the client has.
 
     Attributes:
-        output_types: sorted distinct ids that the loss was computed on.
-        input_types: sorted distinct ids that the model read and that the loss depends on.
-        n_targets: number of tokens that the loss was computed on; of texts for a classifier.
-        is_soft: some targets of the loss are no single labels, so that ``output_types`` is not all.
-        entities: by kind, sorted distinct ids that hold a letter and lie in a value of that kind.
+        output_types: The sorted distinct ids of the labels.
+        input_types: The sorted distinct ids that the model read and the loss depends on.
+        n_targets: The number of tokens that the loss was computed on; of texts for a classifier.
+        is_soft: Whether some targets are no single labels, so that ``output_types`` is incomplete.
+        entities: By kind of value, the sorted distinct ids with a letter that lie in such a value.
     """
 
     output_types: Tensor
@@ -86,10 +85,10 @@ class _WordTruth:
         A classifier's labels are classes, not words.
 
         Args:
-            batches: the micro-batches of the step.
-            one_way: see :meth:`TokenBatch.context_mask`.
-            source_only: count only what the encoder reads. The decoder reads labels, which have
-                another vocabulary.
+            batches: The micro-batches of the step.
+            one_way: See :meth:`TokenBatch.context_mask`.
+            source_only: Whether to count only the input of the encoder, because the decoder reads
+                labels of another vocabulary.
         """
         targets = [b.target_ids() for b in batches if b.kind != "classifier"]
         texts = [b.context_mask() for b in batches if b.kind == "classifier"]
@@ -107,10 +106,14 @@ class _WordTruth:
         )
 
     def types(self, surface: str, kind: str | None = None) -> Tensor:
-        """Return the types at one surface, ``"output"`` or ``"input"``; of values of a kind alone.
+        """Return the types at one surface.
+
+        Args:
+            surface: ``"output"`` or ``"input"``.
+            kind: A kind of values, to return only the types in such values; None for all.
 
         Raises:
-            UnusableObservation: the labels are not all known.
+            UnusableObservation: The labels are not all known.
         """
         if surface == "output" and self.is_soft:
             raise UnusableObservation(SOFT_LABELS)
@@ -118,7 +121,7 @@ class _WordTruth:
         return types if kind is None else types[torch.isin(types.cpu(), self.entities[kind])]
 
     def mask(self, vocab_size: int) -> Tensor:
-        """Return output, input and values' types as (2 + kinds, V) bool, for processes to unite."""
+        """Return the types as (2 + kinds, V) bool, so that processes can be united by a sum."""
         rows = [self.output_types, self.input_types, *self.entities.values()]
         device = self.output_types.device
         mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
@@ -165,10 +168,10 @@ class WordsChannel(Channel):
     # ---- a fit ------------------------------------------------------------------------------
 
     def open(self, run: Run) -> None:
-        """Find out what can be named, and whether a classifier's tokens see later ones."""
+        """Begin a fit: find the size of the vocabulary, and tokens with equal embeddings."""
         super().open(run)
         rows = matrix_shape(run.anatomy.embedding)
-        # Rows of the head, or of the embedding if more.
+        # The embedding may have more rows than the head.
         self._size = max(run.anatomy.vocab_size, 0 if rows is None else rows[0])
         self._one_way = run.anatomy.kind == "classifier" and sees_no_later(run.anatomy)
         self._layers = {"input": run.anatomy.embedding}
@@ -209,17 +212,20 @@ class WordsChannel(Channel):
         return truth if self.finder is None else replace(truth, entities=self._entities_in(batches))
 
     def _entities_in(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
-        """Return by kind the types of the values in some batches, without digits and marks."""
+        """Return the types with a letter in the values of the batches, by kind of value."""
         assert self.finder is not None
         types: dict[str, set[int]] = {kind: set() for kind in self.entity_kinds}
-        has_answers = self.run.anatomy.target_rows is None  # else of another vocabulary
+        has_answers = self.run.anatomy.target_rows is None  # else they have another vocabulary
         for ids in (ids for batch in batches for ids in _texts_of(batch, has_answers)):
             for kind, marked in self.finder.marks(ids).items():
                 types[kind] |= set(filter(self.finder.has_letter, ids[marked].tolist()))
         return {kind: torch.tensor(sorted(ids), dtype=torch.long) for kind, ids in types.items()}
 
     def _of_client(self, truth: _WordTruth | None) -> _WordTruth | None:
-        """Return the words of all processes together if they are one client; each calls it."""
+        """Return the words of the client: of all processes together if they are one client.
+
+        Every process must call it.
+        """
         if self.run.client != "world" or self.run.processes == 1:
             return truth
         shape = 2 + len(self.entity_kinds), self._size
@@ -241,15 +247,16 @@ class WordsChannel(Channel):
         """Return the rates of an attack on the words of a control, of all processes of a client."""
         truth = self._of_client(self._words_in(control.batches))
         answer = guess(plan, control, Stage.LOCAL, self.run)
-        if isinstance(answer, Unknown | Waiting) or truth is None:
-            return answer if isinstance(answer, Unknown | Waiting) else {}
+        if isinstance(answer, Unknown | Waiting):
+            return answer
         assert isinstance(answer, WordGuess)
+        assert truth is not None  # since this process has one
         return self._rates(answer, truth)
 
     def _counts(self, answer: WordGuess, types: Tensor) -> Counts:
-        """Count a guess against true types, in which one type stands for all of its twins.
+        """Count a guess against the true types, with one type for all tokens of equal embedding.
 
-        A layer that is trained has a gradient for each of them, which tells them apart.
+        The gradient of a trained layer tells such tokens apart, so that they count as they are.
         """
         twins = self._twins.get(answer.surface)
         if twins is not None and not _is_trained(self._layers[answer.surface]):
@@ -283,7 +290,7 @@ class WordsChannel(Channel):
         each, by_guessing = [], []
         n_types = min((len(torch.unique(t)) for t in self._twins.values()), default=self._size)
         for alone in clients:
-            each.append({name: one.value for name, one in precision_recall_f1(alone).items()})
+            each.append({name: rate.value for name, rate in precision_recall_f1(alone).items()})
             right, wrong, missed = int(alone.tp), int(alone.fp), int(alone.fn)
             by_guessing.append(naming_p_value(right, right + wrong, right + missed, n_types))
         return Outcome(
@@ -296,12 +303,12 @@ class WordsChannel(Channel):
 
 
 def _is_trained(layer: nn.Module) -> bool:
-    """Return whether anything of a layer is trained, an adapter on it too."""
+    """Return whether any parameter of a layer is trained, also of an adapter on it."""
     return any(p.requires_grad for p in layer.parameters())
 
 
 def _matrix(layer: nn.Module) -> Tensor | None:
-    """Return the (V, d) weight of a layer; None where it has none, or a shard of one."""
+    """Return the (V, d) weight of a layer; None if it has none, or only a shard of it."""
     weight = leaf(layer)._parameters.get("weight")
     if weight is None or is_shard(weight):
         return None
@@ -309,7 +316,10 @@ def _matrix(layer: nn.Module) -> Tensor | None:
 
 
 def _find_twins(matrix: Tensor) -> Tensor | None:
-    """Return for each row of a matrix (V, d) the last one that nearly equals it, or None."""
+    """Return for each row of a matrix (V, d) the last row that nearly equals it, (V,).
+
+    None if no two rows do.
+    """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator)
     parts = (matrix.float() @ directions.to(matrix.device)).cpu()
@@ -333,7 +343,7 @@ def _find_twins(matrix: Tensor) -> Tensor | None:
 
 
 def _texts_of(batch: TokenBatch, has_answers: bool) -> Iterator[Tensor]:
-    """Yield the ids of each text of a batch, masked ones put back, and of each answer."""
+    """Yield the ids of each text of a batch, with the masked tokens, and of each answer."""
     ids, labels = batch.input_ids.cpu(), None if batch.labels is None else batch.labels.cpu()
     if batch.kind == "masked" and labels is not None and labels.shape == ids.shape:
         ids = torch.where(labels >= 0, labels, ids)

@@ -18,12 +18,58 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedleak.attacks.membership.base import direction_of
-from lightning_fedleak.attacks.membership.fc import CraftedFC, two_identities
+from lightning_fedleak.attacks.membership.base import direction_of, sentence_rows
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states
+
+
+class CraftedFC(nn.Module):
+    """Two fully connected layers (Vu et al. 2024, Eq. 6) whose only parameter is ``bias``, (K,).
+
+    They compute in their own dtype, also under autocast.
+
+    Args:
+        weight: W1, (width, D).
+        shift: b1, (width,).
+        second: the row of W2 that all rungs share, (1, width).
+        biases: the rungs, (K,).
+        tokens: positions of a sentence that are one input; None if each token is one.
+    """
+
+    def __init__(
+        self, weight: Tensor, shift: Tensor, second: Tensor, biases: Tensor, tokens: int | None
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        for name, value in {"weight": weight, "shift": shift, "second": second}.items():
+            self.register_buffer(name, value.detach().clone())
+        self.weight: Tensor
+        self.shift: Tensor
+        self.second: Tensor
+        self.bias = nn.Parameter(biases.detach().clone())
+
+    @classmethod
+    def near(
+        cls, target: Tensor, dead_zone: Tensor, taus: Tensor, tokens: int | None = None
+    ) -> CraftedFC:
+        """The layers that fire on inputs within an L1 distance tau of a target (D,)."""
+        eye = torch.eye(len(target)).to(target)
+        shift = torch.cat([-target, target]) - dead_zone
+        second = target.new_full((1, 2 * len(target)), -1.0)
+        return cls(torch.cat([eye, -eye]), shift, second, taus, tokens)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, R, K) for hidden states (B, L, d); 0 where padded."""
+        real = None if mask is None else mask != 0
+        if self.tokens is not None:
+            hidden = sentence_rows(hidden, mask, self.tokens)[:, None]
+            real = None if real is None else real.any(1, keepdim=True)
+        with torch.autocast(hidden.device.type, enabled=False):
+            z = F.linear(hidden.to(self.bias.dtype), self.weight, self.shift).relu()
+            z = (z @ self.second.T + self.bias).relu()
+        return z if real is None else z * real[..., None].to(z.dtype)
 
 
 @contextmanager
@@ -40,7 +86,7 @@ def inserted(
     Args:
         anatomy: of the model, whose child the layers become.
         layer: block whose output they read and change, 0 for the embeddings.
-        crafted: as ``MembershipAttack.craft`` returns them.
+        crafted: maps hidden states and a mask to one number per rung for each of its inputs.
         scale: factor of what is added.
         mask: (B, L) of all batches, 0 where padded.
     """
@@ -105,9 +151,7 @@ class PlantedNeuron:
         target = hidden[-1, -1]
         distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
         tau = float(distances.min()) / 2
-        first = two_identities(target.float(), torch.tensor(0.0))
-        second = torch.full((1, 2 * len(target)), -1.0)
-        crafted = CraftedFC(first, second, torch.tensor([tau]), None)
+        crafted = CraftedFC.near(target.float(), torch.tensor(0.0), torch.tensor([tau]))
         self._insertion = inserted(anatomy, layer, crafted, scale=1.0)
         self._insertion.__enter__()
         self._bias = crafted.bias

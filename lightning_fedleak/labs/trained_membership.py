@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks import MembershipAttack, PublicText, TextSource
 from lightning_fedleak.attacks.membership import base
-from lightning_fedleak.attacks.membership.fc import CraftedFC, FrozenLinear, batch_inputs
+from lightning_fedleak.attacks.membership.fc import batch_inputs
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import context_length, hidden_states
 from lightning_fedleak.validate import check_integer
@@ -323,12 +323,6 @@ class TrainedMembership(MembershipAttack):
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
         positions = torch.tensor(self._rung_positions).to(distance)
         return neuron.offset - decision - positions * distance
-
-    def craft(self, target: Tensor) -> CraftedFC:
-        """Run A_attack of the paper: return the trained layers for one target, (D,)."""
-        neuron = self.neuron(target)
-        first = FrozenLinear(neuron.weight, neuron.bias)
-        return CraftedFC(first, neuron.second, self._biases(neuron), self.read_together)
 
     @torch.no_grad()
     def gradient(

@@ -18,6 +18,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
+from tests.games.crafted import craft
 from tests.helpers.lightning_modules import loss_by_blocks, random_token_loader
 from tests.helpers.loops import lines_of, model_loss, still_gpt2, watched
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2
@@ -186,7 +187,7 @@ def test_the_gradient_is_that_of_layers_that_are_really_there(tmp_path, granular
     assert shared.shape == (4, attack.rungs)
     assert int((shared.abs().sum(1) > 0).sum()) == 2
     for target, game in zip(attack.computed[1][0], shared, strict=True):
-        crafted = attack.craft(target)
+        crafted = craft(attack, target)
         with inserted(find_anatomy(model), 1, crafted, scale=scale):
             (real,) = torch.autograd.grad(model(**batch).loss, [crafted.bias])
         torch.testing.assert_close(game, real, rtol=1e-3, atol=1e-7 * scale)

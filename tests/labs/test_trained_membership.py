@@ -17,6 +17,7 @@ from lightning_fedleak.labs.trained_membership import TrainedMembership, train_n
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.attacks.membership.test_fc_membership import by_autograd, generator
+from tests.games.crafted import craft
 from tests.helpers import models
 
 pytestmark = pytest.mark.slow
@@ -115,11 +116,11 @@ def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(atta
     hidden = texts(anatomy, n=1)
     full = attack.granularity == "full"
     target = (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0]
-    whole = attack.craft(target).bias[attack.guess_rung]
+    whole = craft(attack, target).bias[attack.guess_rung]
     attack.meet(RunFacts(defended=frozenset({"gradients"})))
     try:
         assert (attack.rungs, attack.guess_rung, attack.config()["rungs"]) == (1, 0, 1)
-        assert torch.equal(attack.craft(target).bias, whole[None])
+        assert torch.equal(craft(attack, target).bias, whole[None])
     finally:
         attack.meet(RunFacts())
     assert attack.rungs == 14
@@ -128,7 +129,7 @@ def test_against_a_defence_of_gradients_the_decisions_rung_alone_is_crafted(atta
 def test_only_the_rungs_are_trained_by_the_client(attack, anatomy):
     hidden = texts(anatomy, n=1)
     full = attack.granularity == "full"
-    layers = attack.craft((sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0])
+    layers = craft(attack, (sentence_rows(hidden, None, 8) if full else hidden[:, 0])[0])
     assert [(n, tuple(p.shape)) for n, p in layers.named_parameters()] == [("bias", (14,))]
     assert (layers.bias.diff() > 0).all()
 

@@ -21,7 +21,6 @@ from lightning_fedleak.attacks.membership import attention_calibration
 from lightning_fedleak.attacks.membership.attention_calibration import Calibration
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionSettings,
-    CraftedAttention,
     attentions,
     bias_gradients,
     coordinate_gradients,
@@ -243,19 +242,6 @@ class AttentionMembership(MembershipAttack):
         if self.score == "coordinates":
             return v
         return torch.cat([v, matched_rows(x, real, positions, self._factor(x.shape[-1]))], 1)
-
-    def craft(self, target: Tensor) -> CraftedAttention:
-        """Run A_attack, Algorithm 1, for one target: (d,), or (2 d,) with ``score="band"``.
-
-        Raises:
-            ValueError: the target is not finite.
-        """
-        v, rows = self._split_targets(target[None])
-        gammas = self._gammas(v)
-        if rows is None:
-            gammas = gammas.repeat(2 * v.shape[1])
-        whitening = self._require_calibration().whitening
-        return CraftedAttention(v[0], self._factor(v.shape[1]), whitening, rows, gammas)
 
     @torch.no_grad()
     def gradient(

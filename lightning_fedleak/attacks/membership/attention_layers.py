@@ -1,4 +1,4 @@
-"""The attention adversary's heads (Vu et al. 2024, Sect. 4.2): in closed form, and as a module.
+"""The attention adversary's heads in closed form (Vu et al. 2024, Sect. 4.2).
 
 Algorithm 1's matrix of head 1 has orthonormal rows, so its pseudo-inverse is its transpose and
 ``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix omits one random direction, which
@@ -10,15 +10,12 @@ hardly matters; here it omits none: ``beta I``. Hence, with tokens as rows of X,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-
-from lightning_fedleak.attacks.row_space import Whitening
+from torch import Tensor
 
 PAIRS_AT_ONCE = 1 << 20  # pairs of tokens, of all targets, in memory at once (4 MiB for a head)
 
@@ -187,83 +184,6 @@ def coordinate_gradients(
                 part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
                 gradient[attention.sentence, :, sign, :, level].index_add_(0, target, part)
     return gradient.flatten(2)
-
-
-class CraftedAttention(nn.Module):
-    """Self-attention of Eq. 1, W_O and ReLU for one target. Only ``bias`` (K,), b_O, is trained.
-
-    The buffers are ``w_q``, ``w_k`` (2, d, d) with biases ``b_q``, ``b_k`` (2, d), ``w_v``
-    (2, d, d) and ``w_o`` (r, 2 d). The third and the fourth head of Algorithm 1 are copies of the
-    two, and not needed. Every row of W_O represents ``K / r`` equal rows with different biases: a
-    ladder of gammas. The module computes in its own dtype, also under autocast. No token attends to
-    padded positions, whose output is 0.
-
-    Args:
-        target: (d,) the token v, whitened.
-        beta: factor of the products.
-        whitening: folded into W_Q, W_K and their biases; None for hidden states as they are.
-        rows: (r, d) of W_O along which Z1 - Z2 is read; None for line 11 of Algorithm 1: every
-            coordinate, with both signs.
-        gammas: (K,) the ladders of all rows, row after row.
-    """
-
-    def __init__(
-        self,
-        target: Tensor,
-        beta: float,
-        whitening: Whitening | None,
-        rows: Tensor | None,
-        gammas: Tensor,
-    ) -> None:
-        super().__init__()
-        d = len(target)
-        basis = torch.eye(d).to(target) if whitening is None else whitening.matrix.to(target)
-        mean = target.new_zeros(d) if whitening is None else whitening.mean.to(target)
-        unit = nn.functional.normalize(target, dim=0, eps=torch.finfo(target.dtype).tiny)
-        queries = torch.stack([basis - torch.outer(unit, unit @ basis), basis])
-        keys = (beta * math.sqrt(d) * basis).expand(2, d, d)
-        if rows is None:
-            eye = torch.eye(d).to(target)
-            rows = torch.cat([eye, -eye])
-        for name, value in {
-            "w_q": queries,
-            "b_q": -(queries @ mean),
-            "w_k": keys,
-            "b_k": -(keys @ mean),
-            "w_v": basis.expand(2, -1, -1),
-            "w_o": torch.cat([rows, -rows], 1),
-        }.items():
-            self.register_buffer(name, value.detach().contiguous())
-        self.w_q: Tensor
-        self.b_q: Tensor
-        self.w_k: Tensor
-        self.b_k: Tensor
-        self.w_v: Tensor
-        self.w_o: Tensor
-        self.bias = nn.Parameter(-gammas.detach().to(target))
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return (B, L, K) for hidden states (B, L, d)."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            x = hidden.to(self.bias.dtype)
-            projections = (self._heads(x, mask) @ self.w_o.T)[..., None]
-            z = nn.functional.relu(projections + self.bias.view(len(self.w_o), -1)).flatten(2)
-        return z if mask is None else z * (mask.to(z.device) != 0)[..., None].to(z.dtype)
-
-    def _heads(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return Z of all heads side by side, (B, L, H d)."""
-        q = torch.einsum("bld,hkd->bhlk", x, self.w_q) + self.b_q[:, None]
-        k = torch.einsum("bld,hkd->bhlk", x, self.w_k) + self.b_k[:, None]
-        logits = q @ k.mT / math.sqrt(self.w_q.shape[1])
-        length = x.shape[1]
-        blocked = torch.zeros(1, length, length, dtype=torch.bool, device=x.device)
-        if mask is not None:
-            blocked = blocked | (mask.to(x.device) == 0)[:, None]
-        # A padded token attends to itself: a softmax over no token would be NaN.
-        blocked = blocked & ~torch.eye(length, dtype=torch.bool, device=x.device)
-        attention = logits.masked_fill(blocked[:, None], -torch.inf).softmax(-1)
-        values = torch.einsum("bld,hkd->bhlk", x, self.w_v)
-        return (attention @ values).transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True)

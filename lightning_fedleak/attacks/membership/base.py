@@ -3,11 +3,9 @@
 A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3)
 and sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
 package, shows whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
-(:meth:`MembershipAttack.prepare`), A_attack (:meth:`MembershipAttack.craft`, real layers) and
-A_guess (:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a
-client would compute through the crafted layers, in closed form and for many targets at once.
-
-The gradient at the output of crafted layers, as if they stood behind a block (Vu et al. 2024).
+(:meth:`MembershipAttack.prepare`), A_attack, which sets the layers for a target, and A_guess
+(:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a client
+would compute through layers set by A_attack, in closed form and for many targets at once.
 
 Fig. 3 b: the output of the crafted layers, z (B, R, K), is added to the residual stream along one
 fixed unit direction w: ``h <- h + scale * sum_k z_k w``. So for every rung the gradient of the loss
@@ -268,27 +266,15 @@ class MembershipAttack(Attack):
         """Return K, the number of trainable numbers of the crafted layers."""
 
     @abstractmethod
-    def craft(self, target: Tensor) -> nn.Module:
-        """Run A_attack: return real layers for one target.
-
-        Args:
-            target: (D,) as :meth:`embed` returns it.
-
-        Returns:
-            A module that maps hidden states (B, L, d) and a mask (B, L), or None where nothing is
-            padded, to (B, R, K): one number per rung for each of R inputs (L tokens, or one
-            sentence). Its only trainable parameter is ``bias``, (K,). No global random numbers are
-            drawn.
-        """
-
-    @abstractmethod
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Return the gradient of ``craft(target).bias``, per sample, in closed form.
+        """Run A_attack: return the gradient of the rungs of each target's layers, per sample.
+
+        It is computed in closed form, without the layers.
 
         Args:
-            targets: (G, D).
+            targets: (G, D), see :meth:`embed`.
             hidden: (B, L, d) hidden states of the client's batch at ``layer``.
             mask: (B, L), 0 where padded, or None.
             upstream: (B, L) gradient of the loss with respect to the crafted output at each token,
@@ -319,7 +305,7 @@ class MembershipAttack(Attack):
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the targets in the shape that :meth:`craft` takes.
+        """Return the targets that :meth:`gradient` takes.
 
         Args:
             hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the

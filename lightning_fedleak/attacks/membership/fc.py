@@ -4,8 +4,12 @@ Vu et al. 2024, Sect. 4.1 and Appx. A (Algorithms 2 and 3, Eqs. 2 and 6). The la
 ``relu(tau - ‖x - T‖_1)``. A gradient of the second bias that is not zero proves that an input of
 the batch lies within ``tau`` of the target. Conversely, such an input gives a gradient that is not
 zero, unless its upstream gradient is zero or the contributions of several inputs cancel. A server
-inserts the layers into the model as real modules (:meth:`FCMembership.craft`);
-:meth:`FCMembership.gradient` computes the same result without them.
+would insert the layers into the model; :meth:`FCMembership.gradient` computes what they would share
+in closed form.
+
+For a target T of D numbers, Eq. 6's first layer is ``W1 = [I; -I]`` (2 D, D) with the bias
+``b1 = [-T - dead_zone; T - dead_zone]``, and every row of the second is ``-1``, with the bias
+``tau``. The tests compare the closed form with layers that are really in a model.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.base import (
@@ -30,90 +34,6 @@ from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_number, explain_arguments
 
 
-class CraftedFC(nn.Module):
-    """Two fully connected layers whose second has K neurons that differ only in their bias.
-
-    ``bias`` (K,), b2 of Eq. 6, is the only parameter. ``first`` and ``second``, the row (1, width)
-    of W2 that all neurons share, are frozen. The module computes in its own dtype, also under
-    autocast.
-
-    Args:
-        first: The first layer, a module that maps (..., D) to (..., width).
-        second: The row of W2 that all neurons share, (1, width).
-        biases: The initial ``bias``, (K,).
-        tokens: The number of token positions that are concatenated into one input; None if each
-            token is one input.
-    """
-
-    def __init__(
-        self, first: nn.Module, second: Tensor, biases: Tensor, tokens: int | None
-    ) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.first = first
-        self.register_buffer("second", second.detach().clone())
-        self.second: Tensor
-        self.bias = nn.Parameter(biases.detach().clone())
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return (B, R, K) for hidden states (B, L, d); 0 where padded."""
-        inputs, real = _select_inputs(hidden, mask, self.tokens)
-        with torch.autocast(hidden.device.type, enabled=False):
-            x = inputs.to(self.bias.dtype)
-            z = nn.functional.relu(self.first(x)) @ self.second.T
-            z = nn.functional.relu(z + self.bias)
-        return z if real is None else z * real[..., None].to(z.dtype)
-
-
-class FrozenLinear(nn.Module):
-    """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
-
-    Args:
-        weight: The frozen W, (width, D).
-        bias: The frozen b, (width,).
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach())
-        self.register_buffer("bias", bias.detach())
-        self.weight: Tensor
-        self.bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., width) for (..., D)."""
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class _TwoIdentities(nn.Module):
-    """[I; -I] x + bias without storing the matrix: 4.8 GB for a sentence of 32 x 768 numbers."""
-
-    def __init__(self, bias: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("bias", bias)
-        self.bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., 2 D) for (..., D)."""
-        return torch.cat([x, -x], -1) + self.bias
-
-
-def two_identities(target: Tensor, dead_zone: Tensor) -> nn.Module:
-    """Return Eq. 6's first layer: W1 = [I; -I], (2 D, D), and b1 = [-T - dead_zone; T - dead_zone].
-
-    The rows of zeros in the paper's W1 are omitted, because they have no effect.
-
-    Args:
-        target: The target T, (D,).
-        dead_zone: The dead zone, a scalar tensor.
-    """
-    d, bias = len(target), torch.cat([-target, target]) - dead_zone
-    if 2 * d * d > MAX_STORED_WEIGHTS:
-        return _TwoIdentities(bias)
-    eye = torch.eye(d).to(target)
-    return FrozenLinear(torch.cat([eye, -eye]), bias)
-
-
 def batch_inputs(
     hidden: Tensor, mask: Tensor | None, upstream: Tensor, tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,28 +43,22 @@ def batch_inputs(
         hidden: The hidden states, (B, L, d).
         mask: The attention mask, (B, L); None without padding.
         upstream: The upstream gradient of each input: (B, L), or (B, 1) if ``tokens`` is set.
-        tokens: As in :class:`CraftedFC`.
+        tokens: The number of token positions that are concatenated into one input; None if each
+            token is one input.
 
     Returns:
         The inputs (N, D), and for each the index of its sample (N,) and its upstream gradient (N,).
     """
-    inputs, real = _select_inputs(hidden, mask, tokens)
+    real = None if mask is None else mask.to(hidden.device) != 0
+    inputs = hidden
+    if tokens is not None:
+        inputs = sentence_rows(hidden, mask, tokens)[:, None]
+        real = None if real is None else real.any(1, keepdim=True)
     b, r, d = inputs.shape
     samples = torch.arange(b, device=hidden.device)[:, None].expand(b, r)
     if real is None:
         return inputs.reshape(b * r, d), samples.reshape(-1), upstream.reshape(-1)
     return inputs[real], samples[real], upstream[real]
-
-
-def _select_inputs(
-    hidden: Tensor, mask: Tensor | None, tokens: int | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the inputs (B, R, D), and a mask (B, R) of those with a token; None without a mask."""
-    real = None if mask is None else mask.to(hidden.device) != 0
-    if tokens is None:
-        return hidden, real
-    rows = sentence_rows(hidden, mask, tokens)[:, None]
-    return rows, None if real is None else real.any(1, keepdim=True)
 
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -169,7 +83,6 @@ tau is in units of ``‖T‖_1``, the dead zone in units of the mean absolute va
 coordinates. The docstring of :class:`FCMembership` lists the models they were measured on.
 """
 
-MAX_STORED_WEIGHTS = 1 << 26  # weights of a stored first layer: 256 MiB in float32
 MAX_NUMBERS_AT_ONCE = 1 << 20  # per chunk of the distances, 4 MiB in float32: bounds memory
 
 MAX_RELATIVE_TAU = 0.5
@@ -362,18 +275,6 @@ class FCMembership(MembershipAttack):
         order = list(SAFE_DISTANCES)
         precisions = [*self._precisions.values(), _dtype_precision(dtype, torch.device("cpu"))]
         return max(precisions, key=order.index)
-
-    def craft(self, target: Tensor) -> CraftedFC:
-        """Run A_attack, Algorithm 2: return the layers of Eq. 6 for one target, (D,).
-
-        Raises:
-            ValueError: The target is not a finite vector.
-        """
-        taus, zones = self.settings(target[None])
-        target = target.detach().to(taus.dtype)
-        first = two_identities(target, zones[0])
-        second = target.new_full((1, 2 * len(target)), -1.0)
-        return CraftedFC(first, second, taus[0], self.read_together)
 
     @torch.no_grad()
     def gradient(

@@ -34,6 +34,7 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.membership.test_fc_membership import by_autograd, check_closed_form, generator
+from tests.games.crafted import craft
 from tests.helpers import models
 
 PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
@@ -154,7 +155,7 @@ def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
     queries, keys, output = algorithm_one(target, beta, generator(seed))
     heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
     exact = (torch.cat(heads, -1) @ output.T - 0.25).relu()
-    layers = attack.craft(target)
+    layers = craft(attack, target)
     torch.testing.assert_close(layers(x), exact, rtol=1e-7, atol=1e-9)
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
 
@@ -447,7 +448,10 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "public texts to calibrate on .* at least 41, got 30",
         ),
-        (lambda: built().craft(normal(10) * math.nan), "not finite"),
+        (
+            lambda: built().gradient(normal(1, 10) * math.nan, normal(1, 3, 5), None, normal(1, 3)),
+            "not finite",
+        ),
     ],
 )
 def test_refusals_say_what_to_do(build, words):

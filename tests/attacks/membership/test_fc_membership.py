@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
-from lightning_fedleak.attacks.membership import fc as crafted_fc
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
+from tests.games.crafted import craft
 from tests.helpers import models
 
 
@@ -31,7 +31,7 @@ def by_autograd(attack, targets, hidden, mask, upstream):
     for b in range(len(hidden)):
         grads = []
         for target in targets:
-            layers = attack.craft(target)
+            layers = craft(attack, target)
             part = None if mask is None else mask[b : b + 1]
             out = layers(hidden[b : b + 1], part)
             (out * upstream[b : b + 1, :, None]).sum().backward()
@@ -102,10 +102,10 @@ def test_closed_form_is_what_backward_gives():
 def test_the_weights_are_those_of_equation_6():
     target = torch.tensor([0.5, -2.0, 3.0])
     attack = FCMembership(1, tau=0.25, dead_zone=0.0, ladder=(1.0,))
-    layers = attack.craft(target)
+    layers = craft(attack, target)
     eye = torch.eye(3)
-    assert torch.equal(layers.first.weight, torch.cat([eye, -eye]))
-    assert torch.equal(layers.first.bias, torch.cat([-target, target]))
+    assert torch.equal(layers.weight, torch.cat([eye, -eye]))
+    assert torch.equal(layers.shift, torch.cat([-target, target]))
     assert torch.equal(layers.second, -torch.ones(1, 6))
     assert layers.bias.tolist() == [0.25]
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
@@ -114,28 +114,16 @@ def test_the_weights_are_those_of_equation_6():
     torch.testing.assert_close(out, torch.tensor([0.25, 0.1, 0.0]))
 
 
-def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
-    attack = FCMembership(1, "full", tau=30.0, dead_zone=0.02, tokens=4)
-    target = torch.randn(32, generator=generator(1))
-    hidden = torch.randn(3, 4, 8, generator=generator(2))
-    stored = attack.craft(target)
-    monkeypatch.setattr(crafted_fc, "MAX_STORED_WEIGHTS", 10)
-    applied = attack.craft(target)
-    assert [name for name, _ in applied.first.named_buffers()] == ["bias"]
-    torch.testing.assert_close(applied(hidden), stored(hidden))
-
-
-def test_crafting_draws_nothing_and_computes_in_its_own_precision():
+def test_the_gradient_draws_nothing_and_is_computed_in_its_own_precision():
     state = torch.get_rng_state()
-    target = torch.randn(8, generator=generator())
-    layers = FCMembership(1).craft(target.bfloat16())
+    target = torch.randn(8, generator=generator()).bfloat16()
+    attack, hidden, upstream = FCMembership(1), target[None, None], torch.ones(1, 1)
+    plain = attack.gradient(target[None], hidden, None, upstream)
     assert torch.equal(torch.get_rng_state(), state)
-    assert layers.bias.dtype == torch.float32
-    hidden = target.bfloat16()[None, None]
-    plain = layers(hidden)
+    assert plain.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layers(hidden), plain)
-    assert (plain > 0).all()
+        assert torch.equal(attack.gradient(target[None], hidden, None, upstream), plain)
+    assert (plain == 1).all()
 
 
 # --- distances
@@ -282,8 +270,8 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: FCMembership(1, ladder=(2.0, 1.0)), "ascending"),
         (lambda: FCMembership(1, ladder=()), "ladder"),
         (lambda: FCMembership(1).set_precision("int8"), "precision"),
-        (lambda: FCMembership(1).craft(torch.zeros(4)), "all zeros"),
-        (lambda: FCMembership(1).craft(torch.full((4,), torch.nan)), "not finite"),
+        (lambda: FCMembership(1).settings(torch.zeros(1, 4)), "all zeros"),
+        (lambda: FCMembership(1).settings(torch.full((1, 4), torch.nan)), "not finite"),
         (lambda: FCMembership(9).prepare(find_anatomy(models.tiny_gpt2())), "layer must be"),
     ],
 )

@@ -14,6 +14,7 @@ from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.taps.activations import ActivationTap
+from tests.games.crafted import craft
 from tests.helpers.models import (
     DIM,
     VOCAB,
@@ -78,7 +79,7 @@ def test_the_closed_form_is_the_gradient_of_autograd(name: str, layer: int, gran
     whole = granularity == "full"
     upstream = upstream_of(delta, direction_of(DIM), scale, whole_sentence=whole, mask=mask)
     closed = attack.gradient(target[None], hidden, mask, upstream).sum(0)[0]
-    crafted = attack.craft(target)
+    crafted = craft(attack, target)
     with inserted(anatomy, layer, crafted, scale=scale, mask=mask):
         model(**inputs).loss.backward()
     assert closed.abs().min() > 0

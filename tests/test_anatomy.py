@@ -414,21 +414,12 @@ def test_two_language_models_are_refused_by_name() -> None:
 def test_overrides_by_name_and_module() -> None:
     model = tiny_bert_mlm()
     root = CausalLMModule(model)
-    by_name = find_anatomy(
-        root,
-        embedding="bert.embeddings.position_embeddings",
-        head="model.cls.predictions.transform.dense",
-        blocks="bert.encoder.layer",
-        kind="classifier",
-    )
-    by_module = find_anatomy(
-        root,
-        model=model,
-        embedding=model.bert.embeddings.position_embeddings,
-        head=model.cls.predictions.transform.dense,
-        kind="classifier",
-    )
-    for found in (by_name, by_module):
+    names = {"embedding": "bert.embeddings.position_embeddings", "blocks": "bert.encoder.layer"}
+    names["head"] = "model.cls.predictions.transform.dense"
+    modules = {"model": model, "embedding": model.bert.embeddings.position_embeddings}
+    modules["head"] = model.cls.predictions.transform.dense
+    for given in (names, modules):
+        found = find_anatomy(root, **given, kind="classifier")
         assert found.embedding_name == "model.bert.embeddings.position_embeddings"
         assert found.head_name == "model.cls.predictions.transform.dense"
         assert (found.kind, found.vocab_size, found.tied) == ("classifier", DIM, False)

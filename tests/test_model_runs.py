@@ -29,6 +29,7 @@ from tests.helpers.models import (
     tiny_roberta_mlm,
     tiny_t5,
 )
+from tests.taps.test_activation_tap import PlainModel
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tiny_gpt2(layers=3),
@@ -287,35 +288,15 @@ def test_positions_can_be_those_of_generate() -> None:
     torch.testing.assert_close(aligned, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_a_plain_module_with_a_list_of_blocks() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-            return hidden + self.inner(hidden).tanh(), None
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 4)
-            self.blocks = nn.ModuleList([Block(), Block()])
-            self.out = nn.Linear(4, 11)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            hidden = self.embed(input_ids)
-            for block in self.blocks:
-                hidden, _ = block(hidden)
-            return self.out(hidden)
-
+@pytest.mark.parametrize("in_a_tuple", [True, False])
+def test_a_plain_module_with_a_list_of_blocks(in_a_tuple: bool) -> None:
     with own_rng(0):
-        model = Plain()
+        model = PlainModel(in_a_tuple)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         zero = model.embed(ids)
-        one, _ = model.blocks[0](zero)
-        two, _ = model.blocks[1](one)
+        one = states_out(model.blocks[0](zero))
+        two = states_out(model.blocks[1](one))
     for layer, expected in enumerate((zero, one, two)):
         assert torch.equal(hidden_states(find_anatomy(model), layer, ids), expected)
 

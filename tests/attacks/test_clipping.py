@@ -37,9 +37,6 @@ from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 
 TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5))
 HELD = torch.randint(3, VOCABULARY, (24, 10), generator=torch.Generator().manual_seed(9))
-GRADIENT = torch.randn(40, 30, generator=torch.Generator().manual_seed(2))
-
-
 def aligned(**more: Any) -> AlignedFlatChat:
     text = PublicText(TEXT)
     return AlignedFlatChat(text, calibration_tokens=600, lengths=(8, 12), **more)
@@ -57,7 +54,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Attack]]] = {
     "rows": (lambda: gpt2(tie_word_embeddings=False), BagOfWords),
     "whole": (gpt2, lambda: SubspaceWords(capacity_seconds=0)),
     "lora": (lora, lambda: SubspaceWords(capacity_seconds=0)),
-    "texts": (lora, lambda: SubspaceTexts(budget_seconds=20)),
+    "texts": (lora, lambda: SubspaceTexts(budget_seconds=3)),
     "own gradient": (lora, lambda: GradientMembership(PublicText(TEXT))),
     "row spaces": (lora, lambda: SubspaceMembership(PublicText(TEXT))),
 }
@@ -74,7 +71,7 @@ def looked(root: Path, case: str, **trainer: Any) -> dict[str, float]:
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
     monitor = LeakageMonitor(make(), every_n_steps=1, games=Games(held_out=PublicText(HELD)))
-    loader = random_token_loader(n=4, batch_size=2, length=10, vocab=VOCABULARY)
+    loader = random_token_loader(n=2, batch_size=2, length=10, vocab=VOCABULARY)
     fit([monitor], root, module=module, loader=loader, **trainer)
     name = monitor.attacks[0].name
     values = {m: monitor.latest.get(f"leakage/{name}/{m}") for m in ("f1", "auc", "token_accuracy")}

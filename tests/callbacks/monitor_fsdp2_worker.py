@@ -36,12 +36,11 @@ from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import gpt2, llama, with_lora
-from tests.callbacks.runs import Probe, fit
+from tests.callbacks.runs import Probe, fit, footprint
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.sharded import ShardedModule
-from tests.strategies.fsdp2_worker import whole
+from tests.helpers.sharded import ShardedModule, whole
 
 CLIP, SIGMA, TEXTS, STEPS = 0.05, 0.02, 4, 3
 RANK = int(os.environ["LOCAL_RANK"])
@@ -117,11 +116,7 @@ def values_of(monitor: LeakageMonitor) -> dict[str, str]:
 
 def state(trainer: L.Trainer) -> list[Tensor]:
     """Weights, optimizer state and random numbers."""
-    found = [whole(p) for p in trainer.lightning_module.parameters()]
-    for optimizer in trainer.optimizers:
-        for entry in optimizer.state.values():
-            found += [whole(v) for v in entry.values() if isinstance(v, Tensor)]
-    return [*found, trainer.callback_metrics["train_loss"].clone(), torch.get_rng_state()]
+    return [*map(whole, footprint(trainer))]
 
 
 def compared(folder: Path) -> dict[str, Any]:

@@ -16,13 +16,6 @@ from tests.engine.test_worst import look as decide
 LOW, HIGH = 1, 20  # right types named: F1 near .05 and .7
 
 
-def run(tmp_path, script, n=None, ckpt_path=None, **gate):
-    monitor = LeakageMonitor(Scripted(script), every_n_steps=1)
-    gate = RiskGate(F1, **gate)
-    trainer = fit([gate, monitor], tmp_path, n=4 * len(script), ckpt_path=ckpt_path)
-    return trainer, gate, monitor
-
-
 AUC = "leakage/fc_membership/auc"
 
 

@@ -119,18 +119,36 @@ class Without(CausalLMModule):
         return None
 
 
+class Manual(CausalLMModule):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 3 == 2:
+            optimizer = self.optimizers(use_pl_optimizer=self.counted)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    counted = True
+
+
+class Raw(Manual):
+    counted = False
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
         (Iterating, BatchError, "dataloader_iter"),
         (Without, ValueError, r"configure_optimizers returned None.*SGD"),
+        (Raw, RuntimeError, "use_pl_optimizer"),  # whose optimizer Lightning does not count
     ],
 )
 def test_modules_that_cannot_be_read_are_refused(
     tmp_path: Path, kind: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        fit([LeakageMonitor(Probe())], tmp_path, module=module(kind))
+        fit([LeakageMonitor(Probe(), every_n_steps=2)], tmp_path, module=module(kind))
 
 
 def test_hidden_states_cross_the_split_without_any_optimizer(tmp_path: Path) -> None:
@@ -147,23 +165,6 @@ def test_an_unknown_argument_is_refused_by_its_name() -> None:
 
 
 # ---- which batches a look covers, however the Trainer steps --------------------------------------
-
-
-class Manual(CausalLMModule):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 3 == 2:
-            optimizer = self.optimizers(use_pl_optimizer=self.counted)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    counted = True
-
-
-class Raw(Manual):
-    counted = False
 
 
 class Skipping(CausalLMModule):
@@ -204,11 +205,6 @@ def test_a_look_covers_the_batches_of_its_step(
     expected = [n_types(*batches[start:end]) for start, end in windows]
     assert [line["n"] for line in (lines_of(tmp_path) if windows else [])] == expected
     assert (monitor.looks, monitor.failures) == (len(windows), 0)
-
-
-def test_an_optimizer_that_lightning_does_not_count_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="use_pl_optimizer"):
-        fit([LeakageMonitor(Probe(), every_n_steps=2)], tmp_path, module=module(Raw))
 
 
 # ---- what is logged -----------------------------------------------------------------------------
@@ -331,12 +327,9 @@ class Pandas:
 def test_the_table_has_what_the_file_has_of_the_newest_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor = LeakageMonitor(
-        [Probe(), Crashing()],
-        every_n_steps=4,
-        settings=WatchSettings(stages=("local", "shared")),
-        folder=tmp_path,
-    )
+    settings = WatchSettings(stages=("local", "shared"))
+    attacks = [Probe(), Crashing()]
+    monitor = LeakageMonitor(attacks, every_n_steps=4, settings=settings, folder=tmp_path)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"needs pandas: pip install"):
         monitor.to_dataframe()

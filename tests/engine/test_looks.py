@@ -32,7 +32,7 @@ from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet, Stage
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.threats import ThreatModelError
-from lightning_fedleak.trainers import Watch
+from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import (
     loss_by_blocks,
@@ -307,6 +307,10 @@ class HeadAndBias(Probe):
         (BiasSign(), {}, ThreatModelError, "bias_sign.*output head's bias"),
         (Activations(), {}, ValueError, "probe.*asks for nothing"),
         (BagOfWords(), {}, ValueError, "tied"),
+        (Probe(), {"gates": [Threshold(F1, 0.5, action="harden")]}, ValueError, "nothing to turn"),
+        (Probe(), {"gates": [Threshold("leakage/no/f1", 0.5)]}, ValueError, "Watch does not log"),
+        (Probe(), {"gates": [Threshold(F1, 0.5)] * 2}, ValueError, "two gates are named"),
+        (Probe(), {"precision": "bf16"}, ValueError, "precision must be"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -1,7 +1,8 @@
-"""A LightningModule that FSDP2 shards."""
+"""A LightningModule that FSDP2 shards, and what it shards made whole."""
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,3 +22,8 @@ class ShardedModule(CausalLMModule):
             if type(part).__name__ in BLOCKS:
                 fully_shard(part, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()

@@ -14,6 +14,7 @@ from tests.report.lines import (
     decision,
     dpsgd,
     end,
+    entry,
     found_in,
     look,
     result,
@@ -215,19 +216,14 @@ def test_the_accounts_of_all_processes_of_a_federation_are_known(tmp_path):
     """The first one has none; the clients' own are those of later ones."""
     told = {"training": {"strategy": "federation"}, "fit": "x"}
     settings = {"trust": "local", "clients": 2, "sampling": "all", "accountant": "prv"}
-    own = {"schema": 4} | {
-        "kind": "defense",
-        "name": "dpsgd",
-        "class": "ClientDP",
-        "guarantee": "a client",
-    }
+    own = {"name": "dpsgd", "class": "ClientDP", "guarantee": "a client"}
     record = [begin("a", **told)]
     for client, run in enumerate("bc"):
         ledger = tmp_path / f"{client}.ledger"
         ledger.write_text("1.0 1.0 2\n")
         record += [
             begin(run, **told),
-            own | {"run": run, "settings": settings | {"ledger": str(ledger)}},
+            entry("defense", run, **own, settings=settings | {"ledger": str(ledger)}),
             look(0, run, client=client, privacy=[spent(3.0, 2, rate=1.0)]),
         ]
     lines = [result(0, run=run, f1=0.1) | {"client": c} for c, run in enumerate("bc")]

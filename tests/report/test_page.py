@@ -14,6 +14,7 @@ from tests.report.lines import (
     decision,
     dpsgd,
     end,
+    entry,
     found_in,
     look,
     result,
@@ -31,18 +32,8 @@ def hostile_run():
     record = [
         begin(attacks=attacks, gates=[gate], unread=[HOSTILE], defenses=[dpsgd(x=HOSTILE)]),
         look(0, utility={HOSTILE: 1.0}, privacy=[spent(1.0, 1)]),
-        {
-            "schema": 4,
-            "run": "a",
-            "kind": "gate",
-            "gate": HOSTILE,
-            "did": HOSTILE,
-            "step": 0,
-            "why": HOSTILE,
-            "hardened": [HOSTILE],
-            "of": HOSTILE,
-            "metric": HOSTILE,
-        },
+        entry("gate", "a", step=0, hardened=[HOSTILE])
+        | dict.fromkeys(("gate", "did", "why", "of", "metric"), HOSTILE),
     ]
     lines = [result(0, HOSTILE, f1=(0.5, 0.4, 0.6)), result(1, HOSTILE)]
     lines[1]["unknown"] = HOSTILE
@@ -83,7 +74,7 @@ def test_names_are_text(tmp_path, of_a_run):
 
 
 def test_the_page_asks_no_host_for_anything(tmp_path):
-    html = page(findings(read([written(tmp_path, [result(0, f1=0.5)], [begin(), look(0)])])))
+    html = page(found_in(tmp_path, [result(0, f1=0.5)], [begin(), look(0)]))
     assert not re.search(r"https?:|src=|href=\"[^#]|@import|url\(", html)
     script = re.search(r"<script>(.*)</script>", html, re.S)[1]
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -93,15 +84,9 @@ def test_the_page_asks_no_host_for_anything(tmp_path):
 
 def test_unknown_rates_and_settings_that_are_none_were_recorded(tmp_path):
     record = begin(training={"gradient_clip_val": None})
-    html = page(findings(read([written(tmp_path, [result(0, f1=0.0)], [record])])))
+    html = page(found_in(tmp_path, [result(0, f1=0.0)], [record]))
     assert "f1 0.000, recall unknown, precision unknown" in html
     assert "gradient_clip_val none" in html
-
-
-def points(html, kind):
-    """The corners of the first line of a kind."""
-    path = re.search(rf'class="line {kind}" d="([^"]*)"', html)[1]
-    return re.findall(r"[ML]([\d.]+) ([\d.]+)", path)
 
 
 @pytest.mark.parametrize("looks", [1, 40, 700])
@@ -120,8 +105,14 @@ def test_unknown_looks_are_gaps(tmp_path):
     lines = [result(s, f1=(0.5, 0.4, 0.6)) if s != 2 else result(s) for s in range(5)]
     html = page(found_in(tmp_path, lines, [begin()]))
     assert re.search(r'class="line read" d="M[^M"]*L[^M"]*M[^M"]*L[^M"]*"', html)
-    assert len(points(html, "read")) == 4
+    assert len(re.findall("[ML]", re.search(r'class="line read" d="([^"]*)"', html)[1])) == 4
     assert ">unknown</td>" in html
+
+
+def heat_map(found):
+    """The rows of a page's map of clients: names, and cells."""
+    table = page(found).partition('class="heat"')[2].partition("</table>")[0]
+    return re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
 
 
 def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
@@ -132,9 +123,7 @@ def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
     ]
     lines += [result(1, stage="aggregate", f1=(0.2, 0.1, 0.3)) | {"client": "sum"}]
     record = [begin(training={"strategy": "federation"}), decision("withheld", 2, 2)]
-    html = page(found_in(tmp_path, lines, record))
-    table = html.partition('class="heat"')[2].partition("</table>")[0]
-    rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
+    rows = heat_map(found_in(tmp_path, lines, record))
     assert [name for name, _ in rows] == ["client 2", "client 1", "client 0", "sum of all clients"]
     assert re.findall(r">([^<>]+)", rows[0][1]) == ["0.90", "(0.90)", "0.90"]
     assert "h9" in rows[0][1]
@@ -143,9 +132,7 @@ def test_a_heat_map_has_a_row_for_each_client_and_their_sum(tmp_path):
 
 def test_a_client_without_any_known_value_has_no_mean_in_the_heat_map(tmp_path):
     lines = [result(1, f1=(0.3, 0.2, 0.4)), result(1) | {"client": 1}]
-    html = page(found_in(tmp_path, lines, [begin(training={"strategy": "federation"})]))
-    table = html.partition('class="heat"')[2].partition("</table>")[0]
-    rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', table)
+    rows = heat_map(found_in(tmp_path, lines, [begin(training={"strategy": "federation"})]))
     assert [name for name, _ in rows] == ["client 0", "client 1"]
     assert re.findall(r">([^<>]+)", rows[1][1]) == ["?", "?"]
 

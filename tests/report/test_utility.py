@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_fedleak.cli import main
-from lightning_fedleak.report import findings, page, read
+from lightning_fedleak.report import page
 from lightning_fedleak.report.html import model_card
 from lightning_fedleak.report.records.utility import best_of, is_training, is_validation, title_of
-from tests.report.lines import begin, dpsgd, end, look, result, spent, written
+from tests.report.lines import begin, dpsgd, end, entry, found_in, look, result, spent, written
 
 
 def change(step: int, run: str = "a", **more: Any) -> dict[str, Any]:
     """Metrics that changed between looks, in ``run.jsonl``."""
-    return {"schema": 4, "run": run, "kind": "metrics", "step": step} | more
+    return entry("metrics", run, step=step, **more)
 
 
 def record(run: str, train: float, *validations: float) -> list[dict[str, Any]]:
@@ -55,17 +55,15 @@ def test_the_best_of_a_loss_is_the_lowest():
 
 
 def test_validation_counts_where_there_is_one(tmp_path):
-    lines = [result(3, f1=0.9)]
-    found = findings(read([written(tmp_path, lines, record("a", 7.5, 8.25, 8.125, 8.5))]))
-    [fit] = found.runs
-    assert fit.utility["val_loss"] == [(10, 8.25), (20, 8.125), (30, 8.5)]
+    found = found_in(tmp_path, [result(3, f1=0.9)], record("a", 7.5, 8.25, 8.125, 8.5))
+    assert found.runs[0].utility["val_loss"] == [(10, 8.25), (20, 8.125), (30, 8.5)]
     html = page(found)
     assert "finished; looked at 1 of 20 steps" in html
     assert "Looked at 1 of 20 steps." in model_card(found)
 
 
 def test_without_validation_a_training_loss_is_called_that(tmp_path):
-    found = findings(read([written(tmp_path, [result(3, f1=0.9)], record("a", 7.5))]))
+    found = found_in(tmp_path, [result(3, f1=0.9)], record("a", 7.5))
     [fact] = [one for one in found.overviews[0].facts if one.name == "Utility"]
     assert fact.detail.startswith("training loss of one batch; ")
 
@@ -73,13 +71,12 @@ def test_without_validation_a_training_loss_is_called_that(tmp_path):
 def test_rounds_and_runs_without_an_end(tmp_path):
     killed = [begin(), look(0), look(50)]
     lines = [result(0, f1=0.1), result(50, f1=0.1), result(60, "x") | {"unknown": "not played: x"}]
-    found = findings(read([written(tmp_path, lines, killed)]))
+    found = found_in(tmp_path, lines, killed)
     assert (found.runs[0].length, found.runs[0].looked_at) == (None, 2)
     assert "until step 50, running, cut off, or its end was not recorded" in page(found)
     for first, rounds in ((0, 5), (1, 4)):  # rounds are counted from 0 or from 1
         federation = [begin(training={"strategy": "federation"}), look(first, client=0), end(5)]
-        lines = [result(first, f1=0.1)]
-        found = findings(read([written(tmp_path / str(first), lines, federation)]))
+        found = found_in(tmp_path / str(first), [result(first, f1=0.1)], federation)
         assert f"finished; looked at 1 of {rounds} rounds" in page(found)
 
 
@@ -110,6 +107,6 @@ def test_an_account_goes_on_between_looks(tmp_path):
         change(10, privacy=[spent(6.0, 10)]),
         end(20, privacy=[spent(8.0, 20)]),
     ]
-    [account] = findings(read([written(tmp_path, [result(0, f1=0.1)], lines)])).runs[0].privacy
+    [account] = found_in(tmp_path, [result(0, f1=0.1)], lines).runs[0].privacy
     assert account.series == [(0, 5.07), (10, 6.0), (20, 8.0)]
     assert account.whole

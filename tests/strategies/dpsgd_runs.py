@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -38,6 +39,9 @@ def lora() -> torch.nn.Module:
 class CausalLM(L.LightningModule):
     """Fine-tunes on the mean of per-sample means; sizes of its batches are kept."""
 
+    synced = False
+    """Whether its loss is logged as the mean of processes: none may then have an empty batch."""
+
     def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
         super().__init__()
         self.model = tiny_gpt2(dropout=0.0).train() if model is None else model
@@ -52,7 +56,7 @@ class CausalLM(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.sizes.append(len(batch["labels"]))
         loss = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=self.synced)
         return loss
 
     def configure_optimizers(self) -> Optimizer:
@@ -71,7 +75,6 @@ class Look(Callback):
         self.shared: list[Tensor] = []
         self.aggregate: list[Tensor] = []
         self.distances: list[float] = []
-        self.norms: list[float] = []
         [self.clip] = [d.max_grad_norm for d in strategy.defenses if isinstance(d, DPSGD)]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -86,8 +89,7 @@ class Look(Callback):
         if stage == Stage.LOCAL:
             with torch.enable_grad():
                 given = self.module, self.batches[-1], self.precision, self.clip
-                self.brute, norms = clipped_sum(*given)
-                self.norms += norms
+                self.brute, _ = clipped_sum(*given)
             return
         flat = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
@@ -101,22 +103,28 @@ class Look(Callback):
 
 
 def clipped_sum(
-    module: CausalLM, batch: dict[str, Tensor], precision: str, clip: float
+    module: CausalLM,
+    batch: dict[str, Tensor],
+    precision: str,
+    clip: float,
+    user_of: Callable[[Tensor], int] | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """One backward pass for each sample, on a copy; and the norms."""
+    """One backward pass for each sample, or all of a user's, on a copy; and norms over clips."""
     module = copy.deepcopy(module)
     for inner in module.modules():
         inner._forward_hooks.clear()
         inner._forward_pre_hooks.clear()
     trained = [p for p in module.parameters() if p.requires_grad]
     total, norms = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64), []
-    for i in range(len(batch["labels"])):
+    whose = [user_of(ids) if user_of else i for i, ids in enumerate(batch["input_ids"])]
+    for user in dict.fromkeys(whose):
+        own = [i for i, other in enumerate(whose) if other == user]
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = module.loss({key: value[i : i + 1] for key, value in batch.items()})
-        found = torch.autograd.grad(loss, trained)
+            loss = module.loss({key: value[own] for key, value in batch.items()})
+        found = torch.autograd.grad(loss, trained, materialize_grads=True)
         flat = torch.cat([gradient.double().flatten() for gradient in found])
-        norms.append(float(flat.norm()))
-        total += flat * min(1.0, clip / norms[-1])
+        norms.append(float(flat.norm()) / clip)
+        total += flat * min(1.0, 1 / max(norms[-1], 1e-30))
     return total, norms
 
 

@@ -10,12 +10,12 @@ from lightning_fedleak.defenses import DPSGD, ReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import Cases, gathered
 from tests.helpers.models import tiny_gpt2
+from tests.strategies.ddp_worker import ranks_agree
 from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
 
 
 def agree(module: torch.nn.Module) -> bool:
-    first, second = gathered([p.detach().clone() for p in module.parameters()])
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return ranks_agree(list(module.parameters()))
 
 
 def exact(tied: bool, precision: str, most: int | None = None) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import (
     DPSGD,
-    Defense,
     DefenseError,
     Users,
     mean_of_sample_means,
@@ -36,16 +35,13 @@ from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import gathered
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
-from tests.strategies.dpsgd_runs import CLIP, CLIPS, loader, lora, trainer
+from tests.helpers.sharded import whole
+from tests.strategies.ddp_worker import ranks_agree
+from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
 
 N, BATCH = 24, 4
 EXPECTED = 2 * BATCH
 Found = dict[str, Any]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
 
 
 def gpt2(**settings: Any) -> nn.Module:
@@ -61,16 +57,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class LM(L.LightningModule):
-    """A model on the mean of per-sample means; how many rows its steps had is kept."""
+class LM(CausalLM):
+    """Also calls a model that is sharded; FSDP2 gathers for its ``forward`` alone."""
+
+    synced = True
 
     def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
-        super().__init__()
-        self.model = gpt2() if model is None else model
+        super().__init__(gpt2() if model is None else model, lr)
         self.causal = "ForMaskedLM" not in type(self.model).__name__
-        self.lr, self.gather = lr, False
+        self.gather = False
         self.kind: type[Optimizer] = torch.optim.SGD
-        self.sizes: list[int] = []
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         return self.model(**inputs)
@@ -83,12 +79,6 @@ class LM(L.LightningModule):
             chosen = logits.log_softmax(2).gather(2, batch["input_ids"][..., None])
             return -chosen.mean()
         return mean_of_sample_means(logits, batch["labels"], causal=self.causal)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.sizes.append(len(batch["labels"]))
-        loss = self.loss(batch)
-        self.log("train_loss", loss, sync_dist=True)
-        return loss
 
     def configure_optimizers(self) -> Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -115,24 +105,6 @@ class Own(nn.Module):
         hidden = self.embedding(input_ids)
         hidden = self.layers[0](hidden + self.mixing * hidden.mean(0, keepdim=True))
         return SimpleNamespace(logits=self.head(self.norm(torch.tanh(hidden))))
-
-
-class Sizes(Defense):
-    """Keeps how many rows come through."""
-
-    name, guarantee = "sizes", "none"
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.empty = False
-
-    def before(self, batch: Any, batch_idx: int) -> None:
-        """Of the batch that was drawn."""
-        self.empty = len(batch["labels"]) == 0
-
-    def on_batch(self, batch: Any, context: Any) -> Any:
-        self.sizes.append(len(batch["labels"]))
-        return batch
 
 
 class Look(Callback):
@@ -181,7 +153,7 @@ class Look(Callback):
             for name, p in self.twin.named_parameters():
                 p.data.copy_(weights[name])
             with torch.enable_grad():
-                given = self.clip, self.users
+                given = self.clip, user_of if self.users else None
                 mine, norms = clipped_sum(self.twin, self.batch, self.precision, *given)
                 self.norms += norms
             self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
@@ -195,28 +167,6 @@ class Look(Callback):
 def user_of(ids: Tensor) -> int:
     """Whose a row is."""
     return int(ids[0]) % 9
-
-
-def clipped_sum(
-    module: LM, batch: dict[str, Tensor], precision: str, clip: float, users: bool = False
-) -> tuple[Tensor, list[float]]:
-    """One backward pass for each sample of one rank, or all of a user's; and norms over clips."""
-    whose = [user_of(ids) if users else i for i, ids in enumerate(batch["input_ids"])]
-    norms = []
-    trained = [p for p in module.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-    for user in dict.fromkeys(whose):
-        own = [i for i, other in enumerate(whose) if other == user]
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = module.loss({key: value[own] for key, value in batch.items()})
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-        grads = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
-        ]
-        flat = torch.cat([g.double().flatten() for g in grads])
-        norms.append(float(flat.norm()) / clip)
-        total += flat * min(1.0, 1 / max(norms[-1], 1e-30))
-    return total, norms
 
 
 class Runs:
@@ -260,8 +210,7 @@ class Runs:
         return module, run, watch
 
     def agree(self, module: nn.Module) -> bool:
-        first, second = gathered([whole(p) for p in module.parameters()])
-        return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        return ranks_agree([whole(p) for p in module.parameters()])
 
     # ---- the cases ----------------------------------------------------------------------------
 

@@ -27,18 +27,13 @@ from lightning_fedleak.strategies.seams import CHECKPOINT_KEY
 from tests.helpers.cases import Case, Cases, gathered
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import tiny_gpt2
-from tests.helpers.sharded import ShardedModule
+from tests.helpers.sharded import ShardedModule, whole
 from tests.strategies.ddp_worker import Batches, distance, flat
 from tests.strategies.test_stages import brute_force
 from tests.strategies.toy import ManualLM, ToyLM, fit, same, trainer
 
 CLIP, SIGMA = 0.05, 0.5
 CASES = Cases()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
 
 
 class Sharding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -39,30 +38,21 @@ from tests.taps.test_graph import (
     ANSWER_LABELS,
     CAUSAL,
     HARD,
+    HIDDEN,
+    HIDDEN_LABELS,
     IDS,
     MASK,
     PADDED,
     SMALL,
     HeadOnPrefixes,
     bert,
+    calls_of,
     llama,
     t5,
 )
 
 # Losses whose gradient by the logits is a p - b e_y - c 1 in each row.
 SHAPED = [name for name in HARD if name != "entropy"]
-
-
-def read_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[ModelCall]:
-    """Return the calls of one step, whose gradients stay in the parameters."""
-    model.zero_grad()
-    anatomy = find_anatomy(model)
-    tap = GraphTap(anatomy)
-    tap.arm()
-    loss(model).backward()
-    reads = [read_call(call, anatomy.kind) for call in tap.take()]
-    tap.close()
-    return reads
 
 
 def check_gradient(model: nn.Module, reads: list[ModelCall], tolerance: float = 1e-4) -> None:
@@ -86,7 +76,7 @@ def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: s
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.1
-    reads = read_step(model, HARD[loss][0])
+    reads = calls_of(model, HARD[loss][0])
     # A focal loss has another multiple in each row, which the size at the label holds.
     check_gradient(model, reads)
 
@@ -148,7 +138,7 @@ def test_the_update_of_the_same_words_is_that_of_the_round(kind: str, cut: float
 def test_a_mean_over_clients_begins_each_with_the_same_weights() -> None:
     model = CAUSAL["llama"]().train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    reads = [read_step(model, HARD[loss][0])[0] for loss in ("plain", "answers")]
+    reads = [calls_of(model, HARD[loss][0])[0] for loss in ("plain", "answers")]
     model.zero_grad()
     local = replace(LocalRound.begin([*model.parameters()]), clients=2)
     for n_calls in (1, 2):
@@ -195,7 +185,7 @@ class OfOneArgument(torch.optim.SGD):
 
 def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
     model = CAUSAL["llama"]().train()
-    reads, anatomy = read_step(model, HARD["plain"][0]), find_anatomy(model)
+    reads, anatomy = calls_of(model, HARD["plain"][0]), find_anatomy(model)
 
     def update(*optimizers: torch.optim.Optimizer, rate: float | None = None) -> None:
         local = LocalRound.begin([*model.parameters()])
@@ -217,7 +207,7 @@ def test_a_round_that_cannot_be_made_again_is_unusable() -> None:
 
 def test_in_half_precision() -> None:
     model = CAUSAL["llama, bf16, tied"]().train()
-    check_gradient(model, read_step(model, HARD["plain"][0]), tolerance=0.02)
+    check_gradient(model, calls_of(model, HARD["plain"][0]), tolerance=0.02)
 
 
 def test_under_autocast() -> None:
@@ -227,15 +217,13 @@ def test_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return model(input_ids=IDS, labels=IDS).loss
 
-    check_gradient(model, read_step(model, loss), tolerance=0.02)
+    check_gradient(model, calls_of(model, loss), tolerance=0.02)
 
 
 def test_of_masked_tokens() -> None:
-    chosen = torch.zeros_like(IDS, dtype=torch.bool)
-    chosen[:, [2, 5]] = True
-    inputs, labels = IDS.masked_fill(chosen, 1), IDS.masked_fill(~chosen, -100)
     model = bert().eval()  # without dropout, whose draws differ
-    check_gradient(model, read_step(model, lambda m: m(input_ids=inputs, labels=labels).loss))
+    loss = lambda m: m(input_ids=HIDDEN, labels=HIDDEN_LABELS).loss  # noqa: E731
+    check_gradient(model, calls_of(model, loss))
 
 
 @pytest.mark.parametrize("given", ["labels", "decoder_input_ids"])
@@ -249,7 +237,7 @@ def test_of_an_encoder_and_decoder(given: str) -> None:
         logits = model(PADDED, attention_mask=MASK, decoder_input_ids=shifted).logits
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    check_gradient(model, read_step(model, loss))
+    check_gradient(model, calls_of(model, loss))
 
 
 @pytest.mark.parametrize("classes", [1, 2, 3])
@@ -263,7 +251,7 @@ def test_of_a_classifier(classes: int) -> None:
         labels = targets if classes > 1 else targets + 0.5
         return model(input_ids=PADDED, attention_mask=MASK, labels=labels).loss
 
-    check_gradient(model, read_step(model, loss))
+    check_gradient(model, calls_of(model, loss))
 
 
 def test_behind_virtual_tokens() -> None:
@@ -271,7 +259,7 @@ def test_behind_virtual_tokens() -> None:
     model = get_peft_model(llama(), config).train()
     labels = PADDED.masked_fill(MASK == 0, -100)
     loss = lambda m: m(input_ids=PADDED, attention_mask=MASK, labels=labels).loss  # noqa: E731
-    reads = read_step(model, loss)
+    reads = calls_of(model, loss)
     # The last virtual token predicts a text's first.
     truth = sorted(labels[labels >= 0].tolist())
     assert sorted(reads[0].batch.target_ids().tolist()) == truth
@@ -280,7 +268,7 @@ def test_behind_virtual_tokens() -> None:
 
 def test_of_a_head_that_is_called_in_chunks() -> None:
     model = HeadOnPrefixes(3)
-    check_gradient(model, read_step(model, lambda m: m(IDS)))
+    check_gradient(model, calls_of(model, lambda m: m(IDS)))
 
 
 def test_a_plain_call_is_that_of_the_model_s_own_loss() -> None:
@@ -293,7 +281,7 @@ def test_a_plain_call_is_that_of_the_model_s_own_loss() -> None:
 
 def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
     model = llama().train()
-    reads = read_step(model, HARD["plain"][0])
+    reads = calls_of(model, HARD["plain"][0])
     calls: list[str] = []
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     model.lm_head.register_forward_hook(lambda *_: calls.append("forward"))
@@ -313,7 +301,7 @@ def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, laye
     anatomy = find_anatomy(model)
     tap = ActivationTap(anatomy, [layer], gradients=False)
     tap.arm()
-    reads = read_step(model, HARD[loss][0])
+    reads = calls_of(model, HARD[loss][0])
     states = [each.clone() for each in tap.states(layer)]
     tap.close()
     calls: list[str] = []
@@ -387,5 +375,5 @@ def test_a_part_has_the_first_labels_alone() -> None:
 
 
 def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
-    assert not is_uneven(read_step(llama().train(), HARD["plain"][0]))
-    assert is_uneven(read_step(llama().train(), HARD["class weights"][0]))
+    assert not is_uneven(calls_of(llama().train(), HARD["plain"][0]))
+    assert is_uneven(calls_of(llama().train(), HARD["class weights"][0]))

@@ -29,6 +29,7 @@ from transformers import (
 
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.taps import ModelCall
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
 from lightning_fedleak.model.taps.row_labels import find_rest, read_rows, rows_of_step
 
@@ -54,9 +55,9 @@ def llama(**more: object) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SMALL, **more))
 
 
-def llama_lora() -> nn.Module:
+def adapted(model: nn.Module) -> nn.Module:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(llama(), config)
+    return get_peft_model(model, config)
 
 
 def gpt2_lora_with_checkpointing() -> nn.Module:
@@ -83,7 +84,7 @@ def bf16_tied() -> nn.Module:
 
 CAUSAL = {
     "llama": llama,
-    "llama, LoRA": llama_lora,
+    "llama, LoRA": lambda: adapted(llama()),
     "gpt2, LoRA, checkpointing": gpt2_lora_with_checkpointing,
     "gemma2, soft-capped": gemma2_with_soft_cap,
     "llama, bf16, tied": bf16_tied,
@@ -168,18 +169,21 @@ HARD: dict[str, tuple[Loss, Tensor]] = {
 }
 
 
-def read_step(model: nn.Module, loss: Loss, kind: str | None = None) -> list[TokenBatch]:
-    """Return the batches that the graph of one step shows."""
-    model.train()
+def calls_of(model: nn.Module, loss: Loss, temperature: float = 1.0) -> list[ModelCall]:
+    """Return the calls that the graph of one step shows; gradients stay in the parameters."""
     model.zero_grad()
     anatomy = find_anatomy(model)
-    tap = GraphTap(anatomy)
+    tap = GraphTap(anatomy, temperature)
     assert tap.why_not is None
     tap.arm()
     loss(model).backward()
-    batches = [read_call(call, anatomy.kind).batch for call in tap.take()]
+    calls = [read_call(call, anatomy.kind) for call in tap.take()]
     tap.close()
-    return batches
+    return calls
+
+
+def read_step(model: nn.Module, loss: Loss) -> list[TokenBatch]:
+    return [call.batch for call in calls_of(model.train(), loss)]
 
 
 def ids_of(batches: list[TokenBatch]) -> list[int]:
@@ -213,8 +217,7 @@ def mixtral(coefficient: float = 0.01) -> nn.Module:
 
 
 def mixtral_lora(coefficient: float = 0.01) -> nn.Module:
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(mixtral(coefficient), config)
+    return adapted(mixtral(coefficient))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -286,15 +289,19 @@ def test_a_rejected_text_has_the_other_sign(family: str) -> None:
     assert rejected.preferences
 
 
+SOFT_TARGETS = torch.randn(
+    TEXTS, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(5)
+).softmax(-1)
+
+
+def soft_loss(model: nn.Module) -> Tensor:
+    logits = model(input_ids=IDS).logits.float()
+    return functional.kl_div(logits.log_softmax(-1), SOFT_TARGETS, reduction="sum")
+
+
 @pytest.mark.parametrize("family", CAUSAL)
 def test_soft_targets_are_unknown(family: str) -> None:
-    targets = torch.randn(TEXTS, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(5))
-
-    def loss(model: nn.Module) -> Tensor:
-        logits = model(input_ids=IDS).logits.float()
-        return functional.kl_div(logits.log_softmax(-1), targets.softmax(-1), reduction="sum")
-
-    [batch] = read_step(CAUSAL[family](), loss)
+    [batch] = read_step(CAUSAL[family](), soft_loss)
     assert batch.soft_labels
     assert sorted(batch.context_ids().tolist()) == sorted(IDS.flatten().tolist())
 
@@ -340,15 +347,16 @@ def bert() -> nn.Module:
     return BertForMaskedLM(BertConfig(**sizes))
 
 
+CHOSEN = torch.zeros_like(IDS, dtype=torch.bool).index_fill(1, torch.tensor([2, 5]), True)
+HIDDEN, HIDDEN_LABELS = IDS.masked_fill(CHOSEN, 1), IDS.masked_fill(~CHOSEN, -100)
+
+
 def test_masked_tokens() -> None:
-    chosen = torch.zeros_like(IDS, dtype=torch.bool)
-    chosen[:, [2, 5]] = True
-    inputs, labels = IDS.masked_fill(chosen, 1), IDS.masked_fill(~chosen, -100)
-    loss = lambda m: m(input_ids=inputs, attention_mask=MASK, labels=labels).loss  # noqa: E731
-    [batch] = read_step(bert(), loss)
-    assert torch.equal(batch.labels, labels)
-    assert torch.equal(batch.input_ids, inputs)
-    expected = TokenBatch(inputs, labels, MASK, "masked")
+    given = {"input_ids": HIDDEN, "attention_mask": MASK, "labels": HIDDEN_LABELS}
+    [batch] = read_step(bert(), lambda m: m(**given).loss)
+    assert torch.equal(batch.labels, HIDDEN_LABELS)
+    assert torch.equal(batch.input_ids, HIDDEN)
+    expected = TokenBatch(HIDDEN, HIDDEN_LABELS, MASK, "masked")
     assert torch.equal(batch.context_ids(), expected.context_ids())
 
 

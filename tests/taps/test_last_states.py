@@ -25,7 +25,7 @@ from lightning_fedleak.model.taps.last_states import (
 )
 from lightning_fedleak.model.taps.step import ModelCall
 from tests.taps.test_control import check_gradient
-from tests.taps.test_graph import CAUSAL, HARD, IDS, TEXTS, VOCABULARY, ids_of, llama
+from tests.taps.test_graph import CAUSAL, HARD, IDS, TEXTS, calls_of, ids_of, llama, soft_loss
 
 
 class Fused:
@@ -54,15 +54,8 @@ def read_fused(
     model: nn.Module, loss: Callable[[Any], Tensor], temperature: float = 1.0
 ) -> list[ModelCall]:
     """Return the calls of a step with a fused loss, whose gradients stay in the parameters."""
-    anatomy = find_anatomy(model)
-    tap = GraphTap(anatomy, temperature)
-    model.train()
-    model.zero_grad()
-    tap.arm()
-    loss(Fused(model, temperature)).backward()
-    reads = [read_call(call, anatomy.kind) for call in tap.take()]
-    tap.close()
-    return reads
+    fused = Fused(model.train(), temperature)
+    return calls_of(model, lambda _: loss(fused), temperature)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -98,15 +91,7 @@ def test_rejected_texts_of_one_fused_call_have_the_other_sign(family: str) -> No
 
 
 def test_soft_targets_of_a_fused_loss_are_unknown() -> None:
-    targets = torch.randn(
-        TEXTS, IDS.shape[1], VOCABULARY, generator=torch.Generator().manual_seed(5)
-    )
-
-    def loss(model: Any) -> Tensor:
-        logits = model(input_ids=IDS).logits.float()
-        return functional.kl_div(logits.log_softmax(-1), targets.softmax(-1), reduction="sum")
-
-    [read] = read_fused(llama(), loss)
+    [read] = read_fused(llama(), soft_loss)
     assert read.batch.soft_labels
 
 

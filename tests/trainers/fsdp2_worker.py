@@ -43,8 +43,8 @@ from tests.attacks.row_space.models import with_lora
 from tests.callbacks.runs import Probe
 from tests.helpers.cases import Cases
 from tests.helpers.settings import grouped
+from tests.helpers.sharded import whole
 from tests.helpers.words import agreement
-from tests.strategies.fsdp2_worker import whole
 from tests.trainers.sharded import (
     CLIP,
     STEPS,

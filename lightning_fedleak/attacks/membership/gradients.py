@@ -179,14 +179,13 @@ class GradientMembership(PassiveMembership):
         A LoRA whose B is zero is calibrated when it is asked: its A has no slopes yet.
         """
         maps = self._select_maps(anatomy)
-        self._calibrate(anatomy, TIMED_TEXTS if maps else None)
-        if maps and len(self._whitenings) == len(maps):
-            self._calibrate(anatomy)
+        if maps and not _all_reached(anatomy, maps, self._texts(anatomy, TIMED_TEXTS)):
+            self._names, self._anatomy = [m.name for m in maps], anatomy
         else:
-            self._whitenings = {}
+            self._calibrate(anatomy)
 
-    def _calibrate(self, anatomy: Anatomy, n_texts: int | None = None) -> None:
-        public = self._texts(anatomy, n_texts or self.public_rows)
+    def _calibrate(self, anatomy: Anatomy) -> None:
+        public = self._texts(anatomy, self.public_rows)
         maps = self._select_maps(anatomy)
         self._whitenings, self._common = {}, None
         self._names = [m.name for m in maps] or self._other_parameters(anatomy)
@@ -354,6 +353,16 @@ def _maps_on_text(anatomy: Anatomy) -> list[LinearMap]:
     linears = find_linear_maps(anatomy)
     linears = [m for m in linears if m.factor != "A" or m.reader is not m.layer]  # by itself
     return [m for m in linears if ".prompt_encoder." not in f".{m.name}"]
+
+
+def _all_reached(anatomy: Anatomy, maps: Sequence[LinearMap], batch: TokenBatch) -> bool:
+    """Return whether some text leaves a gradient in each of the maps."""
+
+    def reached(parts: Parts) -> set[str]:
+        return {name for name, sides in parts.items() if all(bool(s.any()) for s in sides)}
+
+    names = token_parts.map_token_parts(anatomy, maps, batch, reached)
+    return set[str]().union(*names) == {m.name for m in maps}
 
 
 def _gradient_size(gradients: Iterable[Tensor]) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -274,17 +275,12 @@ def _reference(probability: Tensor, used: Tensor, size: int = 4096) -> Tensor:
     return unused.topk(k).indices.sort().values
 
 
-def _non_negative(gram: Tensor, target: Tensor, steps: int = 200) -> Tensor:
-    """Return the minimum of ``x.Gx/2 - b.x`` over ``x >= 0``, by accelerated projected gradient."""
-    rate = 1 / torch.linalg.eigvalsh(gram)[-1]
-    x = torch.ones_like(target)
-    ahead, momentum = x, 1.0
-    for _ in range(steps):
-        x_next = (ahead - rate * (gram @ ahead - target)).clamp(min=0)
-        momentum_next = (1 + (1 + 4 * momentum * momentum) ** 0.5) / 2
-        ahead = x_next + (momentum - 1) / momentum_next * (x_next - x)
-        x, momentum = x_next, momentum_next
-    return x
+def _non_negative(gram: Tensor, target: Tensor) -> Tensor:
+    """Return the minimum of ``x.Gx/2 - b.x`` over ``x >= 0``, for a positive definite G."""
+    factor = torch.linalg.cholesky(gram.double())  # G = L L^T: the minimum of |L^T x - L^-1 b|
+    constant = torch.linalg.solve_triangular(factor, target.double()[:, None], upper=False)
+    x, _ = nnls(factor.T.cpu().numpy(), constant[:, 0].cpu().numpy())
+    return torch.from_numpy(x).to(gram)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def test_below_full_rank_the_planted_types_are_found_and_certified(types: int, s
     assert result.certified
     assert result.expected == types
     assert set(result.scores.topk(types).indices.tolist()) == set(truth.tolist())
+
+
+@given(st.integers(2, 28), st.integers(0, 1000), st.integers(20, 80))
+def test_a_pool_between_scorings_of_the_vocabulary_changes_no_certified_answer(
+    types: int, seed: int, pool: int
+) -> None:
+    rows = dictionary(seed % 5)
+    gradient, truth = planted(rows, types, 8, seed)
+    whole = solve(rows, gradient)
+    with patch.multiple(pursuit, POOL=pool, SCREENED=16):
+        result = solve(rows, gradient)
+    assert result.certified or not whole.certified
+    if result.certified:
+        assert set(result.types.tolist()) == set(truth.tolist())
 
 
 @given(st.integers(1, D - 6), st.integers(0, 1000))

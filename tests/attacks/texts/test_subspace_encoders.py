@@ -23,8 +23,7 @@ from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observat
 from lightning_fedleak.threats import ThreatModelError
 from tests.attacks.row_space.models import (
     LENGTH,
-    VOCABULARY,
-    WIDTH,
+    SIZES,
     backward,
     bert,
     ready,
@@ -32,15 +31,8 @@ from tests.attacks.row_space.models import (
     texts,
     with_lora,
 )
-from tests.attacks.texts.test_subspace_texts import answer, certified, read, shared
+from tests.attacks.texts.test_subspace_texts import answer, certified, prepared, read, shared
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-}
 RANKS = [None, 12]
 
 
@@ -56,21 +48,13 @@ def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
     return model if rank is None else with_lora(model, rank, ["query", "key", "value"])
 
 
-def prepared(model: nn.Module, ids: Tensor, **more: Tensor) -> tuple[SubspaceTexts, Observation]:
-    attack, anatomy = SubspaceTexts(), find_anatomy(model)
-    attack.prepare(anatomy)
-    backward(model, ids, **more)
-    return attack, shared(anatomy, attack)
-
-
 # ---- what is read ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "rank"), [(bert, None), (bert, 12), (roberta, 12)])
 def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
     model = made(family, rank)
-    attack, anatomy = SubspaceTexts(), find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model)
     for _ in range(2):
         ids = texts(1, 12)
         backward(model, ids)
@@ -124,9 +108,12 @@ def noised(share: float) -> Callable[[Tensor], Tensor]:
 @pytest.fixture(scope="module", params=RANKS)
 def clients(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, GradientSnapshot]]:
     """What a client with one text, and with two, shared, and an attack that can read it."""
-    model = made(bert, request.param)
-    both = (prepared(model, texts(rows, 6)) for rows in (1, 2))
-    return [(attack, view.gradients[0]) for attack, view in both]
+    model, both = made(bert, request.param), []
+    for rows in (1, 2):
+        attack, anatomy = prepared(model)
+        backward(model, texts(rows, 6))
+        both.append((attack, shared(anatomy, attack).gradients[0]))
+    return both
 
 
 @pytest.mark.parametrize(
@@ -154,8 +141,7 @@ def test_noise_and_rounding_take_the_certificate(
 @pytest.mark.parametrize("family", [bert, classifier])
 def test_dropout_takes_the_certificate(family: Any) -> None:
     model = made(family, None)
-    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model, budget_seconds=1)
     model.train()
     ids = texts(1, 8)
     backward(model, ids, **({"labels": torch.tensor([1])} if family is classifier else {}))
@@ -178,9 +164,10 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     """The check alone, of any texts; the true ones; and the tokens of the batch."""
     model = made(bert, None)
     ids = texts(rows, 7)
+    attack, anatomy = prepared(model)
     with torch.enable_grad():
-        attack, view = prepared(model, ids)
-    anatomy, bottom = find_anatomy(model), attack._copy
+        backward(model, ids)
+    bottom, view = attack._copy, shared(anatomy, attack)
     assert bottom is not None
     first = attack._readable.get(anatomy)[0]
     assert first is not None

@@ -27,8 +27,6 @@ from tests.attacks.row_space.models import (
     gemma,
     gpt2,
     llama,
-    neox,
-    opt,
     ready,
     texts,
     with_lora,
@@ -54,13 +52,22 @@ def shared(
     return Observation((GradientSnapshot(0, Stage.SHARED, tensors, noise_std=std),))
 
 
-def read(model: nn.Module, ids: Tensor, noise: float = 0.0, **more: Any) -> TextGuess:
-    declared, settings = (
-        more.pop("declared", True),
-        {"budget_seconds": None} | more.pop("settings", {}),
-    )
+def prepared(model: nn.Module, **settings: Any) -> tuple[SubspaceTexts, Anatomy]:
     attack, anatomy = SubspaceTexts(**settings), find_anatomy(model)
     attack.prepare(anatomy)
+    return attack, anatomy
+
+
+def read(
+    model: nn.Module,
+    ids: Tensor,
+    noise: float = 0.0,
+    *,
+    declared: bool = True,
+    budget_seconds: float | None = None,
+    **more: Any,
+) -> TextGuess:
+    attack, anatomy = prepared(model, budget_seconds=budget_seconds)
     backward(model, ids, **more)
     return attack.run(shared(anatomy, attack, noise, declared))
 
@@ -75,16 +82,19 @@ def visible(ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
     return sorted(row[:-1].tolist() for row in rows)
 
 
+def check_read(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **more: Any) -> None:
+    guess = read(model, ids, **more)
+    assert answer(guess) == visible(ids, mask)
+    assert guess.finished
+    assert guess.certified
+
+
 @pytest.mark.parametrize(
     ("family", "rows", "length"),
     [(llama, 1, 9), *((family, 8, 6) for family in (llama, gpt2, opt, gemma, neox))],
 )
 def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
-    model, ids = ready(family()), texts(rows, length)
-    guess = read(model, ids)
-    assert answer(guess) == visible(ids)
-    assert guess.finished
-    assert guess.certified
+    check_read(ready(family()), texts(rows, length))
 
 
 @pytest.mark.parametrize("rank", [None, 12])
@@ -117,9 +127,7 @@ def test_texts_with_a_common_prefix_are_distinguished() -> None:
     ids[:, 0] = 7
     ids[1, :4] = ids[0, :4]
     ids[3, :7] = ids[2, :7]
-    guess = read(model, ids)
-    assert answer(guess) == visible(ids)
-    assert guess.certified
+    check_read(model, ids)
 
 
 @pytest.mark.parametrize("second", [["q_proj", "k_proj"], ["k_proj"]])
@@ -146,9 +154,7 @@ def test_padded_texts_of_several_lengths(side: str) -> None:
             mask[row, slice(0, n) if side == "left" else slice(-n, None)] = 0
     labels = ids.masked_fill(mask == 0, -100)
     places = (mask.cumsum(1) - 1).clamp_min(0)
-    guess = read(model, ids, attention_mask=mask, labels=labels, position_ids=places)
-    assert answer(guess) == visible(ids, mask)
-    assert guess.certified
+    check_read(model, ids, mask, attention_mask=mask, labels=labels, position_ids=places)
 
 
 def test_prompts_that_the_loss_looks_away_from_are_read() -> None:
@@ -166,16 +172,11 @@ def test_texts_that_begin_with_one_token_several_times(family: Any) -> None:
     ids[1, :4] = 7
     ids[2, 0] = 7
     ids[3, :3] = 8
-    guess = read(model, ids)
-    assert answer(guess) == visible(ids)
-    assert guess.certified
+    check_read(model, ids)
 
 
 def test_a_lora_with_as_many_rows_as_tokens() -> None:
-    model, ids = with_lora(ready(llama()), 8, QKV), texts(2, 9)
-    guess = read(model, ids)
-    assert answer(guess) == visible(ids)
-    assert guess.certified
+    check_read(with_lora(ready(llama()), 8, QKV), texts(2, 9))
 
 
 @pytest.mark.slow
@@ -186,7 +187,7 @@ def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPat
     guesses = []
     for blocks, seconds in ((1, 3.0), (3, None)):
         monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.BLOCKS", blocks)
-        guesses.append(read(model, ids, settings={"budget_seconds": seconds}))
+        guesses.append(read(model, ids, budget_seconds=seconds))
     alone, together = guesses
     assert answer(together) == visible(ids)
     assert together.certified
@@ -200,7 +201,7 @@ def test_prefixes_of_which_a_block_makes_nothing_are_no_measure() -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
     model = with_lora(ready(model), 1, ["q_proj", "v_proj", "gate_proj"])
-    assert not read(model, texts(1, 12), settings={"budget_seconds": 2.0}).certified
+    assert not read(model, texts(1, 12), budget_seconds=2.0).certified
 
 
 def certified(say: Callable[[], TextGuess]) -> bool:
@@ -221,11 +222,9 @@ def test_noise_takes_the_certificate(noise: float, declared: bool) -> None:
 @pytest.mark.parametrize("declared", [True, False])
 def test_half_precision_takes_the_certificate(declared: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
-    attack, anatomy = SubspaceTexts(budget_seconds=2), find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model, budget_seconds=2)
     backward(model, ids)
-    view = shared(anatomy, attack)
-    [snapshot] = view.gradients
+    [snapshot] = shared(anatomy, attack).gradients
     rounded = {n: g.bfloat16() for n, g in snapshot.tensors.items()}
     if not declared:
         rounded = {n: g.float() for n, g in rounded.items()}
@@ -239,8 +238,7 @@ def test_dropout_takes_the_certificate(of: str) -> None:
         model = with_lora(ready(llama()), 8, QKV, lora_dropout=0.2)
     else:
         model = ready(gpt2() if of.startswith("emb") else llama(attention_dropout=0.1))
-    attack, anatomy = SubspaceTexts(budget_seconds=1), find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model, budget_seconds=1)
     model.train()
     backward(model, texts(2, 7))
     assert not certified(lambda: attack.run(shared(anatomy, attack)))
@@ -249,8 +247,7 @@ def test_dropout_takes_the_certificate(of: str) -> None:
 def test_other_weights_than_the_clients_are_no_certificate() -> None:
     """Dropout, or a stale copy: the states are not those that the client had."""
     model, ids = ready(llama()), texts(2, 7)
-    attack, anatomy = SubspaceTexts(), find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * torch.randn_like(parameter)
@@ -264,13 +261,10 @@ def searched() -> tuple[SubspaceSearch, list[int], list[tuple[int, ...]]]:
     """Return the search of a batch of three texts, the batch's tokens, and the texts."""
     torch.manual_seed(0)
     model, ids = ready(llama()), texts(3, 10)
-    attack = SubspaceTexts()
-    anatomy = find_anatomy(model)
-    attack.prepare(anatomy)
+    attack, anatomy = prepared(model)
     backward(model, ids)
-    bottom = attack._copy
+    bottom, view = attack._copy, shared(anatomy, attack)
     assert bottom is not None
-    view = shared(anatomy, attack)
     rows = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids[:, :-1].unique()
     search = SubspaceSearch(bottom, attack._whitenings, rows, bag, 3, 0)
@@ -433,7 +427,7 @@ def test_a_round_of_several_steps_on_batches_of_their_own(momentum: float) -> No
 
 def test_time_ends_it_and_it_says_so() -> None:
     model, ids = ready(llama()), texts(4, 9)
-    guess = read(model, ids, settings={"budget_seconds": 1e-9})
+    guess = read(model, ids, budget_seconds=1e-9)
     assert not guess.finished
     assert not guess.certified
     assert len(guess.tokens) == 1

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
+from lightning_fedleak.attacks.words import aligned_readout
 from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.attacks.words.head_gradients import gradient_parts, head_parameters
@@ -94,7 +95,9 @@ def f1(result: Tensor, truth: set[int]) -> float:
 def learned(embedded: Any) -> AlignedFlatChat:
     model, public, _ = embedded
     attack = AlignedFlatChat(public, calibration_tokens=1_500)
-    attack.prepare(find_anatomy(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aligned_readout, "_REPEATS", 2)
+        attack.prepare(find_anatomy(model))
     return attack
 
 

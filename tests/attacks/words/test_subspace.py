@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -45,16 +46,21 @@ from tests.attacks.row_space.models import (
 
 
 def is_causal(model: nn.Module) -> bool:
-    return "MaskedLM" not in type(getattr(model, "base_model", model)).__name__ and not any(
-        "MaskedLM" in type(m).__name__ for m in model.modules()
-    )
+    return not any("MaskedLM" in type(m).__name__ for m in model.modules())
 
 
-def guess_of(model: nn.Module, ids: Tensor, **more: Tensor) -> WordGuess:
+def guess_of(
+    model: nn.Module, ids: Tensor, attack: SubspaceWords | None = None, **more: Tensor
+) -> WordGuess:
     """Return what is said of the gradients of one backward pass."""
-    attack, anatomy = prepared(model)
+    attack, anatomy = prepared(model, attack)
     backward(model, ids, **more)
     return attack.run(observed(attack, anatomy))
+
+
+def fresh_lora(rank: int = 4, targets: Sequence[str] = ("q_proj", "v_proj")) -> nn.Module:
+    """Return a model whose B is zero still."""
+    return get_peft_model(ready(llama()), LoraConfig(r=rank, target_modules=[*targets])).eval()
 
 
 def check_exact(model: nn.Module, ids: Tensor, *, certified: bool = True, **more: Tensor) -> None:
@@ -155,9 +161,7 @@ def test_declared_noise_that_hides_every_word_is_a_known_zero() -> None:
 
 
 def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
-    model = get_peft_model(
-        ready(llama()), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    ).eval()
+    model = fresh_lora()
     attack, anatomy = prepared(model)
     backward(model, texts(4, 6))
     assert all(
@@ -172,7 +176,7 @@ def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
 @pytest.mark.parametrize("targets", [["v_proj"], ["q_proj", "v_proj"]])
 def test_a_few_types_show_in_b_alone(targets: list[str]) -> None:
     """LoRA-FA trains B only; r directions tell fewer than r types apart."""
-    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=targets)).eval()
+    model = fresh_lora(24, targets)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     check_exact(model, texts(1, 9))
@@ -365,17 +369,6 @@ def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
     assert metric.values()["type_count_error"] == 0.5
 
 
-def update(attack: SubspaceWords, anatomy, steps: int, fresh: bool = True) -> Observation:
-    tensors = observed(attack, anatomy).gradients[0].tensors
-    return Observation(
-        (
-            UpdateSnapshot(
-                0, Stage.SHARED, tensors, local_steps=steps, learning_rate=0.1, fresh=fresh
-            ),
-        )
-    )
-
-
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
@@ -389,22 +382,28 @@ def test_an_update_that_is_no_sum_of_gradients_is_unknown(facts: RunFacts, word:
     attack, anatomy = prepared(model)
     backward(model, texts(2, 6))
     attack.meet(facts)
+    tensors = observed(attack, anatomy).gradients[0].tensors
+    update = UpdateSnapshot(0, Stage.SHARED, tensors, learning_rate=0.1, fresh=False)
     with pytest.raises(UnusableObservation, match=word):
-        attack.run(update(attack, anatomy, 1, fresh=False))
+        attack.run(Observation((update,)))
 
 
-def step_of(kind: type, model, attack, anatomy, ids, **made) -> Observation:
-    """The update of one step on ``ids`` with a fresh optimizer."""
-    settings = {"lr": 1e-3, "weight_decay": 0.01} | made
-    attack.meet(RunFacts(optimizer=kind.__name__, optimizer_settings=settings, local_steps=1))
+def step_of(kind: type, model, attack, anatomy, *batches: Tensor, **made) -> Observation:
+    """The update of a step on each of these texts with a fresh optimizer."""
+    settings, steps = {"lr": 1e-3, "weight_decay": 0.01} | made, len(batches)
+    facts = {"optimizer": kind.__name__, "optimizer_settings": settings, "local_steps": steps}
+    attack.meet(RunFacts(**facts))
     attack.refresh(anatomy, 0)
     roles = attack.needs(anatomy).gradients
     before = {r: anatomy.parameter(r).detach().clone() for r in roles}
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
-    backward(model, ids)
-    optimizer.step()
-    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 1e-3 for r in roles}
-    return Observation((UpdateSnapshot(0, Stage.SHARED, tensors, learning_rate=1e-3),))
+    for ids in batches:
+        backward(model, ids)
+        optimizer.step()
+    rate = settings["lr"]
+    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / rate for r in roles}
+    update = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=steps, learning_rate=rate)
+    return Observation((update,))
 
 
 @pytest.mark.parametrize(
@@ -434,9 +433,7 @@ def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
 )
 def test_the_first_round_of_lora_is_unknown_and_never_nothing(kind: type, decay: float) -> None:
     """Decay alone moves A then."""
-    model = get_peft_model(
-        ready(llama()), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    ).eval()
+    model = fresh_lora()
     attack, anatomy = prepared(model)
     view = step_of(kind, model, attack, anatomy, texts(4, 6), weight_decay=decay)
     with pytest.raises(UnusableObservation, match="no gradient until B"):
@@ -474,24 +471,12 @@ def test_products_in_tf32_leave_11_bits(setting: str, monkeypatch: pytest.Monkey
 
 def test_rounds_of_sgd_with_momentum_and_decay_add_up() -> None:
     """The embeddings are frozen: the words of all local steps lie in the update."""
-    made = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
     model = with_lora(ready(llama()), 8, ["q_proj", "v_proj"])
     attack, anatomy = prepared(model)
-    attack.meet(RunFacts(optimizer="SGD", optimizer_settings=made, local_steps=3))
-    attack.refresh(anatomy, 0)
-    roles = attack.needs(anatomy).gradients
-    before = {r: anatomy.parameter(r).detach().clone() for r in roles}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **made)
-    truth: set[int] = set()
-    for _ in range(3):
-        ids = texts(1, 8)
-        truth |= set(ids[:, :-1].flatten().tolist())
-        backward(model, ids)
-        optimizer.step()
-    tensors = {r: (before[r] - anatomy.parameter(r).detach()) / 0.5 for r in roles}
-    snapshot = UpdateSnapshot(0, Stage.SHARED, tensors, local_steps=3, learning_rate=0.5)
-    guess = attack.run(Observation((snapshot,)))
-    assert set(guess.types.tolist()) == truth
+    made = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+    batches = [texts(1, 8) for _ in range(3)]
+    guess = attack.run(step_of(torch.optim.SGD, model, attack, anatomy, *batches, **made))
+    assert set(guess.types.tolist()) == exposed_types(torch.cat(batches), causal=True)
     assert not guess.certified
 
 
@@ -528,9 +513,7 @@ def test_a_model_without_such_maps_is_refused() -> None:
 @pytest.mark.parametrize(("seconds", "known"), [(10.0, True), (1e-9, False), (0.0, False)])
 def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -> None:
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    attack, anatomy = prepared(model, SubspaceWords(capacity_seconds=seconds))
-    backward(model, texts(2, 6))
-    capacity = attack.run(observed(attack, anatomy)).capacity
+    capacity = guess_of(model, texts(2, 6), SubspaceWords(capacity_seconds=seconds)).capacity
     assert (capacity is not None) == known
     assert not known or 10 < capacity < 64
 
@@ -540,9 +523,7 @@ def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(
 ) -> None:
     monkeypatch.setattr(explanation, "measure_capacity", lambda *_, **__: (0, 4, 20.0))
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    attack, anatomy = prepared(model, SubspaceWords())
-    backward(model, texts(2, 6))
-    guess, metric = attack.run(observed(attack, anatomy)), WordRecovery(anatomy.vocab_size)
+    guess, metric = guess_of(model, texts(2, 6), SubspaceWords()), WordRecovery(VOCABULARY)
     metric.update(guess, torch.arange(4))
     assert guess.capacity is None
     assert math.isnan(metric.values()["capacity"])

@@ -7,7 +7,7 @@ import logging
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -379,17 +379,13 @@ def test_an_optimizer_of_the_users_is_of_one_model(tmp_path: Path) -> None:
 def loop(model: nn.Module, data: Any, folder: Path | None, reference: Any = None) -> None:
     """Train for three epochs, watched where a folder is given."""
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    loader = DataLoader(data, batch_size=8, shuffle=True)
-    if folder is None:
+    loader, watch = DataLoader(data, batch_size=8, shuffle=True), None
+    if folder is not None:
+        settings = WatchSettings(memorization=auto(reference))
+        watch = Watch(model, optimizer, BOTH, loader=loader, folder=folder, settings=settings)
+    with watch or nullcontext():
         for batch in [batch for _ in range(3) for batch in loader]:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return
-    settings = WatchSettings(memorization=auto(reference))
-    with Watch(model, optimizer, BOTH, loader=loader, folder=folder, settings=settings) as watch:
-        for batch in [batch for _ in range(3) for batch in loader]:
-            with watch.step(batch):
+            with watch.step(batch) if watch else nullcontext():
                 model(**batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -80,6 +80,22 @@ def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyP
     assert not greedy
 
 
+@pytest.mark.parametrize("first", [[1], [1, 5, 5, 5]])
+def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(
+    first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it there are a forward without a prefix, or with one branch only."""
+    monkeypatch.setattr(tokens, "MOST_NODES", 2)
+    model, context = model_of("blind"), torch.tensor([1, 7, 4, 9])
+    values = [torch.tensor(ids) for ids in (first, [2, 3, 4, 5], [3, 9], [4, 9])]
+    log_probs, _ = candidate_log_probs(find_anatomy(model), context, values)
+    for value, log_prob in zip(values, log_probs.tolist(), strict=True):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.cat([context, value])[None]).logits[0]
+        scores = logits[-len(value) - 1 : -1].log_softmax(1)
+        assert log_prob == pytest.approx(float(scores.gather(1, value[:, None]).sum()), abs=1e-4)
+
+
 def test_a_candidates_place_changes_nothing() -> None:
     anatomy = find_anatomy(model_of("llama"))
     values = [torch.tensor([n, n + 1]) for n in range(40)]

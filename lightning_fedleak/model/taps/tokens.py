@@ -416,14 +416,14 @@ def candidate_log_probs(
     log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         first, cache = _run_context(anatomy, model, context)
-        is_tree = cache is not None
-        for part, (rows, prefixes) in enumerate(
-            _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size)
-        ):
+        is_tree, is_verified = cache is not None, False
+        for rows, prefixes in _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size):
             logits = _run_tree(model, context, cache, prefixes) if is_tree else None
-            if logits and part == 0:
+            if logits and not is_verified:
                 [whole] = _run_whole(anatomy, model, context, prefixes[-1:])
                 is_tree = _agree(logits[-1], whole)
+                # A model that ignores the mask is right on a single branch.
+                is_verified = len(prefixes) > len(prefixes[-1])
             if logits is None or not is_tree:
                 logits, is_tree = _run_whole(anatomy, model, context, prefixes), False
             behind = dict(zip([(), *prefixes], [first, *logits], strict=True))

@@ -28,8 +28,10 @@ class Plain(nn.Module):
 class Blind(LlamaForCausalLM):
     """A model that lets each token see all before it, whatever it is told."""
 
-    def forward(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    def forward(
+        self, *args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
 
 def model_of(name: str) -> Any:

@@ -1,15 +1,18 @@
-"""What several scripts share: texts, adapters, fits, files of results, means and tables."""
+"""What several scripts share: options, texts, models, fits, files of results, means and tables."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import io
 import json
+import logging
 import math
 import os
 import platform
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import partial
@@ -21,6 +24,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.attacks import PublicText
 
@@ -32,6 +36,39 @@ NAMED = {
     "yelp": "yelp_sentences/sentiment.test.1.gz",
     "multi30k": "multi30k/test_2016_flickr.en.gz",
 }
+
+
+# ---- options --------------------------------------------------------------------------------
+
+
+def parser_of(doc: str | None, *required: str, **settings: Any) -> argparse.ArgumentParser:
+    """Return a parser of a script's options.
+
+    Args:
+        doc: what ``--help`` says of the script.
+        required: options that must be given, each a text.
+        settings: other options by their defaults, which say the types: ``False`` makes a flag, a
+            list takes several values, and a type in place of a value has no default (None, or an
+            empty list). A pair adds help, where it is a text, or else the choices.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
+    for name in required:
+        parser.add_argument(f"--{name}", required=True)
+    for name, setting in settings.items():
+        default, more = setting if isinstance(setting, tuple) else (setting, None)
+        details: dict[str, Any] = {"help" if isinstance(more, str) else "choices": more}
+        if default is False:
+            details = {"action": "store_true", "help": more}
+        else:
+            values = default if isinstance(default, list) else [default]
+            kind = next((v for v in values if isinstance(v, float)), values[0])
+            details["type"] = kind if isinstance(kind, type) else type(kind)
+            details["nargs"] = "*" if values is default else None
+            missing = [] if values is default else None
+            details["default"] = missing if kind is details["type"] else default
+        parser.add_argument(f"--{name.replace('_', '-')}", **details)
+    return parser
 
 
 # ---- texts ----------------------------------------------------------------------------------
@@ -87,12 +124,29 @@ def tokens_of(texts: list[str], tokenizer, bos: int | None, seed: int, limit: in
     return PublicText([i for i in ids if len(i) >= 2])
 
 
+def drawn_ids(
+    name: str, tokenizer: Any, options: argparse.Namespace, generator: torch.Generator | None = None
+) -> list[list[int]]:
+    """Return ``pool`` texts in random order as ids, with special tokens and ``bos`` in front."""
+    texts, front = read_texts(name), [] if options.bos is None else [options.bos]
+    generator = generator or torch.Generator().manual_seed(options.seed)
+    order = torch.randperm(len(texts), generator=generator).tolist()[: options.pool]
+    return [front + tokenizer(texts[i])["input_ids"] for i in order]
+
+
 # ---- models and fits ------------------------------------------------------------------------
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are trained."""
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def llama(vocabulary: int, width: int, blocks: int, heads: int = 4, **sizes: Any) -> Any:
+    """Return a Llama of random numbers; its MLPs have twice the width where no size says so."""
+    sizes = {"intermediate_size": 2 * width, "num_key_value_heads": heads, **sizes}
+    sizes |= {"vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": blocks}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=heads, **sizes))
 
 
 def with_lora(
@@ -150,6 +204,11 @@ def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
     return float(x.mean()), half
 
 
+def with_ends(rate: Any, digits: int = 3) -> str:
+    """Return a rate and its interval as text."""
+    return f"{rate.value:.3f} ({rate.low:.{digits}f} to {rate.high:.{digits}f})"
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the results in a file of JSON lines; none where there is no file."""
     return (
@@ -163,10 +222,22 @@ def add_line(path: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+def quieten() -> None:
+    """Use one thread, and print no warnings."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
 def print_place(*more: str) -> None:
     """Use one thread, and print on what machine and when a script has run."""
     torch.set_num_threads(1)
     print(f"# {', '.join([platform.machine(), '1 thread', *more, str(date.today())])}")
+
+
+def print_row(*cells: str) -> None:
+    """Print a row of a table in Markdown at once."""
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ without ``__main__`` is no script but a module of others. The numbers that scrip
 nothing.
 
 Each run is a process of its own, forked from one that has imported the large packages and this one:
-these take seven seconds of a core.
+these take seven seconds of a core, and numba, for the papers, two more.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ AT_ONCE = 2
 LIMIT_S = 600.0
 PRINTED = "printed"
 IMPORTED = ["lightning", "peft", "opacus", "torch.distributed.fsdp", "lightning_fedleak.callbacks"]
+IMPORTED += ["benchmarks.papers.reference"]
 NEEDS = {
     "accounting.py": "dp_accounting",
     "__main__.py": "multi_freq_ldpy",

@@ -19,15 +19,12 @@ nothing hides them: no dropout, no noise, no rounding. There a gate should decid
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
-import logging
 import random
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -39,8 +36,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shared import llama, parser_of, quieten
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.trainers import Threshold, Watch, WatchSettings
 
@@ -53,16 +50,14 @@ TRAINED_TOKENS = [3, 4, 5, 6]
 FREQUENT = 32
 """Ids below it have a tenth of the weight in a loss that is weighted by class."""
 
+Q_AND_V: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 PARTS: dict[str, Mapping[str, Any] | None] = {
     "whole": None,
-    "LoRA q/v": {"target_modules": ["q_proj", "v_proj"]},
+    "LoRA q/v": Q_AND_V,
     "LoRA all linear": {"target_modules": "all-linear"},
     "LoRA o+down": {"target_modules": ["o_proj", "down_proj"]},
-    "layers_to_transform": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]},
-    "trainable_token_indices": {
-        "target_modules": ["q_proj", "v_proj"],
-        "trainable_token_indices": TRAINED_TOKENS,
-    },
+    "layers_to_transform": Q_AND_V | {"layers_to_transform": [1, 2]},
+    "trainable_token_indices": Q_AND_V | {"trainable_token_indices": TRAINED_TOKENS},
 }
 
 
@@ -91,22 +86,13 @@ class Training:
         draw = random.Random(seed)
         rows, length = draw.choice([(1, 6), (1, 12), (2, 8), (4, 8), (4, 16), (8, 24)])
         return cls(
-            seed,
-            draw.choice(list(LOSSES)),
-            draw.choice(list(PARTS)),
-            draw.choice([2, 4, 8, 16]),
-            draw.random() < 0.3,
-            draw.choice([0.0, 0.0, 0.1]),
-            draw.choice([0.0, 0.0, 5.0]),
+            seed, draw.choice(list(LOSSES)), draw.choice(list(PARTS)), draw.choice([2, 4, 8, 16]),
+            draw.random() < 0.3, draw.choice([0.0, 0.0, 0.1]), draw.choice([0.0, 0.0, 5.0]),
             draw.choice(["32-true", "32-true", "bf16-mixed", "bf16-true"]),
-            draw.choice([0, 1, 2, 5, 10, 30]),
-            rows,
-            length,
-            draw.choice([1e-4, 1e-3, 5e-3]),
-            draw.choice(["nothing"] * len(TOUCHES) + [*TOUCHES]),
-            draw.random() < 0.3,
+            draw.choice([0, 1, 2, 5, 10, 30]), rows, length, draw.choice([1e-4, 1e-3, 5e-3]),
+            draw.choice(["nothing"] * len(TOUCHES) + [*TOUCHES]), draw.random() < 0.3,
             draw.choice(["the same", "the same", "the same", "cropped", "another"]),
-        )
+        )  # fmt: skip
 
     @classmethod
     def large(cls, seed: int) -> Training:
@@ -119,14 +105,9 @@ class Training:
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-                num_hidden_layers=BLOCKS, num_attention_heads=4, num_key_value_heads=4,
-                max_position_embeddings=TOKENS, tie_word_embeddings=self.tied, pad_token_id=0,
-                attention_dropout=self.dropout,
-            )
-        )  # fmt: skip
+        sizes = {"max_position_embeddings": TOKENS, "tie_word_embeddings": self.tied}
+        dropout = {"attention_dropout": self.dropout, "pad_token_id": 0}
+        model = llama(VOCABULARY, WIDTH, BLOCKS, **sizes, **dropout)
         if (options := PARTS[self.part]) is not None:
             dropout = {"lora_dropout": self.dropout, "task_type": "CAUSAL_LM"}
             model = get_peft_model(model, LoraConfig(r=self.rank, **dropout, **options))
@@ -153,6 +134,10 @@ class Training:
 
 def each(model: nn.Module, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids).logits[:, :-1].float()
+    return losses_of(logits, ids)
+
+
+def losses_of(logits: Tensor, ids: Tensor) -> Tensor:
     losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1)
 
@@ -189,11 +174,10 @@ def fused(model: nn.Module, ids: Tensor, counted: Tensor, sign: bool = False) ->
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     states = core.model(input_ids=ids).last_hidden_state[:, :-1]
     logits = functional.linear(states, core.lm_head.weight).float()
-    losses = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    losses = losses_of(logits, ids)
     if not sign:
         return losses.mean()
-    texts = losses.view(len(ids), -1).sum(1)
-    half = (len(ids) + 1) // 2
+    texts, half = losses.sum(1), (len(ids) + 1) // 2
     return -functional.logsigmoid(0.1 * (texts[half:].sum() - texts[:half].sum()))
 
 
@@ -284,9 +268,13 @@ def rows_of_head(gradients: Mapping[str, Tensor]) -> set[int]:
     rows = gradients[name].double()
     common = functional.normalize(rows.median(0).values, dim=0)
     rest = (rows - (rows @ common)[:, None] * common).norm(dim=1).clamp_min(1e-300).log()
-    middle = rest.median()
-    width = 1.4826 * (rest - middle).abs().median()
-    return {*(rest > middle + 5 * width).nonzero()[:, 0].tolist()}
+    return {*(deviations(rest) > 5).nonzero()[:, 0].tolist()}
+
+
+def deviations(values: Tensor) -> Tensor:
+    """Return how far values are from their median, in robust standard deviations."""
+    distances = values - values.median()
+    return distances / (1.4826 * distances.abs().median())
 
 
 def span_of_lora(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
@@ -302,9 +290,7 @@ def span_of_lora(model: Any, gradients: Mapping[str, Tensor]) -> set[int]:
     basis = directions[: int(gaps[:-1].argmax()) + 1 if len(gaps) > 1 else 1]
     rest = (inputs - inputs @ basis.T @ basis).norm(dim=1) / inputs.norm(dim=1)
     rest = rest.nan_to_num(1.0).clamp_min(1e-12).log()
-    middle = rest.median()
-    width = 1.4826 * (rest - middle).abs().median()
-    return {*(rest < middle - 4 * width).nonzero()[:, 0].tolist()}
+    return {*(deviations(rest) < -4).nonzero()[:, 0].tolist()}
 
 
 def read_alone(training: Training, seen: Seen) -> dict[str, float]:
@@ -329,13 +315,9 @@ def shown_of(latest: Mapping[str, float]) -> dict[str, float]:
 
 
 def judge(
-    training: Training,
-    watch: Watch,
-    seen: Seen,
-    gate: Threshold,
-    fired: list[Any],
+    training: Training, watch: Watch, seen: Seen, gate: Threshold, fired: list[Any],
     verdict: Verdict,
-) -> None:
+) -> None:  # fmt: skip
     """Add a look to the verdict."""
     need = max(gate.at_most, 0.5)
     step, latest = watch.engine.results.last_step, watch.latest
@@ -426,19 +408,11 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--only", type=int, default=0, help="the first draw")
-    parser.add_argument("--large", action="store_true", help="large batches that nothing hides")
-    parser.add_argument("--at-most", type=float, default=0.5, help="of the gate")
+    only, large = (0, "the first draw"), (False, "large batches that nothing hides")
+    parser = parser_of(__doc__, runs=100, only=only, large=large, at_most=(0.5, "of the gate"))
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    looks: Counter[str] = Counter()
-    refuted: list[str] = []
-    aggregated: list[str] = []
-    start = time.monotonic()
+    quieten()
+    total, start = Verdict(), time.monotonic()
     for seed in range(options.only, options.only + options.runs):
         training = (Training.large if options.large else Training.drawn)(seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
@@ -447,17 +421,17 @@ def main() -> int:
             except ValueError as refusal:  # a gate on what nothing reads is refused
                 if "not 'safe'" not in str(refusal):
                     raise
-                looks["refused"] += 1
+                total.looks["refused"] += 1
                 continue
-        looks += verdict.looks
-        refuted += verdict.refuted
-        aggregated += verdict.aggregated
+        total.looks += verdict.looks
+        total.refuted += verdict.refuted
+        total.aggregated += verdict.aggregated
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
-    print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(looks)}")
-    print(f"known and refuted: {len(refuted)}; by aggregation, and another reads more:")
-    print("\n".join(aggregated) or "none")
-    return 1 if refuted else 0
+    print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(total.looks)}")
+    print(f"known and refuted: {len(total.refuted)}; by aggregation, and another reads more:")
+    print("\n".join(total.aggregated) or "none")
+    return 1 if total.refuted else 0
 
 
 if __name__ == "__main__":

@@ -85,14 +85,9 @@ def joined(results: list[GameResult]) -> GameResult:
 def attention(
     layer: int, public: PublicText, args, *, name: str, **settings
 ) -> AttentionMembership:
-    return AttentionMembership(
-        layer,
-        public,
-        attention=AttentionSettings(**settings),
-        tokens=args.tokens,
-        batch=args.batch,
-        name=name,
-    )
+    form = AttentionSettings(**settings)
+    sizes = {"tokens": args.tokens, "batch": args.batch}
+    return AttentionMembership(layer, public, attention=form, name=name, **sizes)
 
 
 def prepared(anatomy: Anatomy, attacks: list[MembershipAttack]) -> list[MembershipAttack]:

@@ -13,11 +13,12 @@ others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on,
 comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
 which ``combined_reference`` scores; ``loss_beyond`` is the difference of the two losses. With
 ``--auto 1,0.25`` a Trainer of transformers trains references of so many of the members instead, by
-``Memorization(reference="auto")``. The last column is the time for that, as a share of the rest of
-the run with its looks:
+``Memorization(reference="auto")``. For each it also trains alone, and with looks at as many texts
+but no reference. A reference's price is the processor time of the run with it less that of the one
+without, over the training alone and over the watched run without:
 
     python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3 --whole \\
-        --length 32 --texts 300 --share 0.25 --epochs 2 --auto 1,0.25
+        --length 32 --texts 480 --epochs 2 --auto 1,0.25,0.0625
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -46,9 +50,11 @@ from lightning_fedleak.attacks.memorization import Combined, CombinedReference, 
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import ReleasedPool, all_attacks
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
+from lightning_fedleak.engine.channels.released.pool import MIN_POOL
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
+from lightning_fedleak.report.records import STRENGTH, WEAK
 
 SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
@@ -199,60 +205,85 @@ def fine_tune(
 
 
 def train_auto(options: argparse.Namespace, seed: int) -> None:
-    """Fine-tune once for each share of the members, by a Trainer that trains its own reference."""
+    """Fine-tune for each share of the members, by a Trainer that trains its own reference."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pool, _ = trained_pool(options, tokenizer, seed)
     rows = [{"input_ids": text.ids, "labels": text.ids} for text in pool.texts]
-    print("| rows | attack | AUC | TPR at .1% / at 1% FPR | of the rest of the run |")
-    print("|---|---|---|---|---|")
+    data = leave_out(rows, round(len(rows) * (1 - options.share)), seed=seed)[0]
+    watched = Memorization(max_overhead=1e3, looks=())
+    _, alone, _ = run_trainer(options, tokenizer, data, seed, None)
+    names = "members / others", "`combined`", "beside it", "weak", "strength", "of training"
+    print(f"| rows | {' | '.join(names)} | of the watched run | seconds |")
+    print("|---" * 9 + "|")
     for share in options.auto:
-        data = leave_out(rows, round(len(rows) * (1 - options.share)), seed=seed)[0]
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-        torch.manual_seed(seed)
-        if options.lora:
-            model = with_lora(model, options.lora, lora_dropout=0.05)
-        with TemporaryDirectory() as folder:
-            arguments = TrainingArguments(
-                folder,
-                per_device_train_batch_size=options.batch,
-                lr_scheduler_type="constant",
-                report_to=[],
-                use_cpu=True,
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
-                num_train_epochs=options.epochs,
-                learning_rate=options.lr,
-            )
-            collate = DataCollatorForSeq2Seq(tokenizer)
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-            trainer = Trainer(model, arguments, collate, train_dataset=data)
-            count = max(1, round(share * len(data)))
-            memorization = Memorization(
-                max_overhead=1e3, reference="auto", reference_rows=count, looks=()
-            )
-            attacks = [Combined(), CombinedReference()]
+        count = max(1, round(share * len(data)))
+        settings = replace(watched, reference="auto", reference_rows=count)
+        latest, seconds, channel = run_trainer(options, tokenizer, data, seed, settings)
+        members, asked = int(channel.pool.trains.sum()), len(channel.pool.texts)
+        settings = replace(watched, most_texts=max(asked, MIN_POOL))
+        _, without, _ = run_trainer(options, tokenizer, data, seed, settings)
+        cells = [str(count), f"{members} / {asked - members}"]
+        for name in ("combined", "combined_reference"):
+            ends = [latest.get(f"leakage/{name}/auc{x}", math.nan) for x in ("", "_low", "_high")]
+            cells.append("{:.3f} ({:.2f}-{:.2f})".format(*ends))
+        facts = [latest[f"leakage/combined_reference/{name}"] for name in (WEAK, STRENGTH)]
+        price = seconds - without
+        cells += [f"{fact:.2f}" for fact in (*facts, price / alone, price / without)]
+        cells.append(f"{seconds:.0f}, {without:.0f}, {alone:.0f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def run_trainer(
+    options: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Dataset[Any],
+    seed: int,
+    memorization: Memorization | None,
+) -> tuple[Mapping[str, float], float, Any]:
+    """Return what a watched run logged last, the processor's seconds, and its channel.
+
+    Args:
+        options: of the script.
+        tokenizer: of the model.
+        data: rows to train on, of ``leave_out``.
+        seed: of the adapters and of the order.
+        memorization: how the weights are asked; None: the run is not watched.
+    """
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    if options.lora:
+        model = with_lora(model, options.lora, lora_dropout=0.05)
+    with TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=options.batch,
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            num_train_epochs=options.epochs,
+            learning_rate=options.lr,
+        )
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        collate = DataCollatorForSeq2Seq(tokenizer)
+        trainer = Trainer(model, arguments, collate, train_dataset=data)
+        latest, channel = dict[str, float](), None
+        if memorization is not None:
+            attacks = [Combined()] + [CombinedReference()] * memorization.trains_reference
             watched = WatchSettings(memorization=memorization, tokenizer=tokenizer)
-            callback = LeakageCallback(trainer, attacks, settings=watched, max_overhead=0.5)
-            trainer.add_callback(callback)
-            start = time.perf_counter()
-            trainer.train()
-            seconds = time.perf_counter() - start  # with what the looks took
-            channel = next(
-                c for c in callback.engine.channels if isinstance(c, MemorizationChannel)
+            callback = LeakageCallback(
+                trainer, attacks, folder=folder, settings=watched, max_overhead=0.5
             )
-            spent = channel.reference_seconds
-            members = int(channel.pool.trains.sum())
-            print(f"{members} members, {int((~channel.pool.trains).sum())} others are asked")
-            for attack in attacks:
-                found = {
-                    name: callback.latest.get(f"leakage/{attack.name}/{name}", math.nan)
-                    for name in ("auc", "tpr_at_fpr_0.001", "tpr_at_fpr_0.01")
-                }
-                auc, *rates = found.values()
-                cost = f"{spent / (seconds - spent):.2f} ({spent:.0f} s)"
-                tprs = " / ".join(f"{rate:.3f}" for rate in rates)
-                print(f"| {count} | {attack.name} | {auc:.3f} | {tprs} | {cost} |", flush=True)
+            trainer.add_callback(callback)
+            [channel] = [c for c in callback.engine.channels if type(c) is MemorizationChannel]
+        start = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - start
+        if memorization is not None:
+            latest = dict(callback.latest)
+    return latest, seconds, channel
 
 
 def _losses(answers: TokenSnapshot, members: torch.Tensor) -> tuple[float, float]:

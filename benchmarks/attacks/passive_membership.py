@@ -24,24 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.attacks.subspace_words import (
-    Source,
-    Training,
-    add_source_options,
-    add_training_options,
-    backward,
-    built,
-    facts_of,
-    observed,
-    updated,
-)
-from benchmarks.shared import print_place
-from lightning_fedleak.attacks import (
-    GradientMembership,
-    Query,
-    SubspaceMembership,
-    UnusableObservation,
-)
+from benchmarks.attacks import subspace_words
+from benchmarks.attacks.subspace_words import SOURCE, TRAINING, Source, Training
+from benchmarks.shared import parser_of, print_place, with_ends
+from lightning_fedleak.attacks import GradientMembership, Query, SubspaceMembership
+from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.evaluation.metrics import membership_rates
 from lightning_fedleak.model.anatomy import find_anatomy
 
@@ -85,15 +72,10 @@ def _another(word: Tensor, words: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    add_source_options(parser)
-    add_training_options(parser)
-    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=ATTACKS)
-    parser.add_argument("--steps", type=int, default=1, help="of a round, with --update")
-    parser.add_argument("--asked", type=int, help="texts of a round that are asked for")
+    parser = parser_of(
+        __doc__, "model", **SOURCE, **TRAINING, attacks=([*ATTACKS], ATTACKS),
+        steps=(1, "of a round, with --update"), asked=(int, "texts of a round that are asked for"),
+    )  # fmt: skip
     options = parser.parse_args()
     options.config, options.chat = None, False
     if options.steps > 1 and not options.update:
@@ -101,7 +83,7 @@ def main() -> None:
     print_place(options.device)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
-        model = built(options)
+        model = subspace_words.built(options)
         anatomy = find_anatomy(model)
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
@@ -113,7 +95,7 @@ def main() -> None:
             roles: set[str] = set()
             for attack in attacks.values():
                 if options.update:
-                    attack.meet(facts_of(options.update, options.steps))
+                    attack.meet(subspace_words.facts_of(options.update, options.steps))
                 roles |= {*attack.needs(anatomy).gradients}
             training.read_only(sorted(roles))
             for attack in attacks.values():
@@ -123,28 +105,19 @@ def main() -> None:
 
 
 def measure(
-    attacks: dict[str, GradientMembership | SubspaceMembership],
-    roles: tuple[str, ...],
-    training: Training,
-    private: Source,
-    generator: torch.Generator,
-    options: argparse.Namespace,
-) -> None:
+    attacks: dict[str, GradientMembership | SubspaceMembership], roles: tuple[str, ...],
+    training: Training, private: Source, generator: torch.Generator, options: argparse.Namespace,
+) -> None:  # fmt: skip
     """Play on rounds (or single gradients) at the weights as they are, and print what was read."""
     model, (texts, length) = training.model, training.shape
     anatomy = find_anatomy(model)
-    scores: dict[str, dict[str, list[Tensor]]] = {
-        name: {kind: [] for kind in ("member", *KINDS)} for name in attacks
-    }
+    scores: dict[str, dict[str, list[Tensor]]]
+    scores = {name: {kind: [] for kind in ("member", *KINDS)} for name in attacks}
     forward: list[float] = []
     candidate_seconds: dict[str, list[float]] = {name: [] for name in attacks}
     for number in range(options.batches):
         batches = [private.batch(texts, length) for _ in range(options.steps)]
-        if options.update:
-            view = updated(model, anatomy, roles, options.update, batches, options.device)
-        else:
-            backward(model, batches[0], options.device)
-            view = observed(anatomy, roles, 0.0, number)
+        view = subspace_words.shared(model, roles, batches, 0.0, number, options)
         trained = torch.cat([batch.input_ids for batch in batches])
         members = trained[torch.randperm(len(trained), generator=generator)[: options.asked]]
         others = private.batch(len(members), length).input_ids
@@ -169,12 +142,9 @@ def measure(
                 scores[name][kind].append(values)
     for name, by_kind in scores.items():
         rounds = len(by_kind["member"])
-        setting = (
-            f"{Path(options.model).name} {options.private} r {options.rank} "
-            f"{options.targets if options.rank else 'whole'} {texts}x{length} "
-            f"{f'{options.update} {options.steps} steps' if options.update else 'gradient'} | "
-            f"after {training.steps} steps | {name}"
-        )
+        kind = f"{options.update} {options.steps} steps" if options.update else "gradient"
+        setting = f"{Path(options.model).name} {options.private} {subspace_words.adapted(options)}"
+        setting += f" {texts}x{length} {kind} | after {training.steps} steps | {name}"
         print(f"{setting} | {options.batches - rounds} of {options.batches} unknown", flush=True)
         if not rounds:
             continue
@@ -185,17 +155,11 @@ def measure(
             both = torch.cat([member, *by_kind[kind]])
             bits = torch.arange(len(both)) < len(member)
             auc = membership_rates(both, bits, cluster)["auc"]
-            print(
-                f"{setting} | {kind} | {len(member)} members | AUC {auc.value:.3f} "
-                f"({auc.low:.3f} to {auc.high:.3f})",
-                flush=True,
-            )
-        cost = 1000 * torch.tensor(candidate_seconds[name]).median()
-        print(
-            f"{name}: {cost:.0f} ms a candidate; a forward pass "
-            f"{1000 * torch.tensor(forward).median():.0f} ms (medians)",
-            flush=True,
-        )
+            line = f"{setting} | {kind} | {len(member)} members | AUC {with_ends(auc)}"
+            print(line, flush=True)
+        cost, plain = (1000 * torch.tensor(s).median() for s in (candidate_seconds[name], forward))
+        line = f"{name}: {cost:.0f} ms a candidate; a forward pass {plain:.0f} ms (medians)"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

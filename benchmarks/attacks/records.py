@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import print_place, read_texts, table
+from benchmarks.shared import parser_of, print_place, read_texts, table
 from lightning_fedleak.attacks.memorization import Entities, EntityGuess
 from lightning_fedleak.cli.command_line import main as fedleak
 from lightning_fedleak.evaluation.canaries import with_entities
@@ -156,7 +156,7 @@ def found(options: argparse.Namespace, tokenizer: Any) -> list[list[str]]:
             if epoch:
                 told = pool.compare(answers[-1], answers[0], everyone, members)
                 values: Any = told["entity/phone/label"]
-                ends = f"{values['auc']:.3f} ({values['auc_low']:.2f} to {values['auc_high']:.2f})"
+                ends = "{auc:.3f} ({auc_low:.2f} to {auc_high:.2f})".format(**values)
                 lines.append([f"{seed}", f"{epoch}", f"{values['members']:.0f}", ends])
     return lines
 
@@ -179,13 +179,8 @@ def references(options: argparse.Namespace, tokenizer: Any, folder: Path) -> Non
 
 def main() -> None:
     """Read the options, and print three results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    for name, (default, words) in NUMBERS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=words)
-    parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[0])
-    options = parser.parse_args()
+    options = parser_of(__doc__, "model", "text", **NUMBERS, seeds="0").parse_args()
+    options.seeds = [*map(int, options.seeds.split(","))]
     print_place()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     head = ("epoch", "place, times", "first (95%)", "median rank", "greedy")

@@ -20,6 +20,10 @@ is given here, the prompt itself. These need a copy of the base; they are asked 
 alone. With ``--null`` the
 model is trained on further prompts, none of which is asked about. The seconds of the looks are
 those of everything that is asked, the other formulas too.
+
+Below the table it says in how many of 300 draws, each of which deals the memberships of the run to
+its prompts at random, our two attacks report members at any look, by a lower end above .5. The
+scores are those of the run, so that only the draw of who is a member is repeated, not the training.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels import PromptChannel
 from lightning_fedleak.evaluation.canaries import leave_out
+from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import token_log_probs
@@ -57,6 +62,7 @@ SMOKE = (
 )
 
 Example = dict[str, Any]
+DRAWS = 300  # of memberships; the error of a rate of .05 is then .013
 
 
 def half_of_alphabet(completions: list[str], late: list[bool], **_: Any) -> list[float]:
@@ -149,6 +155,39 @@ def attacks_of(study: Study) -> list[PromptAttack]:
     return [drift, gain, *(Formula(name, formula) for name, formula in formulas.items())]
 
 
+def kept_scores(attacks: list[PromptAttack]) -> dict[str, list[Tensor]]:
+    """Return what attacks score at each look from now on, by their names."""
+    kept: dict[str, list[Tensor]] = {attack.name: [] for attack in attacks}
+    for attack in attacks:
+
+        def score(released: ReleasedModel, attack: Any = attack, own: Any = attack.score) -> Tensor:
+            values: Tensor = own(released)
+            kept[attack.name].append(values)
+            return values
+
+        attack.score = score  # type: ignore[method-assign]
+    return kept
+
+
+def count_alarms(looks: list[Tensor], members: Tensor, *, exact: bool, seed: int) -> int:
+    """Return in how many draws of memberships any look has a lower end above .5.
+
+    Args:
+        looks: scores of the prompts, (N,) at each look.
+        members: (N,) bool, dealt at random in each draw.
+        exact: as the channel sets it for the attack.
+        seed: of the draws.
+    """
+    generator, alarms = torch.Generator().manual_seed(seed), 0
+    for _ in range(DRAWS):
+        dealt = members[torch.randperm(len(members), generator=generator)]
+        alarms += any(
+            membership_values(scores, dealt, look=look, exact=exact)["auc_low"] > 0.5
+            for look, scores in enumerate(looks, start=1)
+        )
+    return alarms
+
+
 def examples_of(options: argparse.Namespace) -> list[Example]:
     """Return twice as many prompts as are asked about; the second half is for ``--null``."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -217,7 +256,9 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     study = Study(base.to(trainer.model.device), options.epochs)
     settings = WatchSettings(memorization=Memorization(max_overhead=100, looks=()))
-    callback = LeakageCallback(trainer, attacks_of(study), folder=folder, settings=settings)
+    attacks = attacks_of(study)
+    kept = kept_scores(attacks[:2])
+    callback = LeakageCallback(trainer, attacks, folder=folder, settings=settings)
     [study.channel] = [c for c in callback.engine.channels if isinstance(c, PromptChannel)]
     looks, rewards = [0.0], list[str]()
     ask = study.channel.ask_weights
@@ -256,6 +297,10 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     cells = {"reward, members / others": rewards} | cells
     head = ["AUC (interval) after epoch", *(str(n + 1) for n in range(options.epochs))]
     print(table(head, ([name, *row] for name, row in cells.items())), flush=True)
+    for name, scores in ((name, looks) for name, looks in kept.items() if looks):
+        exact = name == RewardGain.default_name
+        alarms = count_alarms(scores, study.channel.pool.trains, exact=exact, seed=seed)
+        print(f"{name}: {alarms} of {DRAWS} permuted draws raise an alarm (5% may)", flush=True)
 
 
 def main() -> None:

@@ -46,33 +46,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BertConfig,
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-)
 from transformers.integrations import activate_neftune
 
-from benchmarks.shared import (
-    FineTuning,
-    add_line,
-    fit,
-    mean_and_half,
-    print_place,
-    read_lines,
-    read_texts,
-    table,
-    trained,
-    with_lora,
-)
+from benchmarks import shared
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
@@ -93,9 +73,9 @@ SMOKE = (
     "--defenses gradient_noise:clip=1,sigma=0.01 --out {out}/cells.jsonl",
 )
 HEAD_CLASSES = {
-    "next": AutoModelForCausalLM,
-    "texts": AutoModelForSequenceClassification,
-    "tokens": AutoModelForTokenClassification,
+    "next": transformers.AutoModelForCausalLM,
+    "texts": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
 }
 TASKS = {
     "ForSequenceClassification": TaskType.SEQ_CLS,
@@ -130,25 +110,25 @@ class Bottleneck(nn.Module):
         return y + self.up(self.down(y).relu())
 
 
-def whole(model: PreTrainedModel) -> nn.Module:
+def whole(model: transformers.PreTrainedModel) -> nn.Module:
     return model
 
 
-def frozen_ends(model: PreTrainedModel) -> nn.Module:
+def frozen_ends(model: transformers.PreTrainedModel) -> nn.Module:
     anatomy = find_anatomy(model)
     for role in (HEAD_WEIGHT, EMBEDDING_WEIGHT):
         anatomy.parameter(role).requires_grad_(False)
     return model
 
 
-def adapters(model: PreTrainedModel) -> nn.Module:
+def adapters(model: transformers.PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for block in model.get_decoder().layers:
         block.mlp = Bottleneck(block.mlp, model.config.hidden_size)
     return model
 
 
-def embedding_adapters(model: PreTrainedModel) -> nn.Module:
+def embedding_adapters(model: transformers.PreTrainedModel) -> nn.Module:
     """Adapters of half the width, one behind the embeddings and one behind every MLP."""
     model.requires_grad_(False)
     decoder, width = model.get_decoder(), model.config.hidden_size
@@ -158,7 +138,7 @@ def embedding_adapters(model: PreTrainedModel) -> nn.Module:
     return model
 
 
-def bitfit(model: PreTrainedModel) -> nn.Module:
+def bitfit(model: transformers.PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     if not biases:
@@ -168,36 +148,36 @@ def bitfit(model: PreTrainedModel) -> nn.Module:
     return model
 
 
-def norms(model: PreTrainedModel) -> nn.Module:
+def norms(model: transformers.PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     return model
 
 
-def prompts(model: PreTrainedModel) -> nn.Module:
+def prompts(model: transformers.PreTrainedModel) -> nn.Module:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
     return get_peft_model(model, config)
 
 
 def lora(rank: int, targets: list[str] | str, dropout: float = 0.0):
-    def adapted(model: PreTrainedModel) -> nn.Module:
+    def adapted(model: transformers.PreTrainedModel) -> nn.Module:
         bert = {"q_proj": "query", "v_proj": "value"} if model.config.model_type == "bert" else {}
         names = targets if isinstance(targets, str) else [bert.get(t, t) for t in targets]
         task = next((t for n, t in TASKS.items() if type(model).__name__.endswith(n)), None)
-        return with_lora(model, rank, names, lora_dropout=dropout, task_type=task)
+        return shared.with_lora(model, rank, names, lora_dropout=dropout, task_type=task)
 
     return adapted
 
 
-def neftune(model: PreTrainedModel) -> nn.Module:
+def neftune(model: transformers.PreTrainedModel) -> nn.Module:
     """LoRA, and noise on the embeddings in training (NEFTune, arXiv 2310.05914), alpha 5."""
     adapted = lora(8, ["q_proj", "v_proj"])(model)
     activate_neftune(adapted, 5.0)
     return adapted
 
 
-def first_block_frozen(model: PreTrainedModel) -> nn.Module:
+def first_block_frozen(model: transformers.PreTrainedModel) -> nn.Module:
     adapted = lora(8, ["q_proj", "v_proj"])(model)
     for name, parameter in adapted.named_parameters():
         if ".layers.0." in name:
@@ -205,7 +185,7 @@ def first_block_frozen(model: PreTrainedModel) -> nn.Module:
     return adapted
 
 
-SETUPS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+SETUPS: dict[str, Callable[[transformers.PreTrainedModel], nn.Module]] = {
     "whole": whole,
     "head and embeddings frozen": frozen_ends,
     **{f"lora {r} q,v": lora(r, ["q_proj", "v_proj"]) for r in (4, 8, 16, 32)},
@@ -230,22 +210,13 @@ def by_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     return partial(getattr(torch.optim, name), lr=RATES[name])
 
 
-def tokens(name: str, tokenizer, options: argparse.Namespace) -> list[list[int]]:
-    """Ids of texts in random order."""
-    texts = read_texts(name)
-    generator = torch.Generator().manual_seed(options.seed)
-    order = torch.randperm(len(texts), generator=generator).tolist()[: options.pool]
-    front = [] if options.bos is None else [options.bos]
-    return [front + tokenizer(texts[i])["input_ids"] for i in order]
-
-
 def warm(
     model: nn.Module, public: Sequence[Sequence[int]], shape: str, steps: int, head: str = "next"
 ) -> None:
     """Train the set-up on the public texts that are long enough."""
     texts, length = map(int, shape.split("x"))
     public = [ids for ids in public if len(ids) >= length]
-    optimizer = by_optimizer("AdamW")(trained(model))
+    optimizer = by_optimizer("AdamW")(shared.trained(model))
     for step in range(steps):
         rows = [public[(step * texts + i) % len(public)][:length] for i in range(texts)]
         ids = torch.tensor(rows)
@@ -262,7 +233,7 @@ def labels_of(ids: Tensor, head: str) -> Tensor:
     return torch.randint(2, shape, device=ids.device)
 
 
-def loaded(options: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:
+def loaded(options: argparse.Namespace, tokenizer: Any) -> transformers.PreTrainedModel:
     """The model, with its head."""
     kind = HEAD_CLASSES[options.head]
     if not options.bert:
@@ -270,18 +241,13 @@ def loaded(options: argparse.Namespace, tokenizer: Any) -> PreTrainedModel:
         if options.head == "texts":
             model.config.pad_token_id = tokenizer.pad_token_id or 0
         return model
-    like = AutoConfig.from_pretrained(options.model)
-    sizes = {
-        name: getattr(like, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-        )
-    }
-    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    like = transformers.AutoConfig.from_pretrained(options.model)
+    names = ["vocab_size", "hidden_size", "intermediate_size"]
+    names += ["num_hidden_layers", "num_attention_heads"]
+    sizes = {name: getattr(like, name) for name in names}
+    config = transformers.BertConfig(
+        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return kind.from_config(config)
 
 
@@ -297,14 +263,17 @@ def padded(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def packed(texts: list[dict[str, Tensor]]) -> dict[str, Any]:
     """A batch of texts in one row, kept apart."""
-    return {**DataCollatorWithFlattening()(texts, return_tensors="pt"), "use_cache": False}
+    return {
+        **transformers.DataCollatorWithFlattening()(texts, return_tensors="pt"),
+        "use_cache": False,
+    }
 
 
 COLLATE: dict[str, Callable[..., Any] | None] = {
     "equal": None,
     "padded": padded,
     "packed": packed,
-    "crossing": DataCollatorWithFlattening(return_tensors="pt"),
+    "crossing": transformers.DataCollatorWithFlattening(return_tensors="pt"),
 }
 
 
@@ -343,10 +312,9 @@ class Data:
 def read_data(options: argparse.Namespace, tokenizer: Any, public: list[list[int]]) -> Data:
     """Return half of the private texts to train on, the other half as non-members."""
     texts, length = map(int, options.shape.split("x"))
-    private = [ids[:length] for ids in tokens(options.private, tokenizer, options)]
-    trained_on, held_out = torch.tensor(
-        [ids for ids in private if len(ids) == length]
-    ).tensor_split(2)
+    private = [ids[:length] for ids in shared.drawn_ids(options.private, tokenizer, options)]
+    whole = torch.tensor([ids for ids in private if len(ids) == length])
+    trained_on, held_out = whole.tensor_split(2)
     pairs = zip(trained_on, labels_of(trained_on, options.head), strict=True)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
     return Data(rows, held_out, public, texts, length)
@@ -357,49 +325,32 @@ def run_cell(
 ) -> list[dict]:
     """Return the lines of ``leakage.jsonl`` of one fit."""
     torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    public = tokens(options.public, tokenizer, options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    public = shared.drawn_ids(options.public, tokenizer, options)
     model = SETUPS[setup](loaded(options, tokenizer))
     warm(model, public, options.shape, options.warm, options.head)
     data = read_data(options, tokenizer, public)
     if ":" in column:
         run_rounds(model, data, column, options, folder)
     else:
-        watch = watch_texts if column == "texts" else watch_gradients
-        fit_watched(model, data, watch(data, options, folder), defense, options)
-    return read_lines(Path(folder) / "leakage.jsonl")
+        monitor = watch(column, data, options, folder)
+        defenses = [built for spec in parse_defenses(defense) for built in spec.build()]
+        shared.fit(
+            shared.FineTuning(model, by_optimizer("AdamW")), data.loader(options.rows),
+            strategy=DefendedStrategy("auto", defenses=defenses) if defenses else "auto",
+            max_steps=options.batches, callbacks=[monitor], default_root_dir=folder,
+        )  # fmt: skip
+    return shared.read_lines(Path(folder) / "leakage.jsonl")
 
 
-def watch_texts(data: Data, options: argparse.Namespace, folder: str) -> LeakageMonitor:
-    """Return a monitor with ``SubspaceTexts`` only."""
-    attack = SubspaceTexts(budget_seconds=options.texts_seconds)
-    settings = WatchSettings(texts=data.texts)
-    return LeakageMonitor(attack, every_n_steps=1, folder=folder, settings=settings)
-
-
-def watch_gradients(data: Data, options: argparse.Namespace, folder: str) -> LeakageMonitor:
-    """Return a monitor whose attacks choose themselves."""
+def watch(column: str, data: Data, options: argparse.Namespace, folder: str) -> LeakageMonitor:
+    """Return a monitor with ``SubspaceTexts`` only, or one whose attacks choose themselves."""
+    if column == "texts":
+        attack = SubspaceTexts(budget_seconds=options.texts_seconds)
+        settings = WatchSettings(texts=data.texts)
+        return LeakageMonitor(attack, every_n_steps=1, folder=folder, settings=settings)
     settings = WatchSettings(look_seconds=LOOK_SECONDS, public_text=PublicText(data.public))
     return LeakageMonitor(every_n_steps=1, games=data.games(), folder=folder, settings=settings)
-
-
-def fit_watched(
-    model: nn.Module,
-    data: Data,
-    monitor: LeakageMonitor,
-    defense: str,
-    options: argparse.Namespace,
-) -> None:
-    """Train by AdamW under a defence, and look at every step."""
-    defenses = [built for spec in parse_defenses(defense) for built in spec.build()]
-    fit(
-        FineTuning(model, by_optimizer("AdamW")),
-        data.loader(options.rows),
-        max_steps=options.batches,
-        strategy=DefendedStrategy("auto", defenses=defenses) if defenses else "auto",
-        callbacks=[monitor],
-        default_root_dir=monitor.folder,
-    )
 
 
 def run_rounds(
@@ -414,7 +365,7 @@ def run_rounds(
     )
     for round_ in range(options.batches):
         observer.begin(round_, trained_state(model))
-        optimizer = make(trained(model))
+        optimizer = make(shared.trained(model))
         round_batches = list(itertools.islice(batches, observer.local_steps))
         for batch in round_batches:
             optimizer.zero_grad()
@@ -452,7 +403,7 @@ def summary_of(lines: list[dict], attack: str) -> dict[str, Any]:
     if rates and family == "membership":
         result |= rates[-1]["auc"]
     elif rates:
-        mean, half = mean_and_half([look[VALUES[family]]["value"] for look in rates])
+        mean, half = shared.mean_and_half([look[VALUES[family]]["value"] for look in rates])
         result |= {"value": mean, "low": mean - half, "high": mean + half}
     if rates and family == "texts":
         for name in ("exact_sentences", "certified"):
@@ -461,8 +412,10 @@ def summary_of(lines: list[dict], attack: str) -> dict[str, Any]:
     return result
 
 
-def best_value(cell: dict[str, Any], family: str) -> str:
-    """What the best attack of a family found."""
+def best_value(cell: dict[str, Any] | None, family: str) -> str:
+    """What the best attack of a family found; None is a cell that was not run."""
+    if cell is None:
+        return "not run"
     summaries = [s for name, s in cell["attacks"].items() if family_of(name) == family]
     results = [s for s in summaries if "value" in s]
     if not results:
@@ -487,21 +440,17 @@ def print_table(cells: Sequence[dict[str, Any]]) -> None:
         pairs = [(column, family) for column in columns for family in families_in(column)]
         rows = []
         for setup, defense in dict.fromkeys((c["setup"], c["defense"]) for c in of_shape):
-            results = {
-                c["column"]: c for c in of_shape if (c["setup"], c["defense"]) == (setup, defense)
-            }
-            row = [
-                best_value(results[column], family) if column in results else "not run"
-                for column, family in pairs
-            ]
+            run = [c for c in of_shape if (c["setup"], c["defense"]) == (setup, defense)]
+            results = {c["column"]: c for c in run}
+            row = [best_value(results.get(column), family) for column, family in pairs]
             rows.append([setup if defense == "none" else f"{setup}; {defense}", *row])
         heads = [f"{column}: {HEADS[family]}" for column, family in pairs]
-        print(f"{table(['trained', *heads], rows)}\n")
+        print(f"{shared.table(['trained', *heads], rows)}\n")
 
 
 def run_setups(options: argparse.Namespace) -> None:
     """Run what the file lacks: set-ups by what is shared and by defence."""
-    have = {tuple(line["key"]) for line in read_lines(options.out)}
+    have = {tuple(line["key"]) for line in shared.read_lines(options.out)}
     defenses = [str(spec) for text in options.defenses for spec in parse_defenses(text)]
     model = Path(options.model).name
     if options.head != "next":
@@ -517,42 +466,25 @@ def run_setups(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder, quiet():
             cell["attacks"] = summary(run_cell(setup, column, defense, options, folder))
         cell["seconds"] = time.perf_counter() - start
-        add_line(options.out, {"key": key, "day": str(date.today()), **cell})
+        shared.add_line(options.out, {"key": key, "day": str(date.today()), **cell})
         print(setup, column, defense, f"{cell['seconds']:.0f} s")
         for attack, result in cell["attacks"].items():
             value = "{value:.3f} ({low} to {high})".format(**result) if "value" in result else ""
-            print(
-                f"    {attack} {value} unknown {result['unknown']} {result['why'][:200]}",
-                flush=True,
-            )
+            note = f"unknown {result['unknown']} {result['why'][:200]}"
+            print(f"    {attack} {value} {note}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--head", default="next", choices=HEAD_CLASSES)
-    parser.add_argument("--bert", action="store_true")
-    parser.add_argument("--rows", default="equal", choices=COLLATE)
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=SETUPS)
-    columns = ["gradient", "SGD:10", "AdamW:1", "AdamW:10"]
-    parser.add_argument("--columns", nargs="+", default=columns)
-    parser.add_argument("--defenses", nargs="+", default=["none"])
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--texts-seconds", type=float, default=60.0)
-    parser.add_argument("--bos", type=int)
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser = shared.parser_of(
+        __doc__, table=Path, model=str, head=("next", HEAD_CLASSES), bert=False,
+        rows=("equal", COLLATE), private="imdb", public="wikitext2", shape="8x64",
+        setups=([*SETUPS], SETUPS), columns=["gradient", "SGD:10", "AdamW:1", "AdamW:10"],
+        defenses=["none"], batches=10, warm=5, texts_seconds=60.0, bos=int, pool=2000, seed=0,
+        out=Path,
+    )  # fmt: skip
     options = parser.parse_args()
     if options.table is not None:
-        print_table(read_lines(options.table))
+        print_table(shared.read_lines(options.table))
         return
     if options.model is None or options.out is None:
         parser.error("give --model DIR and --out FILE, or --table FILE")
@@ -562,7 +494,7 @@ def main() -> None:
             f"--columns {' '.join(rounds)}: a round is measured without a defence; give --defenses "
             "with --columns gradient or texts only"
         )
-    print_place()
+    shared.print_place()
     run_setups(options)
 
 

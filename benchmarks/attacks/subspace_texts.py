@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.attacks.subspace_words import Source, add_source_options, built
-from benchmarks.shared import print_place, trained, with_lora
+from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, read_options
+from benchmarks.shared import trained, with_ends, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
@@ -82,6 +82,13 @@ def backward(model: nn.Module, ids: Tensor, options: argparse.Namespace) -> None
     model(input_ids=ids, labels=labels).loss.backward()
 
 
+def move_adapters(model: nn.Module, public: Source, rows: int, length: int, options) -> None:
+    """Take a step on public text: A has no gradient while B is zero."""
+    if options.rank:
+        backward(model, texts_of(public, rows, length, options), options)
+        torch.optim.AdamW(trained(model), lr=2e-4).step()
+
+
 def shared(
     anatomy: Anatomy, roles: tuple[str, ...], ids: Tensor, defense: str, number: int, options
 ) -> Observation:
@@ -105,10 +112,8 @@ def shared(
         with torch.no_grad():
             for parameter, old in zip(trained(model), initial, strict=True):
                 parameter.copy_(old)
-        update = UpdateSnapshot(
-            number, Stage.SHARED, shifted, local_steps=len(parts), learning_rate=options.lr
-        )
-        return Observation((update,))
+        settings = {"local_steps": len(parts), "learning_rate": options.lr}
+        return Observation((UpdateSnapshot(number, Stage.SHARED, shifted, **settings),))
     std = rounding_std = 0.0
     if kind == "dpsgd":
         gradients = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
@@ -136,27 +141,14 @@ def shared(
         elif kind == "topk":
             least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
             gradients[role] = g.where(g.abs() >= least, 0.0)
-    return Observation(
-        (GradientSnapshot(number, Stage.SHARED, gradients, noise_std=max(std, rounding_std)),)
-    )
+    std = max(std, rounding_std)
+    return Observation((GradientSnapshot(number, Stage.SHARED, gradients, noise_std=std),))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model")
-    parser.add_argument("--config", choices=("gpt2",))
-    add_source_options(parser, shapes="1x32")
-    parser.add_argument("--classes", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of a look")
-    parser.add_argument("--defenses", default="none")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of sgd:k")
-    options = parser.parse_args()
+    more = {"budget": (120.0, "seconds of a look"), "lr": (1e-3, "of sgd:k"), "classes": 0}
+    options = read_options(__doc__, **SOURCE | more | {"shapes": "1x32", "defenses": "none"})
     options.dropout, options.chat = 0.0, False
-    if (options.model is None) == (options.config is None):
-        parser.error("give --model DIR or --config")
-    print_place(options.device)
     for shape, defense in product(options.shapes.split(","), options.defenses.split(",")):
         kind, _, value = defense.partition(":")
         steps = int(value) if kind == "sgd" else 1
@@ -165,15 +157,11 @@ def main() -> None:
         anatomy = find_anatomy(model)
         private = Source(options.private, options, anatomy.vocab_size)
         public = Source(options.public, options, anatomy.vocab_size)
-        if options.rank:
-            optimizer = torch.optim.AdamW(trained(model), lr=2e-4)
-            backward(model, texts_of(public, rows, length, options), options)
-            optimizer.step()
+        move_adapters(model, public, rows, length, options)
         attack = SubspaceTexts(budget_seconds=options.budget)
         if kind == "sgd":
-            attack.meet(
-                RunFacts(optimizer="SGD", optimizer_settings={"lr": options.lr}, local_steps=steps)
-            )
+            settings = {"optimizer_settings": {"lr": options.lr}, "local_steps": steps}
+            attack.meet(RunFacts(optimizer="SGD", **settings))
         roles = tuple(sorted(attack.needs(anatomy).gradients))
         attack.prepare(anatomy)
         metric = TextReconstruction()
@@ -190,8 +178,7 @@ def main() -> None:
             try:
                 guess = attack.run(view)
                 guessed_ids = in_true_order(guess.tokens, truth)
-                sure = bool(guess.certified)
-                extra = guess.tokens.shape != truth.shape
+                sure, extra = bool(guess.certified), guess.tokens.shape != truth.shape
             except UnusableObservation:
                 unknown += 1
             seconds.append(time.process_time() - start)
@@ -201,10 +188,8 @@ def main() -> None:
         rates = metric.rates()
         in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
         print(
-            f"{options.config or Path(options.model).name} {options.private} r {options.rank} "
-            f"{options.targets if options.rank else 'whole'} {shape} {defense} | "
-            f"in place {in_place.value:.3f} ({in_place.low:.3f} to {in_place.high:.3f}) | "
-            f"exact {exact.value:.3f} ({exact.low:.3f} to {exact.high:.3f}) | "
+            f"{options.config or Path(options.model).name} {options.private} {adapted(options)} "
+            f"{shape} {defense} | in place {with_ends(in_place)} | exact {with_ends(exact)} | "
             f"certified {certified} of {options.batches}, wrongly {wrong}, unknown {unknown} | "
             f"{torch.tensor(seconds).median():.1f} s",
             flush=True,

@@ -42,7 +42,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from benchmarks.shared import mean_and_half, print_place, read_texts, trained, with_lora
+from benchmarks.shared import drawn_ids, mean_and_half, parser_of, print_place, trained, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceWords, UnusableObservation, WordGuess
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
@@ -115,11 +115,7 @@ class Source:
         if options.config is None:
             self.tokenizer = AutoTokenizer.from_pretrained(options.model)
             self.tokenizer.chat_template = self.tokenizer.chat_template or PLAIN_TURNS
-            front = [] if options.bos is None else [options.bos]
-            texts = read_texts(name)
-            order = torch.randperm(len(texts), generator=self.generator).tolist()
-            pool = [texts[i] for i in order[: options.pool]]
-            self.ids = [front + self.tokenizer(text)["input_ids"] for text in pool]
+            self.ids = drawn_ids(name, self.tokenizer, options, self.generator)
         self.next = 0
 
     def chat(self, text: list[int], length: int) -> tuple[list[int], int]:
@@ -177,14 +173,22 @@ def observed(anatomy: Anatomy, roles: tuple[str, ...], noise: float, seed: int) 
     return Observation((GradientSnapshot(0, Stage.SHARED, gradients, noise_std=std),))
 
 
+def shared(
+    model: nn.Module, roles: tuple[str, ...], batches: Sequence[TokenBatch], noise: float,
+    number: int, options: argparse.Namespace,
+) -> Observation:  # fmt: skip
+    """The gradient of a batch, or the weight change of a step of ``--update`` on each."""
+    anatomy = find_anatomy(model)
+    if options.update:
+        return updated(model, anatomy, roles, options.update, batches, options.device)
+    backward(model, batches[0], options.device)
+    return observed(anatomy, roles, noise, number)
+
+
 def updated(
-    model: nn.Module,
-    anatomy: Anatomy,
-    roles: tuple[str, ...],
-    kind: str,
-    batches: Sequence[TokenBatch],
-    device: str,
-) -> Observation:
+    model: nn.Module, anatomy: Anatomy, roles: tuple[str, ...], kind: str,
+    batches: Sequence[TokenBatch], device: str,
+) -> Observation:  # fmt: skip
     """The weight change of a step on each batch; the weights are put back."""
     parameters = {r: anatomy.parameter(r) for r in roles}
     before = {r: p.detach().clone() for r, p in parameters.items()}
@@ -213,42 +217,33 @@ def f1_of(named: set[int], truth: set[int]) -> float:
     return 2 * len(named & truth) / (len(named) + len(truth))
 
 
-def add_source_options(parser: argparse.ArgumentParser, shapes: str = "8x64") -> None:
-    """Add the options of the adapters and the texts."""
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--targets", default="q_proj,v_proj")
-    parser.add_argument("--shapes", default=shapes)
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--bos", type=int)
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
+MODEL: dict[str, Any] = {"model": str, "config": (str, ("gpt2",))}
+SOURCE: dict[str, Any] = {
+    "private": "imdb", "public": "wikitext2", "rank": 8, "targets": "q_proj,v_proj",
+    "shapes": "8x64", "batches": 10, "bos": int, "pool": 2000, "device": "cpu", "seed": 0,
+}  # fmt: skip
+"""Options of the adapters and the texts."""
+TRAINING: dict[str, Any] = {
+    "dropout": (0.0, "in front of the adapters"),
+    "warm": ("1", "steps of training before; several: 5,30,100"),
+    "update": (str, "an optimizer of torch.optim; default gradients"),
+}
+"""Options of the training before, and of what is shared."""
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the training before, and of what is shared."""
-    parser.add_argument("--dropout", type=float, default=0.0, help="in front of the adapters")
-    parser.add_argument("--warm", default="1", help="steps of training before; several: 5,30,100")
-    parser.add_argument("--update", help="an optimizer of torch.optim; default gradients")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model")
-    parser.add_argument("--config", choices=("gpt2",))
-    add_source_options(parser)
-    add_training_options(parser)
-    parser.add_argument("--noise", default="0")
-    parser.add_argument("--chat", action="store_true", help="chats with masked prompts")
-    parser.add_argument("--prior", action="store_true")
+def read_options(doc: str | None, **settings: Any) -> argparse.Namespace:
+    """Return the options of a script on a model of a folder, or one of a config."""
+    parser = parser_of(doc, **MODEL, **settings)
     options = parser.parse_args()
     if (options.model is None) == (options.config is None):
         parser.error("give --model DIR or --config")
     print_place(options.device)
+    return options
+
+
+def main() -> None:
+    chat = False, "chats with masked prompts"
+    options = read_options(__doc__, **SOURCE, **TRAINING, noise="0", chat=chat, prior=False)
     for shape in options.shapes.split(","):
         texts, length = map(int, shape.split("x"))
         model = built(options)
@@ -266,32 +261,22 @@ def main() -> None:
             training.read_only(roles)
             attack.prepare(anatomy)
             for noise in map(float, options.noise.split(",")):
-                row = measured(attack, model, anatomy, roles, batches, noise, options)
+                row = measured(attack, model, roles, batches, noise, options)
                 row |= {"shape": shape, "warm": warm, "noise": noise}
                 print(described(row, options), flush=True)
 
 
 def measured(
-    attack: SubspaceWords,
-    model: nn.Module,
-    anatomy: Anatomy,
-    roles: tuple[str, ...],
-    batches: Sequence[TokenBatch],
-    noise: float,
-    options: argparse.Namespace,
-) -> dict[str, object]:
+    attack: SubspaceWords, model: nn.Module, roles: tuple[str, ...], batches: Sequence[TokenBatch],
+    noise: float, options: argparse.Namespace,
+) -> dict[str, object]:  # fmt: skip
     """Return the means over batches with half of their intervals, and how many are unknown."""
-    scores: dict[str, list[float]] = {
-        name: [] for name in ("types", "f1", "precision", "ranked", "certified", "seconds")
-    }
+    names = "types", "f1", "precision", "ranked", "certified", "seconds"
+    scores: dict[str, list[float]] = {name: [] for name in names}
     for number, batch in enumerate(batches):
         truth = set(batch.context_ids().tolist())
-        attack.refresh(anatomy, number)
-        if options.update:
-            view = updated(model, anatomy, roles, options.update, [batch], options.device)
-        else:
-            backward(model, batch, options.device)
-            view = observed(anatomy, roles, noise, number)
+        attack.refresh(find_anatomy(model), number)
+        view = shared(model, roles, [batch], noise, number, options)
         start = time.perf_counter()
         guess = _guess(attack, view)
         scores["seconds"].append(time.perf_counter() - start)
@@ -299,15 +284,18 @@ def measured(
         if guess is None or not (len(guess.types) or noise):
             continue
         named = set(guess.types.tolist())
-        ranked = (
-            set() if guess.scores is None else set(guess.scores.topk(len(truth)).indices.tolist())
-        )
+        likely = [] if guess.scores is None else guess.scores.topk(len(truth)).indices.tolist()
         scores["f1"].append(f1_of(named, truth))
         scores["precision"].append(len(named & truth) / max(1, len(named)))
-        scores["ranked"].append(len(ranked & truth) / len(truth))
+        scores["ranked"].append(len({*likely} & truth) / len(truth))
         scores["certified"].append(float(bool(guess.certified)))
     row: dict[str, object] = {name: mean_and_half(values) for name, values in scores.items()}
     return row | {"n": len(batches), "unknown": len(batches) - len(scores["f1"])}
+
+
+def adapted(options: argparse.Namespace) -> str:
+    """Return the rank of the adapters, and where they are."""
+    return f"r {options.rank} {options.targets if options.rank else 'whole'}"
 
 
 def described(row: dict[str, Any], options: argparse.Namespace) -> str:
@@ -320,12 +308,10 @@ def described(row: dict[str, Any], options: argparse.Namespace) -> str:
     dropout = f" dropout {options.dropout:g}" if options.dropout else ""
     chats = " chats" if options.chat else ""
     return (
-        f"{options.config or Path(options.model).name} {options.private}{chats} r {options.rank} "
-        f"{options.targets if options.rank else 'whole'}{dropout} {row['shape']} noise "
-        f"{row['noise']:g} {options.update or 'gradient'} | after {row['warm']} steps | types "
-        f"{row['types'][0]:.0f} | {words if is_known else 'unknown'} | "
-        f"{row['seconds'][0]:.1f} s | "
-        f"{row['unknown']} of {row['n']} unknown"
+        f"{options.config or Path(options.model).name} {options.private}{chats} {adapted(options)}"
+        f"{dropout} {row['shape']} noise {row['noise']:g} {options.update or 'gradient'} | after "
+        f"{row['warm']} steps | types {row['types'][0]:.0f} | {words if is_known else 'unknown'} | "
+        f"{row['seconds'][0]:.1f} s | {row['unknown']} of {row['n']} unknown"
     )
 
 

@@ -10,6 +10,15 @@ tokens are looked for. Epochs 0 are the null: the model that wrote the texts was
 Prints for each number of epochs and of texts the AUC of each score, with its interval, which hold
 together with an error of .05; and how many rows and others have a run of 13 tokens in the texts.
 ``--text`` is a file or the name of a set in ``FEDLEAK_ASSETS``.
+
+With ``--canaries`` so many texts of each of three kinds are planted beside the rows, or not, each
+by a fair coin: written by the base behind beginnings of other texts (``sampled_canaries``), the
+same with a third of their tokens at the end drawn from the whole vocabulary, and drawn so up to
+their first token. All kinds are in one run. Prints how well the tuned weights themselves, and the
+texts that they write, tell planted ones from those left out:
+
+    python -m benchmarks.attacks.synthetic --model DIR --text wikitext2 --length 32 \\
+        --canaries 100 --epochs 1,4 --generated 1000
 """
 
 from __future__ import annotations
@@ -18,23 +27,32 @@ import argparse
 import copy
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.shared import print_place, read_texts, table
+from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli.commands.parser import parse
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
 from lightning_fedleak.cli.studies.synthetic import ask_auxiliary, compare_generated
+from lightning_fedleak.evaluation.canaries import sampled_canaries
 from lightning_fedleak.evaluation.metrics.copies import COPIES
-from lightning_fedleak.model.taps import Text
+from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.snapshots import ReleasedModel
+from lightning_fedleak.model.taps import Text, token_log_probs
 
 SMOKE = (
     "--model {model} --text {text} --rows 24 --length 24 --epochs 0,1 --generated 16 --auxiliary 1",
+    "--model {model} --text {text} --rows 12 --length 16 --epochs 1 --generated 12 --auxiliary 1 "
+    "--canaries 12 --times 1",
 )
 NAMES = "combined", *COPIES
+BEGIN = 8  # tokens of another text that a canary begins with; its kind shows, its words vary
 AT_ONCE = 100  # texts that are written together; more take memory and are no faster
 
 
@@ -80,10 +98,7 @@ def play(options: argparse.Namespace, seed: int) -> None:
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     pool = drawn_pool(options, tokenizer, seed)
     rows = [text for text, inside in zip(pool.texts, pool.members, strict=True) if inside]
-    sources = [f"--{name}=x" for name in ("rows", "others", "generated")]
-    defaults = parse(["synthetic", *sources, "--base", options.model, "--seed", str(seed)])
-    defaults.epochs = options.auxiliary or defaults.epochs
-    cells = []
+    defaults, cells = defaults_of(options, seed), []
     for epochs in map(int, options.epochs.split(",")):
         start = time.process_time()
         torch.manual_seed(seed)
@@ -105,6 +120,66 @@ def play(options: argparse.Namespace, seed: int) -> None:
     print(f"\nSeed {seed}: {result.n_members} rows, {result.n_others} others\n\n{lines}")
 
 
+def planted(
+    options: argparse.Namespace, base: Any, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> dict[str, list[Text]]:
+    """Return canaries of each kind."""
+    words = [words for words in dict.fromkeys(read_texts(options.text)) if len(words) > 40]
+    further = np.random.default_rng([seed, 3]).permutation(len(words))[2 * options.rows :]
+    settings = {"truncation": True, "max_length": BEGIN - 1, "add_special_tokens": False}
+    chosen = [words[i] for i in further[: options.canaries]]
+    starts = [[tokenizer.bos_token_id, *row] for row in tokenizer(chosen, **settings)["input_ids"]]
+    prompts = [torch.tensor(row) for row in starts if len(row) == BEGIN]
+    ends = {"sampled": 0, "unlikely end": options.length // 3, "unlikely": options.length - 1}
+    texts = {}
+    for number, (kind, end) in enumerate(ends.items()):
+        first = [torch.tensor([tokenizer.bos_token_id])] if kind == "unlikely" else prompts
+        draw = {"prompts": first, "length": options.length, "unlikely_end": end}
+        rows = sampled_canaries(base, options.canaries, seed=3 * seed + number, **draw)
+        texts[kind] = [text_of(row.tolist()) for row in rows]
+    return texts
+
+
+def play_canaries(options: argparse.Namespace, seed: int) -> None:
+    """Plant canaries, train, write and ask for each number of epochs, and print a table."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    pool, canaries = drawn_pool(options, tokenizer, seed), planted(options, base, tokenizer, seed)
+    rows = [text for text, inside in zip(pool.texts, pool.members, strict=True) if inside]
+    texts = [text for kind in canaries.values() for text in kind]
+    coins = torch.from_numpy(np.random.default_rng([seed, 5]).random(len(texts)) < 0.5)
+    train = rows + [text for text, coin in zip(texts, coins, strict=True) if coin] * options.times
+    before = token_log_probs(find_anatomy(base), texts)
+    cells = []
+    for epochs in map(int, options.epochs.split(",")):
+        torch.manual_seed(seed)
+        model = copy.deepcopy(base)
+        now = token_log_probs(
+            fit_texts(model, train, Recipe(epochs, 8, options.lr), "causal", tokenizer), texts
+        )
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        generated = written(model, int(options.generated), tokenizer, options.length)
+        answers = before, ask_auxiliary(texts, generated, defaults_of(options, seed))[1]
+        for number, kind in enumerate(canaries):
+            side = torch.arange(len(texts)) // options.canaries == number
+            row = [f"{epochs}", kind]
+            for first, last in ((before, now), answers):
+                released = ReleasedModel(last, first, torch.ones(len(texts))).rows(side)
+                v = membership_values(Combined().score(released), coins[side], alpha=0.05 / 6)
+                row.append(f"{v['auc']:.3f} ({v['auc_low']:.2f}-{v['auc_high']:.2f})")
+            cells.append([*row, f"{int(coins[side].sum())} / {int((~coins[side]).sum())}"])
+    head = ["epochs", "canaries", "weights", "generated texts", "planted / left out"]
+    print(f"\nSeed {seed}: {len(rows)} rows, {len(train)} with canaries\n\n{table(head, cells)}")
+
+
+def defaults_of(options: argparse.Namespace, seed: int) -> argparse.Namespace:
+    """Return what the command takes by default."""
+    sources = [f"--{name}=x" for name in ("rows", "others", "generated")]
+    defaults = parse(["synthetic", *sources, "--base", options.model, "--seed", str(seed)])
+    defaults.epochs = options.auxiliary or defaults.epochs
+    return defaults
+
+
 def main() -> None:
     """Read the options, and play once for each seed."""
     parser = argparse.ArgumentParser(
@@ -118,11 +193,13 @@ def main() -> None:
     parser.add_argument("--epochs", default="0,1,4,16", help="of it, separated by commas")
     parser.add_argument("--generated", default="500,2000", help="texts, separated by commas")
     parser.add_argument("--auxiliary", type=int, default=0, help="its epochs; 0: the default")
+    parser.add_argument("--canaries", type=int, default=0, help="of each kind; 0: none")
+    parser.add_argument("--times", type=int, default=4, help="rows that hold a planted canary")
     parser.add_argument("--seeds", default="0")
     options = parser.parse_args()
     print_place()
     for seed in map(int, options.seeds.split(",")):
-        play(options, seed)
+        (play_canaries if options.canaries else play)(options, seed)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import mean_and_half, print_place, read_texts, table, tokens_of, with_lora
+from benchmarks import shared
+from benchmarks.shared import mean_and_half, read_texts, tokens_of
 from lightning_fedleak.attacks.base import Attack, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.words.aligned import LENGTHS, AlignedFlatChat
@@ -49,14 +52,10 @@ SMOKE = (
     "flatchat-abs-oracle,aligned --calibration-tokens 500 --pool 8 --surface lora",
 )
 
-ATTACKS = (
-    "blind-oracle",
-    "flatchat-gmm-oracle",
-    "flatchat-gmm",
-    "flatchat-abs-oracle",
-    "flatchat-abs",
-    "aligned",
-)
+FLATCHAT = ("flatchat-gmm-oracle", "flatchat-gmm", "flatchat-abs-oracle", "flatchat-abs")
+ATTACKS = ("blind-oracle", *FLATCHAT, "aligned")
+Reader = Callable[[Observation, int], WordGuess]
+"""Names types, of what is observed and the true number of them."""
 REGRESSION_SHAPES = tuple((b, n) for b in (1, 2, 4, 8, 16, 32) for n in (25, 50, 100))
 
 
@@ -98,9 +97,16 @@ def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
     return fit_type_counts(weights, counts)
 
 
-def runners(names, anatomy, public: PublicText, args):
-    """name -> function of (observation, true number of types) to a guess; and calibration times."""
-    readers, seconds = {}, {}
+def by_flatchat(view: Observation, truth: int, scorer: str, regressor) -> WordGuess:
+    """FLATCHAT, with a regressor of the number of types, or without one told it."""
+    gradient = next(iter(view.gradients[-1].tensors.values()))
+    return flatchat(gradient, truth if regressor is None else regressor, scorer)
+
+
+def runners(names, anatomy, public: PublicText, args) -> tuple[dict[str, Reader], dict[str, float]]:
+    """Return what reads by name, and calibration times."""
+    readers: dict[str, Reader] = {}
+    seconds: dict[str, float] = {}
     regressor = None
     if {"flatchat-gmm", "flatchat-abs"} & set(names):
         start = time.perf_counter()
@@ -108,33 +114,19 @@ def runners(names, anatomy, public: PublicText, args):
         seconds["flatchat"] = time.perf_counter() - start
     for name in names:
         if name == "blind-oracle":
-            tokens = torch.cat(public.sentences)
-            ranked = tokens[: args.blind_tokens].bincount(minlength=anatomy.vocab_size)
-            ranked = ranked.argsort(descending=True, stable=True)
-
-            def blind(view, truth, ranked=ranked):
-                return WordGuess(ranked[:truth], n_types=float(truth))
-
-            readers[name] = blind
-            continue
-        if name.startswith("flatchat"):
-            scorer, oracle = name.split("-")[1], name.endswith("oracle")
-
-            def run(view, truth, scorer=scorer, oracle=oracle):
-                gradient = next(iter(view.gradients[-1].tensors.values()))
-                return flatchat(gradient, truth if oracle else regressor, scorer)
-
-            readers[name] = run
-            continue
-        attack = AlignedFlatChat(
-            public,
-            calibration_tokens=args.calibration_tokens,
-            lengths=args.lengths,
-            seed=args.seed,
-        )
-        attack.prepare(anatomy)
-        seconds[name] = attack.calibration_seconds
-        readers[name] = lambda view, truth, attack=attack: guessed(attack, view)
+            tokens = torch.cat(public.sentences)[: args.blind_tokens]
+            counts = tokens.bincount(minlength=anatomy.vocab_size)
+            ranked = counts.argsort(descending=True, stable=True)
+            readers[name] = lambda view, truth, ranked=ranked: WordGuess(ranked[:truth], truth)
+        elif name.startswith("flatchat"):
+            fitted = None if name.endswith("oracle") else regressor
+            readers[name] = partial(by_flatchat, scorer=name.split("-")[1], regressor=fitted)
+        else:
+            settings = {"calibration_tokens": args.calibration_tokens, "seed": args.seed}
+            attack = AlignedFlatChat(public, lengths=args.lengths, **settings)
+            attack.prepare(anatomy)
+            seconds[name] = attack.calibration_seconds
+            readers[name] = lambda view, truth, attack=attack: guessed(attack, view)
     return readers, seconds
 
 
@@ -160,33 +152,19 @@ def guessed(attack: Attack, view: Observation) -> WordGuess:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder or hub id of a causal model")
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2", help="a set, or 'sampled'")
-    parser.add_argument("--shapes", default="8x25,16x50,32x100")
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--attacks", default=",".join(ATTACKS))
-    parser.add_argument("--surface", choices=("tied", "head", "lora"), default="tied")
-    parser.add_argument("--rank", type=int, default=8, help="of the LoRA of --surface lora")
-    parser.add_argument("--calibration-tokens", type=int, default=12_000)
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=LENGTHS, help="of the calibrating texts"
-    )
-    parser.add_argument("--regression-batches", type=int, default=5, help="for each shape")
-    parser.add_argument("--regression-shapes", type=int, default=len(REGRESSION_SHAPES))
-    parser.add_argument(
-        "--regression-pool", type=int, default=40, help="public sentences of each of them, at least"
-    )
-    parser.add_argument("--pool", type=int, default=250, help="private sentences for each shape")
-    parser.add_argument("--blind-tokens", type=int, default=200_000, help="public tokens counted")
-    parser.add_argument("--bos", type=int, help="id put before every text")
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="see above")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = shared.parser_of(
+        __doc__, "model", private="imdb", public=("wikitext2", "a set, or 'sampled'"),
+        shapes="8x25,16x50,32x100", batches=20, attacks=",".join(ATTACKS),
+        surface=("tied", ("tied", "head", "lora")), rank=(8, "of the LoRA of --surface lora"),
+        calibration_tokens=12_000, lengths=([*LENGTHS], "of the calibrating texts"),
+        regression_batches=(5, "for each shape"), regression_shapes=len(REGRESSION_SHAPES),
+        regression_pool=(40, "public sentences of each of them, at least"),
+        pool=(250, "private sentences for each shape"),
+        blind_tokens=(200_000, "public tokens counted"), bos=(int, "id put before every text"),
+        noise=([0.0], "see above"), seed=0,
+    )  # fmt: skip
     args = parser.parse_args()
-    print_place(f"torch {torch.__version__}")
+    shared.print_place(f"torch {torch.__version__}")
     names = args.attacks.split(",")
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
@@ -198,7 +176,7 @@ def main() -> None:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     if args.surface == "lora":
         torch.manual_seed(args.seed)
-        model = with_lora(model, args.rank, ["lm_head"]).eval()
+        model = shared.with_lora(model, args.rank, ["lm_head"]).eval()
     anatomy = find_anatomy(model)
     role = head_surface(anatomy).role
     private = tokens_of(read_texts(args.private), tokenizer, args.bos, args.seed + 1, 2000)
@@ -211,7 +189,7 @@ def main() -> None:
     attacks, calibration = runners(names, anatomy, public, args)
 
     head = ("batch", "noise", "types", "attack", "F1", "precision", "recall", "MAER", "seconds")
-    print(table(head, []))
+    print(shared.table(head, []))
     shapes = [[int(n) for n in s.split("x")] for s in args.shapes.split(",")]
     for shape, noise in itertools.product(shapes, args.noise):
         batches = composed_batches(
@@ -224,19 +202,15 @@ def main() -> None:
                 start = time.perf_counter()
                 guess = run(Observation((observed,)), len(truth))
                 elapsed = time.perf_counter() - start
-                scores[name].append(
-                    score(guess, truth) | {"seconds": elapsed, "types": float(len(truth))}
-                )
+                more = {"seconds": elapsed, "types": float(len(truth))}
+                scores[name].append(score(guess, truth) | more)
         for name, entries in scores.items():
             columns = {k: mean_and_half([entry[k] for entry in entries]) for k in entries[0]}
             f1, half = columns["f1"]
-            row = [
-                *("x".join(map(str, shape)), f"{noise:g}", f"{columns['types'][0]:.0f}", name),
-                f"{f1:.4f} ± {half:.4f}",
-                *(f"{columns[k][0]:.4f}" for k in ("precision", "recall")),
-                *(f"{columns['maer'][0]:.3f}", f"{columns['seconds'][0]:.2f}"),
-            ]
-            print(f"| {' | '.join(row)} |", flush=True)
+            values = (f"{columns[k][0]:.4f}" for k in ("precision", "recall"))
+            more = f"{columns['maer'][0]:.3f}", f"{columns['seconds'][0]:.2f}"
+            front = "x".join(map(str, shape)), f"{noise:g}", f"{columns['types'][0]:.0f}", name
+            shared.print_row(*front, f"{f1:.4f} ± {half:.4f}", *values, *more)
     print(f"\ncalibration seconds: {calibration}")
 
 

@@ -6,7 +6,6 @@ python -m benchmarks.cost.gpu --device cpu --small --page FILE
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
 import runpy
@@ -15,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from benchmarks.shared import parser_of
 
 SMOKE = ("--device cpu --small --page {out}/gpu.md",)
 PAGE = Path(__file__).parents[2] / "docs" / "what_ran.md"
@@ -39,10 +40,8 @@ def write_output(script: str, arguments: list[str], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a model of one block, a step of each")
-    parser.add_argument("--page", type=Path, default=PAGE, help="what it holds is kept")
+    small, page = (False, "a model of one block, a step of each"), (PAGE, "what it holds is kept")
+    parser = parser_of(__doc__, device=("cuda", ("cpu", "cuda")), small=small, page=page)
     options = parser.parse_args()
     tables = ""
     with tempfile.TemporaryDirectory() as folder:

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import logging
 import platform
 import statistics
 import time
-import warnings
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -30,9 +28,10 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import FineTuning, fit, read_texts, tokens_of, with_lora
+from benchmarks import shared
+from benchmarks.shared import FineTuning, fit
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.engine import Look, scheduler
 from lightning_fedleak.engine.channels.control import Controls
@@ -128,11 +127,10 @@ def build(arguments: argparse.Namespace) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     else:
         layers, width = arguments.size
-        heads = max(1, width // 64)
-        size = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-        size |= {"intermediate_size": 4 * width, "vocab_size": arguments.vocabulary}
-        model = LlamaForCausalLM(LlamaConfig(**size))
-    return with_lora(model, arguments.lora, ["q_proj", "v_proj"]) if arguments.lora else model
+        sizes = {"heads": max(1, width // 64), "intermediate_size": 4 * width}
+        model = shared.llama(arguments.vocabulary, width, layers, **sizes)
+    lora = arguments.lora
+    return shared.with_lora(model, lora, ["q_proj", "v_proj"]) if lora else model
 
 
 def model_name(arguments: argparse.Namespace) -> str:
@@ -147,7 +145,8 @@ def token_rows(arguments: argparse.Namespace, n: int, length: int, vocab: int) -
         generator = torch.Generator().manual_seed(2)
         return torch.randint(0, vocab, (n, length), generator=generator)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    texts = tokens_of(read_texts(arguments.text), tokenizer, tokenizer.bos_token_id, 2, 10 * n)
+    texts = shared.read_texts(arguments.text)
+    texts = shared.tokens_of(texts, tokenizer, tokenizer.bos_token_id, 2, 10 * n)
     return torch.stack([ids[:length] for ids in texts.sentences if len(ids) >= length][:n])
 
 
@@ -182,8 +181,8 @@ def timed(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float, f
 
 def time_steps(arguments: argparse.Namespace) -> None:
     results = timed(arguments)
-    print("| time | step | n | median (s) | ratio to off | 95% interval |")
-    print("|---|---|---|---|---|---|")
+    head = "time", "step", "n", "median (s)", "ratio to off", "95% interval"
+    print(shared.table(head, []))
     # On a GPU the processor's time counts threads that spin while they wait.
     clocks = ("elapsed",) if arguments.device == "cuda" else ("elapsed", "processor")
     for column, name in enumerate(clocks):
@@ -192,10 +191,8 @@ def time_steps(arguments: argparse.Namespace) -> None:
         plain = medians["off"]
         for arm, seconds in times.items():
             low, high = interval(seconds, times["off"])
-            print(
-                f"| {name} | {arm} | {len(seconds)} | {medians[arm]:.4f} "
-                f"| {medians[arm] / plain:.4f} | {low:.4f} to {high:.4f} |"
-            )
+            ratio = f"{medians[arm] / plain:.4f} | {low:.4f} to {high:.4f}"
+            shared.print_row(name, arm, str(len(seconds)), f"{medians[arm]:.4f}", ratio)
         average = (medians["look"] + 49 * medians["idle"]) / 50 / plain
         print(f"| {name} | one look in 50 steps | | | {average:.4f} | |")
         more = (medians["control"] - medians["look"]) / plain
@@ -227,42 +224,30 @@ def time_fit(arguments: argparse.Namespace, monitors: list[L.Callback], steps: i
 
 def time_fits(arguments: argparse.Namespace) -> None:
     """Print set-up, looks and processor time of fits without and with the monitor."""
-    print("| steps | plain fit (s) | with the monitor (s) | ratio | set-up (s) | looks |")
-    print("|---|---|---|---|---|---|")
+    head = "steps", "plain fit (s)", "with the monitor (s)", "ratio", "set-up (s)", "looks"
+    print(shared.table(head, []))
     for steps in arguments.fits:
         plain_set_up, plain = time_fit(arguments, [], steps)
         monitor = LeakageMonitor()
         set_up, watched = time_fit(arguments, [monitor], steps)
-        cells = f"{watched / plain:.2f} | {set_up - plain_set_up:.1f} | {monitor.looks}"
-        print(f"| {steps:,} | {plain:.1f} | {watched:.1f} | {cells} |", flush=True)
+        cells = f"{watched / plain:.2f}", f"{set_up - plain_set_up:.1f}", f"{monitor.looks}"
+        shared.print_row(f"{steps:,}", f"{plain:.1f}", f"{watched:.1f}", *cells)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder or hub id of a causal LM")
-    parser.add_argument(
-        "--size", type=int, nargs=2, default=(6, 384), help="blocks and width of a random Llama"
-    )
-    parser.add_argument("--vocabulary", type=int, default=50_257, help="of the random Llama")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each kind; 0: none")
-    parser.add_argument("--shape", default="8x64")
-    parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA on q and v")
-    parser.add_argument(
-        "--text", help="texts for --model, named or a file; random tokens without it"
-    )
-    parser.add_argument("--fits", type=int, nargs="*", default=[], help="steps of whole fits")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", default="fedleak_runs/overhead")
-    return parser
+    return shared.parser_of(
+        __doc__, model=(str, "folder or hub id of a causal LM"), shape="8x64", precision="32-true",
+        size=([6, 384], "blocks and width of a random Llama"),
+        vocabulary=(50_257, "of the random Llama"), steps=(40, "steps of each kind; 0: none"),
+        lora=(0, "rank of a LoRA on q and v"), fits=([int], "steps of whole fits"),
+        text=(str, "texts for --model, named or a file; random tokens without it"),
+        device="cuda" if torch.cuda.is_available() else "cpu", out="fedleak_runs/overhead",
+    )  # fmt: skip
 
 
 def main() -> None:
     arguments = parser().parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning_fedleak"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    shared.quieten()
     print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
     print(f"{datetime.date.today()}, {model_name(arguments)}, batch")
     print(f"{arguments.shape}, {arguments.precision}\n")

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.shared import print_place
+from benchmarks.shared import llama, parser_of, print_place, print_row, table
 from lightning_fedleak import SubspaceWords
 from lightning_fedleak.trainers import Watch
 
@@ -35,19 +34,11 @@ NO_SECOND_LOOK = 10**9  # every_n_steps, more than a block has
 VOCABULARY = 2000  # token ids of the model
 
 
-def model_of(options: argparse.Namespace) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": options.width, "intermediate_size": 3 * options.width}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, num_hidden_layers=options.layers, num_attention_heads=4, **sizes
-        )
-    ).train()
-
-
 def prepare(engine: str, options: argparse.Namespace) -> tuple[Any, Any, Callable[[Any], None]]:
     """Return the sharded model and the optimizer for `Watch`, and a function that takes a step."""
-    model = model_of(options)
+    torch.manual_seed(0)
+    width = options.width
+    model = llama(VOCABULARY, width, options.layers, intermediate_size=3 * width).train()
     if engine == "fsdp2":
         for block in model.model.layers:
             fully_shard(block)
@@ -119,34 +110,25 @@ def print_rows(options: argparse.Namespace, environment: dict[str, str]) -> None
     for engine in options.engines:
         row = measure(engine, options)
         if torch.distributed.get_rank() == 0:
-            print(f"| {' | '.join(row)} |", flush=True)
+            print_row(*row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", nargs="+", default=["fsdp2"])
-    parser.add_argument(
-        "--blocks", type=int, default=12, help="blocks of steps; half of them are watched"
-    )
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of a block")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64)
+    blocks, steps = (12, "blocks of steps; half of them are watched"), (20, "timed, of a block")
+    sizes = {"width": 256, "layers": 4, "batch": 4, "length": 64}
+    parser = parser_of(__doc__, engines=["fsdp2"], blocks=blocks, steps=steps, **sizes)
     options = parser.parse_args()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     print_place()
-    print("| engine | plain step, ms | watched | ratio | quartiles of plain steps |")
-    print("| --- | --- | --- | --- | --- |", flush=True)
+    head = "engine", "plain step, ms", "watched", "ratio", "quartiles of plain steps"
+    print(table(head, []), flush=True)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     context = multiprocessing.get_context("fork")  # so that the processes import nothing again
-    processes = []
-    for rank in "01":
-        rank_environment = environment | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(context.Process(target=print_rows, args=(options, rank_environment)))
+    ranks = [environment | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    processes = [context.Process(target=print_rows, args=(options, rank)) for rank in ranks]
     for process in processes:
         process.start()
     for process in processes:

@@ -10,23 +10,19 @@ included. Words is the F1 of ``SubspaceWords`` at its last look, where it had on
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import tempfile
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.shared import FineTuning, fit, print_place, read_lines
+from benchmarks import shared
 from lightning_fedleak import LeakageMonitor
 from lightning_fedleak.callbacks import WatchSettings
 
@@ -40,44 +36,33 @@ LOOK_SECONDS = 600.0
 
 
 def llama(shape: tuple[int, int, int], rank: int) -> nn.Module:
-    """Return a Llama of random numbers with a LoRA."""
-    vocabulary, width, blocks = shape
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // HEAD,
-        num_key_value_heads=max(1, width // HEAD // 4),
-        tie_word_embeddings=True,
-    )
+    """Return a Llama of random numbers in bfloat16 with a LoRA."""
+    width = shape[1]
+    sizes = {"intermediate_size": 4 * width, "num_key_value_heads": max(1, width // HEAD // 4)}
     torch.set_default_dtype(torch.bfloat16)
-    base = LlamaForCausalLM(config)
+    base = shared.llama(*shape, heads=width // HEAD, tie_word_embeddings=True, **sizes)
     torch.set_default_dtype(torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(base, config, autocast_adapter_dtype=False)
+    return shared.with_lora(base, rank, ["q_proj", "v_proj"]).bfloat16()
 
 
 def one_fit(shape: tuple[int, int, int], watched: bool) -> dict[str, Any]:
     """Return the peak in bytes, processor seconds of the fit, and what attacks gave."""
     rows, length = map(int, OPTIONS.batch.split("x"))
     torch.manual_seed(0)
-    module = FineTuning(llama(shape, OPTIONS.rank))
+    module = shared.FineTuning(llama(shape, OPTIONS.rank))
     ids = torch.randint(3, shape[0], (OPTIONS.steps * rows, length))
     data = [{"input_ids": row, "labels": row} for row in ids]
     settings = WatchSettings(look_seconds=LOOK_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.process_time()
-        fit(
-            module,
-            DataLoader(data, batch_size=rows, shuffle=True),
-            max_steps=OPTIONS.steps,
-            precision="bf16-true",
+        shared.fit(
+            module, DataLoader(data, batch_size=rows, shuffle=True), max_steps=OPTIONS.steps,
             callbacks=[LeakageMonitor(every_n_steps=1, settings=settings)] if watched else [],
-            default_root_dir=folder,
-        )
+            precision="bf16-true", default_root_dir=folder,
+        )  # fmt: skip
         seconds = time.process_time() - begin
-        lines = [line for file in Path(folder).rglob("leakage.jsonl") for line in read_lines(file)]
+        logs = Path(folder).rglob("leakage.jsonl")
+        lines = [line for file in logs for line in shared.read_lines(file)]
     metrics = {x["attack"]: x["metrics"] for x in lines if x["unknown"] is None}
     words = metrics.get("subspace_words", {}).get("f1", {}).get("value")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -86,29 +71,23 @@ def one_fit(shape: tuple[int, int, int], watched: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Print one row for each shape and fit."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    shared.quieten()
     shapes = {text: tuple(map(int, text.split("x"))) for text in OPTIONS.shapes}
-    print_place(f"LoRA r {OPTIONS.rank}")
-    print("| shape | fit | peak (GB) | processor (s) | words F1 | attacks with a result |")
-    print("|---|---|---|---|---|---|")
+    shared.print_place(f"LoRA r {OPTIONS.rank}")
+    head = "shape", "fit", "peak (GB)", "processor (s)", "words F1", "attacks with a result"
+    print(shared.table(head, []))
     for shape, numbers in shapes.items():
         for kind in ("bare", "watched"):
             # Of a process of its own, for its peak; what is imported is so already.
             with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
                 measured = pool.submit(one_fit, numbers, kind == "watched").result()
             words = "" if measured["words"] is None else f"{measured['words']:.3f}"
-            row = f"{measured['peak'] / 1e9:.2f} | {measured['seconds']:.0f} | {words}"
-            print(f"| {shape} | {kind} | {row} | {', '.join(measured['results'])} |", flush=True)
+            row = f"{measured['peak'] / 1e9:.2f}", f"{measured['seconds']:.0f}", words
+            shared.print_row(shape, kind, *row, ", ".join(measured["results"]))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = shared.parser_of(__doc__, steps=3, batch=("1x64", "rows x tokens"), rank=16)
     parser.add_argument("shapes", nargs="+", help="vocabulary x width x blocks, as 128256x2048x16")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch", default="1x64", help="rows x tokens")
-    parser.add_argument("--rank", type=int, default=16)
     OPTIONS = parser.parse_args()
     main()

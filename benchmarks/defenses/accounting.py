@@ -14,12 +14,11 @@ epsilon.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import scipy.stats
@@ -28,6 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.defenses.dp_sgd_games import play_add_remove, refutations, sampled_gaussian_auc
 from benchmarks.defenses.planted import PlantedNeuron
+from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.defenses import DPSGD, ClipSettings
 from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
@@ -93,18 +93,10 @@ def grid() -> None:
 
 
 def small_gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=97,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=8,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
-    return GPT2LMHeadModel(config).train()
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, **sizes, **dropout)).train()
 
 
 def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
@@ -114,12 +106,8 @@ def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
         f"{'noise/sigma':>11} {'refuted':>9} {'p':>6} {'median bound':>12} {'accounted':>9}"
     )
     for sigma, rate in [*((sigma, 1.0) for sigma in sigmas), (sigmas[0], 0.5)]:
-
-        def defense(sigma: float = sigma) -> DPSGD:
-            return DPSGD(
-                1e-3, noise_multiplier=sigma, target_delta=DELTA, clip=ClipSettings(loss="trusted")
-            )
-
+        settings = {"target_delta": DELTA, "clip": ClipSettings(loss="trusted")}
+        defense = partial(DPSGD, 1e-3, noise_multiplier=sigma, **settings)
         game_seed = int(10 * sigma) + 1000 * seed
         neuron = PlantedNeuron(small_gpt2(), ids, defense, sample_rate=rate, seed=game_seed)
         played = play_add_remove(neuron.release, games, seed=game_seed)
@@ -135,12 +123,9 @@ def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
         accounted = accountant.epsilon(DELTA)
         assert rate < 1 or epsilon <= accounted
         claim, cut = ("gaussian", 0.5) if rate == 1 else ("dp", "union")
-        bounds = [
-            audit_scores(
-                scores[chunk], members[chunk], delta=DELTA, claim=claim, threshold=cut
-            ).epsilon
-            for chunk in torch.arange(games).split(games // audits)[:audits]
-        ]
+        test = partial(audit_scores, delta=DELTA, claim=claim, threshold=cut)
+        chunks = torch.arange(games).split(games // audits)[:audits]
+        bounds = [test(scores[chunk], members[chunk]).epsilon for chunk in chunks]
         count = refutations(bounds, accounted)
         print(
             f"{sigma:5} {rate:4} {measured.value:7.4f} [{measured.low:.4f}, {measured.high:.4f}] "
@@ -155,16 +140,10 @@ def proof(sigmas: Sequence[float], games: int, audits: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--proof", action="store_true")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
-    parser.add_argument("--games", type=int, default=10_000)
-    parser.add_argument("--audits", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    numbers = {"games": 10_000, "audits": 100, "seed": 0}
+    parser = parser_of(__doc__, grid=False, proof=False, sigmas=[*SIGMAS], **numbers)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    quieten()
     if args.grid:
         grid()
     if args.proof:

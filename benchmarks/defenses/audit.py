@@ -24,11 +24,9 @@ DPSGD's own measurement of its noise is switched off for that: it sees half the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +39,7 @@ from torch import Tensor
 
 from benchmarks.defenses.dp_sgd_games import Games, best_threshold, refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
+from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.defenses import DPSGD, noise
 from lightning_fedleak.defenses.accounting.account import Accountant
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
@@ -75,24 +74,16 @@ class Row:
 
 
 ROWS = (
-    Row(0.5, 1.0, 1),
-    Row(1.0, 1.0, 1),
-    Row(2.0, 1.0, 4),
-    Row(0.5, 0.5, 1),
-    Row(0.7, 0.2, 4),
-    Row(1.0, 0.5, 4),
-    Row(2.0, 0.5, 10),
+    *(Row(0.5, 1.0, 1), Row(1.0, 1.0, 1), Row(2.0, 1.0, 4), Row(0.5, 0.5, 1)),
+    *(Row(0.7, 0.2, 4), Row(1.0, 0.5, 4), Row(2.0, 0.5, 10)),
 )
 ROWS_TO_BREAK = (ROWS[1], ROWS[5])
 
 
 def audits(row: Row, count: int, games: int, seed: int) -> tuple[list[Games], PlantedGradients]:
-    def defense() -> DPSGD:
-        return DPSGD(0.7, noise_multiplier=row.sigma, target_delta=SMALL_DELTA)
-
-    planted = PlantedGradients(
-        defense, targets=games, batch_size=round(row.rate * games), steps=row.steps, seed=seed
-    )
+    size = round(row.rate * games)
+    defense = functools.partial(DPSGD, 0.7, noise_multiplier=row.sigma, target_delta=SMALL_DELTA)
+    planted = PlantedGradients(defense, targets=games, batch_size=size, steps=row.steps, seed=seed)
     return [planted.games(number, row.sigma, row.rate) for number in range(count)], planted
 
 
@@ -139,10 +130,8 @@ def half_the_noise() -> Iterator[None]:
         right(block, generator)
         block.div_(2)
 
-    with (
-        mock.patch.object(noise, "_fill", half),
-        mock.patch.object(NoiseGauge, "measured", return_value=None),
-    ):
+    gauge = mock.patch.object(NoiseGauge, "measured", return_value=None)
+    with mock.patch.object(noise, "_fill", half), gauge:
         yield
 
 
@@ -192,22 +181,17 @@ BREAKS: tuple[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--audits", type=int, default=1000)
-    parser.add_argument("--games", type=int, default=500, help="of each audit")
-    parser.add_argument("--broken", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", help="numbers of the rows, from 0")
-    parser.add_argument("--seed", type=int, default=0)
+    games, rows = (500, "of each audit"), ([int], "numbers of the rows, from 0; default all")
+    parser = parser_of(__doc__, audits=1000, games=games, broken=False, rows=rows, seed=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    quieten()
     print(f"{args.audits} audits of {args.games} games a row")
     print(
         f"{'sigma':>5} {'q':>5} {'steps':>5} {'':14} {'claim':>8} {'delta':>6} {'epsilon':>7} "
         f"{'median':>7} {'exceeded':>9} {'p':>8} {'pooled':>7} {'ms':>6}"
     )
     chosen = ROWS_TO_BREAK if args.broken else ROWS
-    for number in args.rows if args.rows is not None else range(len(chosen)):
+    for number in args.rows or range(len(chosen)):
         row = chosen[number]
         if not args.broken:
             report(row, "", args.audits, args.games, args.seed)

@@ -19,7 +19,6 @@ row.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import suppress
 from typing import Any, cast
@@ -27,20 +26,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.attacks.subspace_texts import backward, texts_of
-from benchmarks.attacks.subspace_words import Source, built, f1_of
-from benchmarks.shared import print_place, trained
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    GradientMembership,
-    PublicText,
-    Query,
-    RunFacts,
-    SubspaceMembership,
-    SubspaceTexts,
-    SubspaceWords,
-    UnusableObservation,
-)
+from benchmarks.attacks.subspace_texts import backward, move_adapters, texts_of
+from benchmarks.attacks.subspace_words import SOURCE, Source, built, f1_of
+from benchmarks.shared import parser_of, print_place, with_ends
+from lightning_fedleak import attacks as known
+from lightning_fedleak.attacks import PublicText, Query, UnusableObservation
 from lightning_fedleak.defenses import GradientCompression
 from lightning_fedleak.engine.channels.base import find_unreadable
 from lightning_fedleak.engine.channels.plans import Plan
@@ -87,42 +77,26 @@ def auc(members: Tensor, non_members: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--private", default="imdb")
-    parser.add_argument("--public", default="wikitext2")
-    parser.add_argument("--rank", type=int, default=0, help="of a LoRA; 0: the whole model")
-    parser.add_argument("--targets", default="q_proj,v_proj")
-    parser.add_argument("--shape", default="1x20")
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--non-members", type=int, default=8, help="texts beside those of a batch")
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of SubspaceTexts")
-    parser.add_argument("--public-rows", type=int, default=64)
-    parser.add_argument("--head-rows", type=int, default=400, help="texts of AlignedFlatChat")
-    parser.add_argument("--attacks", default="", help="names, by commas; all by default")
-    parser.add_argument("--bos", type=int)
-    parser.add_argument("--pool", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    options.config, options.classes, options.device = None, 0, "cpu"
-    options.dropout, options.chat = 0.0, False
+    source = SOURCE | {"rank": (0, "of a LoRA; 0: the whole model")}
+    options = parser_of(
+        __doc__, "model", **source, shape="1x20", methods=METHODS, public_rows=64,
+        non_members=(8, "texts beside those of a batch"), budget=(20.0, "seconds of SubspaceTexts"),
+        head_rows=(400, "texts of AlignedFlatChat"),
+        attacks=("", "names, by commas; all by default"),
+    ).parse_args()  # fmt: skip
+    options.config, options.classes, options.dropout, options.chat = None, 0, 0.0, False
     rows, length = map(int, options.shape.split("x"))
     anatomy = find_anatomy(model := built(options))
     private = Source(options.private, options, anatomy.vocab_size)
     public = Source(options.public, options, anatomy.vocab_size)
-    if options.rank:  # whose A has no gradient while B is zero
-        backward(model, texts_of(public, rows, length, options), options)
-        torch.optim.AdamW(trained(model), lr=2e-4).step()
+    move_adapters(model, public, rows, length, options)
     public_texts = PublicText(list(texts_of(public, options.public_rows, length, options)))
-    games = [
-        kind(public_texts, public_rows=options.public_rows // 2, tokens=length)
-        for kind in (SubspaceMembership, GradientMembership)
-    ]
-    words, texts = SubspaceWords(capacity_seconds=0), SubspaceTexts(budget_seconds=options.budget)
-    head = AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
+    kinds = known.SubspaceMembership, known.GradientMembership
+    settings = {"public_rows": options.public_rows // 2, "tokens": length}
+    games = [kind(public_texts, **settings) for kind in kinds]
+    words = known.SubspaceWords(capacity_seconds=0)
+    texts = known.SubspaceTexts(budget_seconds=options.budget)
+    head = known.AlignedFlatChat(PublicText(list(texts_of(public, options.head_rows, 64, options))))
     attacks = [words, *games, texts] if options.rank else [words, head, *games, texts]
     chosen = options.attacks.split(",") if options.attacks else [a.name for a in attacks]
     attacks = [attack for attack in attacks if attack.name in chosen]
@@ -134,13 +108,12 @@ def main() -> None:
     names = sorted({role for each in roles.values() for role in each})
     print_place()
     whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
-    batches = [
-        private.batch(rows + options.non_members, length).input_ids for _ in range(options.batches)
-    ]
+    size = rows + options.non_members
+    batches = [private.batch(size, length).input_ids for _ in range(options.batches)]
     for method in options.methods.split(","):
         how = compression(method)
         if head in attacks:
-            head.meet(RunFacts(compression=how and how.compression))
+            head.meet(known.RunFacts(compression=how and how.compression))
             head.prepare(anatomy)
         scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
         reconstruction = TextReconstruction()
@@ -159,10 +132,8 @@ def main() -> None:
                 with suppress(UnusableObservation):
                     result = read(attack, roles[attack], snapshot, query)
                     if attack in (words, head):
-                        words_of = ids[:rows] if attack is head else truth
-                        values.append(
-                            f1_of({*result.types.tolist()}, {*words_of.flatten().tolist()})
-                        )
+                        present = (ids[:rows] if attack is head else truth).flatten()
+                        values.append(f1_of({*result.types.tolist()}, {*present.tolist()}))
                     elif attack is texts:
                         guess = in_true_order(result.tokens, truth)
                         values.append(1.0)
@@ -175,18 +146,15 @@ def main() -> None:
             missed = len(batches) - len(values)
             if attack is texts:
                 in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
-                rate = f"in place {in_place.value:.3f}, exact {exact.value:.3f}"
-                rate += f" ({exact.low:.3f} to {exact.high:.3f})"
+                rate = f"in place {in_place.value:.3f}, exact {with_ends(exact)}"
             else:  # words that are unknown count as none
                 count = len(batches) if attack in (words, head) else max(1, len(values))
                 rate = f"{sum(values) / count:.3f}"
             text = f"{rate} ({missed} unknown)" if missed else rate
             cells.append(f"{attack.name} {text if values else 'unknown'}")
         seconds = (time.process_time() - start) / len(batches)
-        print(
-            f"{whole} {options.shape} {method} | {' | '.join(cells)} | {seconds:.1f} s a batch",
-            flush=True,
-        )
+        line = f"{whole} {options.shape} {method} | {' | '.join(cells)} | {seconds:.1f} s a batch"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

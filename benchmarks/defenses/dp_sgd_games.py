@@ -89,15 +89,9 @@ def log_likelihood_ratios(releases: Tensor, sigma: float, sample_rate: float = 1
 
 
 def best_threshold(
-    sigma: float,
-    sample_rate: float,
-    steps: int,
-    *,
-    games: int,
-    delta: float,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> float:
+    sigma: float, sample_rate: float, steps: int, *, games: int, delta: float,
+    confidence: float = 0.95, seed: int = 0,
+) -> float:  # fmt: skip
     """Return the threshold on the score that shows the largest epsilon in simulated runs.
 
     So it is fixed before the games that it judges, as ``audit_scores(threshold=<number>)`` asks.
@@ -119,10 +113,8 @@ def best_threshold(
     cuts = np.quantile(np.concatenate((non_members, members)), np.linspace(0.005, 0.995, N_CUTS))
     best, best_cut = -1.0, float(cuts[N_CUTS // 2])
     for cut in cuts.tolist():
-        fp, tp = (
-            round(half * (1 - np.searchsorted(side, cut, "right") / N_RUNS))
-            for side in (non_members, members)
-        )
+        above = (1 - np.searchsorted(s, cut, "right") / N_RUNS for s in (non_members, members))
+        fp, tp = (round(half * share) for share in above)
         guesses = torch.cat([torch.arange(half) < tp, torch.arange(half) < fp]).double()
         settings = {"delta": delta, "confidence": confidence, "threshold": 0.5}
         epsilon = audit_scores(guesses, torch.arange(2 * half) < half, **settings).epsilon

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import random
 import re
 import statistics
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,16 +40,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.shared import (
-    add_line,
-    content_of,
-    data_folder,
-    fit,
-    print_place,
-    read_lines,
-    table,
-    trained,
-)
+from benchmarks import shared
 from lightning_fedleak.defenses import DPSGD, DPAdamBC
 from lightning_fedleak.strategies import DefendedStrategy
 
@@ -126,7 +115,9 @@ def shuffled(rows: Sequence[Any]) -> list[Any]:
 def movie_sentences() -> list[str]:
     """Sentences of IMDB's reviews."""
     lines = (
-        t for p in sorted((data_folder() / "imdb").glob("*.gz")) for t in content_of(p).splitlines()
+        t
+        for p in sorted((shared.data_folder() / "imdb").glob("*.gz"))
+        for t in shared.content_of(p).splitlines()
     )
     reviews = [json.loads(t)["text"].lower().replace("<br />", " ") for t in lines]
     sentences = [t.strip() for review in reviews for t in re.split("[.!?]", review)]
@@ -135,9 +126,12 @@ def movie_sentences() -> list[str]:
 
 def review_sentences() -> list[tuple[str, str]]:
     """Sentences of Yelp's reviews and their sentiment, as many of both, none twice."""
-    files = [sorted((data_folder() / "yelp_sentences").glob(f"*.{label}.gz")) for label in "01"]
+    files = [
+        sorted((shared.data_folder() / "yelp_sentences").glob(f"*.{label}.gz")) for label in "01"
+    ]
     texts = [
-        shuffled(sorted({t for p in paths for t in content_of(p).splitlines()})) for paths in files
+        shuffled(sorted({t for p in paths for t in shared.content_of(p).splitlines()}))
+        for paths in files
     ]
     return shuffled([row for a, b in zip(*texts, strict=False) for row in ((a, "0"), (b, "1"))])
 
@@ -193,7 +187,7 @@ def compute(options: argparse.Namespace) -> None:
     tokenizer, model = loaded(options)
     data: dict[str, Tensor] = {}
     if options.text:
-        rows = [(t, "01"[len(t) % 2]) for t in content_of(Path(options.text)).splitlines()]
+        rows = [(t, "01"[len(t) % 2]) for t in shared.content_of(Path(options.text)).splitlines()]
         train, test, public = rows, rows[:20], rows
     else:
         rows = review_sentences()
@@ -224,12 +218,9 @@ class Tuned(L.LightningModule):
     def __init__(self, model: Any, data: dict[str, Tensor], recipe: Recipe, private: bool) -> None:
         super().__init__()
         self.data, self.recipe, self.private = data, recipe, private
-        config = LoraConfig(
-            r=recipe.rank,
-            lora_alpha=recipe.alpha,
-            target_modules=PROJECTIONS,
-            layers_to_transform=[model.config.num_hidden_layers - 1],
-        )
+        last = [model.config.num_hidden_layers - 1]
+        places = {"target_modules": PROJECTIONS, "layers_to_transform": last}
+        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, **places)
         self.model = get_peft_model(model, config)
         self.block = model.model.layers[-1]
         self.norm, self.rotary = model.model.norm, model.model.rotary_emb
@@ -238,7 +229,7 @@ class Tuned(L.LightningModule):
         with torch.no_grad():
             features = self.in_pieces("public_", self.features)
         self.mean, self.deviation = features.mean(0), features.std(0)
-        self.weights = trained(self)
+        self.weights = shared.trained(self)
 
     def in_pieces(self, name: str, function: Callable[[str, Tensor], Tensor]) -> Tensor:
         """What the function returns for all rows, at no more memory than a piece needs."""
@@ -275,12 +266,9 @@ class Tuned(L.LightningModule):
             {"params": [weight for weight in self.weights if weight is not self.head.weight]},
             {"params": [self.head.weight], "lr": recipe.head_rate},
         ]
-        optimizer: torch.optim.Optimizer
         if self.private:
-            optimizer = DPAdamBC(groups, recipe.rate, floor=0.5)
-        else:
-            optimizer = torch.optim.AdamW(groups, recipe.rate, weight_decay=0.0)
-        return falling(optimizer, steps)
+            return falling(DPAdamBC(groups, recipe.rate, floor=0.5), steps)
+        return falling(torch.optim.AdamW(groups, recipe.rate, weight_decay=0.0), steps)
 
 
 def turned(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -310,12 +298,9 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def one_lora(
-    data: dict[str, Tensor],
-    epsilon: float | None,
-    seed: int,
-    changes: str,
+    data: dict[str, Tensor], epsilon: float | None, seed: int, changes: str,
     options: argparse.Namespace,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Trains a LoRA, and returns what it is worth. Epsilon None: no defence."""
     private = epsilon is not None
     recipe = recipe_of(private, changes)
@@ -327,9 +312,8 @@ def one_lora(
     strategy: Any = "auto"
     if private:
         noise = {"noise_multiplier": 0.0} if epsilon == math.inf else {"target_epsilon": epsilon}
-        defense = DPSGD(
-            recipe.clip, target_delta=DELTA, max_physical_batch_size=recipe.piece, **noise
-        )
+        settings = {"target_delta": DELTA, "max_physical_batch_size": recipe.piece}
+        defense = DPSGD(recipe.clip, **settings, **noise)
         strategy = DefendedStrategy("auto", [defense])
 
     def collated(rows: list[int]) -> Tensor:
@@ -339,24 +323,16 @@ def one_lora(
     module.train()
     start = time.process_time()
     loader = DataLoader(Places(range(count)), batch, shuffle=True, collate_fn=collated)
-    fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
+    shared.fit(module, loader, strategy=strategy, max_epochs=recipe.epochs)
     seconds = time.process_time() - start
     if private:
         spent = defense.accountant.epsilon(DELTA)
         assert spent <= epsilon, (spent, epsilon)
-    return {
-        "model": Path(options.model).name,
-        "epsilon": epsilon if private and epsilon < math.inf else None,
-        "private": private,
-        "seed": seed,
-        "changes": changes,
-        "recipe": asdict(recipe),
-        "sigma": defense.noise_multiplier if private else 0.0,
-        "before": before,
-        "score": score(module),
-        "texts": count,
-        "seconds": seconds,
-    }
+    told = {"epsilon": epsilon if private and epsilon < math.inf else None, "private": private}
+    run = {"seed": seed, "changes": changes, "recipe": asdict(recipe)}
+    sigma = defense.noise_multiplier if private else 0.0
+    run |= {"sigma": sigma, "before": before, "score": score(module)}
+    return {"model": Path(options.model).name, **told, **run, "texts": count, "seconds": seconds}
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -366,14 +342,13 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def train(options: argparse.Namespace) -> None:
     data, path = load_file(options.features), Path(options.out)
-    finished = {key_of(row) for row in read_lines(path)}
-    for seed, changes, epsilon in product(
-        range(options.seeds), options.sets, [None, *options.epsilons]
-    ):
+    finished = {key_of(row) for row in shared.read_lines(path)}
+    epsilons = [None, *options.epsilons]
+    for seed, changes, epsilon in product(range(options.seeds), options.sets, epsilons):
         if (Path(options.model).name, epsilon, seed, changes) in finished:
             continue
         row = one_lora(data, epsilon, seed, changes, options)
-        add_line(path, row)
+        shared.add_line(path, row)
         summary = " ".join(f"{n} {row[n]:.4g}" for n in ("before", "score", "sigma", "seconds"))
         print(f"epsilon {epsilon} seed {seed} {changes}: {summary}", flush=True)
 
@@ -381,7 +356,7 @@ def train(options: argparse.Namespace) -> None:
 def print_table(options: argparse.Namespace) -> None:
     """A model's runs by epsilon: means over seeds, and half of what lies between least and most."""
     runs: dict[tuple[str, str], dict[float | None, list[dict[str, Any]]]] = {}
-    for row in read_lines(Path(options.out)):
+    for row in shared.read_lines(Path(options.out)):
         model, epsilon, _, changes = key_of(row)
         by_epsilon = runs.setdefault((model, changes.replace("alpha=0", "head alone")), {})
         by_epsilon.setdefault(epsilon, []).append(row)
@@ -395,25 +370,25 @@ def print_table(options: argparse.Namespace) -> None:
             shown = "no defence" if epsilon is None else f"{epsilon:g}"
             cells = [spread(kept, ".1%"), spread(scores, ".3f"), f"{rows[0]['sigma']:.2f}"]
             lines.append([name, shown, *cells, str(len(rows))])
-    print(table(["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines))
+    print(
+        shared.table(
+            ["trained", "epsilon", "gain that is kept", "accuracy", "noise", "seeds"], lines
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = shared.parser_of(
+        __doc__, model=(str, "folder of a Llama"), features=(str, "safetensors file"),
+        text=(str, "a text a line, in place of the data (to try the script)"),
+        out=(str, "file of runs, a line each"), epsilons=[*EPSILONS], seeds=3,
+        sets=([""], "changes of the recipe, a run each"), texts=(10**6, "to train on, at most"),
+        half=(False, "frozen blocks in bf16"),
+    )  # fmt: skip
     parser.add_argument("what", nargs="+", choices=("features", "run", "table"))
-    parser.add_argument("--model", help="folder of a Llama")
-    parser.add_argument("--text", help="a text a line, in place of the data (to try the script)")
-    parser.add_argument("--features", help="safetensors file")
-    parser.add_argument("--out", help="file of runs, a line each")
-    parser.add_argument("--epsilons", nargs="*", type=float, default=[*EPSILONS])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--sets", nargs="+", default=[""], help="changes of the recipe, a run each")
-    parser.add_argument("--texts", type=int, default=10**6, help="to train on, at most")
-    parser.add_argument("--half", action="store_true", help="frozen blocks in bf16")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print_place()
+    shared.quieten()
+    shared.print_place()
     steps = {"features": compute, "run": train, "table": print_table}
     for quantity in options.what:
         steps[quantity](options)

@@ -11,14 +11,11 @@ would have been read without it. A gate that fires on *unknown* is not silent.
 
 from __future__ import annotations
 
-import argparse
 import io
-import logging
 import math
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -27,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.shared import FineTuning, fit, with_lora
+from benchmarks.shared import FineTuning, fit, llama, parser_of, quieten, with_lora
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.callbacks import WatchSettings
@@ -52,9 +48,7 @@ class Module(FineTuning):
 
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **size, **heads))
+    model: Any = llama(VOCABULARY, 64, 2, max_position_embeddings=32)
     if seed % 2:
         model = with_lora(model, 16, ["q_proj", "v_proj"])
         with torch.no_grad():  # as an adapter that is trained further
@@ -76,12 +70,10 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
     with tempfile.TemporaryDirectory() as folder:
         fit(
             Module(model, partial(torch.optim.AdamW, lr=1e-3)),
-            DataLoader(rows, batch_size=BATCH, shuffle=True),
-            max_steps=STEPS,
-            callbacks=[monitor, gate],
+            DataLoader(rows, batch_size=BATCH, shuffle=True), max_steps=STEPS,
+            callbacks=[monitor, gate], strategy=DefendedStrategy("auto", [defense] * defended),
             default_root_dir=folder,
-            strategy=DefendedStrategy("auto", [defense] * defended),
-        )
+        )  # fmt: skip
     latest = monitor.latest
     controls = {n.split("/")[1]: v for n, v in latest.items() if n.endswith("/control")}
     event = gate.fired
@@ -92,13 +84,9 @@ def run(seed: int, defended: bool) -> tuple[str, dict[str, float], float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--without", action="store_true", help="without the defence")
+    parser = parser_of(__doc__, runs=100, without=(False, "without the defence"))
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    quieten()
     start, ends, above, highest = time.monotonic(), Counter[str](), 0, 0.0
     for seed in range(options.runs):
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

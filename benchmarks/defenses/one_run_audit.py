@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import logging
+import functools
 import statistics
-import warnings
 from typing import Any
 
 import torch
@@ -38,19 +37,15 @@ from torch.utils.data import DataLoader
 
 from benchmarks.defenses.dp_sgd_games import refutations
 from benchmarks.defenses.planted_gradients import PlantedGradients
-from benchmarks.shared import fit, trained
+from benchmarks.shared import fit, parser_of, quieten, trained
 from lightning_fedleak.callbacks import CanaryScorer
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.finetuning.data import PadRight
 from lightning_fedleak.cli.finetuning.module import load_model
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
+from lightning_fedleak.evaluation import canaries
 from lightning_fedleak.evaluation.auditing import audit_gaussian_scores, audit_one_run
-from lightning_fedleak.evaluation.canaries import (
-    new_token_canaries,
-    sampled_canaries,
-    with_canaries,
-)
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -92,37 +87,29 @@ def texts_of(kind: str, model: Any, rows: list[Tensor], args: argparse.Namespace
         return [*{tuple(r.tolist()): r for r in rows[N_TEXTS:]}.values()][: args.canaries]
     if "unlikely_end" in settings:
         prompts = [row[:2] for row in rows[N_TEXTS:]]
-        return sampled_canaries(
-            model, args.canaries, prompts=prompts, length=LENGTH, seed=args.seed, **settings
-        )
-    return new_token_canaries(model, args.canaries, seed=args.seed)
+        settings = {"prompts": prompts, "length": LENGTH, **settings}
+        return canaries.sampled_canaries(model, args.canaries, seed=args.seed, **settings)
+    return canaries.new_token_canaries(model, args.canaries, seed=args.seed)
 
 
 def fitted(
-    kind: str,
-    row: tuple[float, float, int],
-    number: int,
-    rows: list[Tensor],
+    kind: str, row: tuple[float, float, int], number: int, rows: list[Tensor],
     args: argparse.Namespace,
-) -> tuple[tuple[Tensor, Tensor], float]:
+) -> tuple[tuple[Tensor, Tensor], float]:  # fmt: skip
     """Scores and inclusion bits of one fit, and its epsilon."""
     sigma, rate, steps = row
     language_model = load_model(args.model)
     texts = texts_of(kind, language_model, rows, args)
-    train = with_canaries(rows[:N_TEXTS], texts, seed=1000 * args.seed + number)
+    train = canaries.with_canaries(rows[:N_TEXTS], texts, seed=1000 * args.seed + number)
     scorer = CanaryScorer(train.canaries)
     module = Fit(language_model, RATE, peft="lora" if args.lora else None, loss="sample_mean")
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     defense = DPSGD(1.0, noise_multiplier=sigma, target_delta=DELTA, max_physical_batch_size=256)
-    fit(
-        module,
-        DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0)),
-        max_steps=steps,
-        strategy=DefendedStrategy("auto", [defense]),
-        callbacks=[scorer],
-    )
+    loader = DataLoader(train, round(rate * len(train)), collate_fn=PadRight(0))
+    strategy = DefendedStrategy("auto", [defense])
+    fit(module, loader, max_steps=steps, strategy=strategy, callbacks=[scorer])
     return (scorer.scores(), train.canaries.included), defense.accountant.epsilon(DELTA)
 
 
@@ -136,26 +123,18 @@ def report_texts(sigma: float, rate: float, steps: int, args: argparse.Namespace
         for number in range(args.audits):
             game, epsilon = fitted(kind, (sigma, rate, steps), number, rows, args)
             scores, members = game
-            member_scores, non_member_scores = scores[members], scores[~members]
-            spread = ((member_scores.var() + non_member_scores.var()) / 2).sqrt()
-            bounds["apart"].append(
-                float((member_scores.mean() - non_member_scores.mean()) / spread) * sigma
-            )
+            inside, outside = scores[members], scores[~members]
+            spread = ((inside.var() + outside.var()) / 2).sqrt()
+            bounds["apart"].append(float((inside.mean() - outside.mean()) / spread) * sigma)
             refused += not add_bounds(bounds, game)
         apart = bounds.pop("apart")
         error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-        print(
-            f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind}: "
-            f"apart {statistics.mean(apart):.2f} ± {error:.2f}",
-            *(
-                f"{name} {statistics.median(values) / epsilon:.2f} "
-                f"({sum(bound > epsilon for bound in values)} exceed)"
-                for name, values in bounds.items()
-            ),
-            f"refused {refused} of {args.audits}",
-            sep=", ",
-            flush=True,
-        )
+        line = f"sigma {sigma:g}, rate {rate:g}, {steps} steps, {kind}: "
+        line += f"apart {statistics.mean(apart):.2f} ± {error:.2f}, "
+        for name, values in bounds.items():
+            exceeding = sum(bound > epsilon for bound in values)
+            line += f"{name} {statistics.median(values) / epsilon:.2f} ({exceeding} exceed), "
+        print(f"{line}refused {refused} of {args.audits}", flush=True)
 
 
 def add_bounds(bounds: dict[str, list[float]], game: tuple[Tensor, Tensor]) -> bool:
@@ -171,13 +150,9 @@ def add_bounds(bounds: dict[str, list[float]], game: tuple[Tensor, Tensor]) -> b
 
 
 def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> None:
-    planted = PlantedGradients(
-        lambda: DPSGD(0.7, noise_multiplier=sigma, target_delta=DELTA),
-        targets=args.canaries,
-        batch_size=round(rate * args.canaries),
-        steps=steps,
-        seed=args.seed,
-    )
+    defense = functools.partial(DPSGD, 0.7, noise_multiplier=sigma, target_delta=DELTA)
+    settings = {"batch_size": round(rate * args.canaries), "steps": steps, "seed": args.seed}
+    planted = PlantedGradients(defense, targets=args.canaries, **settings)
     bounds: dict[str, list[float]] = collections.defaultdict(list)
     refused = 0
     for number in range(args.audits):
@@ -196,18 +171,12 @@ def report(sigma: float, rate: float, steps: int, args: argparse.Namespace) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--audits", type=int, default=1000)
-    parser.add_argument("--canaries", type=int, default=500)
-    parser.add_argument("--rows", type=int, nargs="*", default=[*range(len(ROWS))])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--texts", action="store_true", help="canary texts, in fits of a model")
-    parser.add_argument("--model", help="folder of a causal model; default the embedded one")
-    parser.add_argument("--lora", action="store_true")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    args = parser_of(
+        __doc__, audits=1000, canaries=500, rows=[*range(len(ROWS))], seed=0, lora=False,
+        texts=(False, "canary texts, in fits of a model"),
+        model=(str, "folder of a causal model; default the embedded one"),
+    ).parse_args()  # fmt: skip
+    quieten()
     for row in args.rows:
         (report_texts if args.texts else report)(*ROWS[row], args)
 

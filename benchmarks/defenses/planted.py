@@ -18,75 +18,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fedleak.attacks.membership.base import direction_of, sentence_rows
+from benchmarks.defenses.crafted import CraftedFC, two_identities
+from lightning_fedleak.attacks.membership.base import direction_of
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, place_of
 from lightning_fedleak.model.model_runs import hidden_states
 
 
-class CraftedFC(nn.Module):
-    """Two fully connected layers (Vu et al. 2024, Eq. 6) whose only parameter is ``bias``, (K,).
-
-    They compute in their own dtype, also under autocast.
-
-    Args:
-        weight: W1, (width, D).
-        shift: b1, (width,).
-        second: the row of W2 that all rungs share, (1, width).
-        biases: the rungs, (K,).
-        tokens: positions of a sentence that are one input; None if each token is one.
-    """
-
-    def __init__(
-        self, weight: Tensor, shift: Tensor, second: Tensor, biases: Tensor, tokens: int | None
-    ) -> None:
-        super().__init__()
-        self.tokens = tokens
-        for name, value in {"weight": weight, "shift": shift, "second": second}.items():
-            self.register_buffer(name, value.detach().clone())
-        self.weight: Tensor
-        self.shift: Tensor
-        self.second: Tensor
-        self.bias = nn.Parameter(biases.detach().clone())
-
-    @classmethod
-    def near(
-        cls, target: Tensor, dead_zone: Tensor, taus: Tensor, tokens: int | None = None
-    ) -> CraftedFC:
-        """The layers that fire on inputs within an L1 distance tau of a target (D,)."""
-        eye = torch.eye(len(target)).to(target)
-        shift = torch.cat([-target, target]) - dead_zone
-        second = target.new_full((1, 2 * len(target)), -1.0)
-        return cls(torch.cat([eye, -eye]), shift, second, taus, tokens)
-
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, R, K) for hidden states (B, L, d); 0 where padded."""
-        real = None if mask is None else mask != 0
-        if self.tokens is not None:
-            hidden = sentence_rows(hidden, mask, self.tokens)[:, None]
-            real = None if real is None else real.any(1, keepdim=True)
-        with torch.autocast(hidden.device.type, enabled=False):
-            z = F.linear(hidden.to(self.bias.dtype), self.weight, self.shift).relu()
-            z = (z @ self.second.T + self.bias).relu()
-        return z if real is None else z * real[..., None].to(z.dtype)
-
-
 @contextmanager
 def inserted(
-    anatomy: Anatomy,
-    layer: int,
-    crafted: nn.Module,
-    *,
-    scale: float = 1e-3,
+    anatomy: Anatomy, layer: int, crafted: nn.Module, *, scale: float = 1e-3,
     mask: Tensor | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Let a model add crafted layers' output to its hidden states at a layer, within the context.
 
     Args:
         anatomy: of the model, whose child the layers become.
         layer: block whose output they read and change, 0 for the embeddings.
-        crafted: maps hidden states and a mask to one number per rung for each of its inputs.
+        crafted: as ``craft`` returns them.
         scale: factor of what is added.
         mask: (B, L) of all batches, 0 where padded.
     """
@@ -135,15 +85,9 @@ class PlantedNeuron:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        defense: Callable[[], DPSGD],
-        *,
-        sample_rate: float = 1.0,
-        layer: int = 1,
-        seed: int | None = None,
-    ) -> None:
+        self, model: nn.Module, ids: Tensor, defense: Callable[[], DPSGD], *,
+        sample_rate: float = 1.0, layer: int = 1, seed: int | None = None,
+    ) -> None:  # fmt: skip
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         anatomy = find_anatomy(model)
@@ -151,7 +95,9 @@ class PlantedNeuron:
         target = hidden[-1, -1]
         distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
         tau = float(distances.min()) / 2
-        crafted = CraftedFC.near(target.float(), torch.tensor(0.0), torch.tensor([tau]))
+        first = two_identities(target.float(), torch.tensor(0.0))
+        second = torch.full((1, 2 * len(target)), -1.0)
+        crafted = CraftedFC(first, second, torch.tensor([tau]), None)
         self._insertion = inserted(anatomy, layer, crafted, scale=1.0)
         self._insertion.__enter__()
         self._bias = crafted.bias
@@ -164,24 +110,14 @@ class PlantedNeuron:
         self.defenses = (defense(), defense())
         clip = self.defenses[0].max_grad_norm
         if abs(self.gradient) < clip:
-            raise ValueError(
-                f"the target's gradient {self.gradient:.3g} is below max_grad_norm={clip:g}: lower "
-                "the latter"
-            )
+            below = f"the target's gradient {self.gradient:.3g} is below max_grad_norm={clip:g}"
+            raise ValueError(f"{below}: lower the latter")
         self._scale = math.copysign(clip, self.gradient)
         self._data = (ids[:-1], ids)
         batch = [max(1, round(sample_rate * len(data))) for data in self._data]
         # Each run has entropy of its own: with one they would draw the same noise.
         self._contexts = [
-            DefenseContext(
-                root=model,
-                client=0,
-                clients=1,
-                device=ids.device,
-                precision="32-true",
-                step=0,
-                entropy=_entropy(seed, world),
-            )
+            DefenseContext(model, 0, 1, ids.device, "32-true", 0, _entropy(seed, world))
             for world in range(2)
         ]
         self._samplers: list[PoissonBatchSampler] = []

@@ -68,15 +68,9 @@ class PlantedGradients:
     """
 
     def __init__(
-        self,
-        defense: Callable[[], DPSGD],
-        *,
-        targets: int = 400,
-        batch_size: int | None = None,
-        steps: int = 1,
-        seed: int = 0,
-        rows: Sequence[int] | None = None,
-    ) -> None:
+        self, defense: Callable[[], DPSGD], *, targets: int = 400, batch_size: int | None = None,
+        steps: int = 1, seed: int = 0, rows: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self._batch_size = targets if batch_size is None else batch_size
         self.steps = steps
         self.seed = seed
@@ -88,9 +82,8 @@ class PlantedGradients:
         if rows is not None:
             shares = [torch.linspace(0.5, 1.5, n) if n > 1 else torch.ones(1) for n in rows]
             self._data = self._data[owners(rows)] * torch.cat(shares)[:, None]
-        self._model = nn.Sequential(
-            nn.Linear(targets, 1, bias=False, device="meta").to_empty(device="cpu")
-        )
+        layer = nn.Linear(targets, 1, bias=False, device="meta")
+        self._model = nn.Sequential(layer.to_empty(device="cpu"))
         self._weights = list(self._model.parameters())
         self._loader = DataLoader(TensorDataset(self._data), batch_size=self._batch_size)
 
@@ -107,16 +100,9 @@ class PlantedGradients:
         Raises:
             RuntimeError: the defence has accounted this run otherwise than those before.
         """
-        context = DefenseContext(
-            root=self._model,
-            client=0,
-            clients=1,
-            device=torch.device("cpu"),
-            precision="32-true",
-            step=0,
-            entropy=self._secret("run", number),
-            host=Steps(self.steps),
-        )
+        device, secret = torch.device("cpu"), self._secret("run", number)
+        about = {"entropy": secret, "host": Steps(self.steps)}
+        context = DefenseContext(self._model, 0, 1, device, "32-true", 0, **about)
         with torch.no_grad():
             self._weights[0].zero_()
         defense = self._defense()

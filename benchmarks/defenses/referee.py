@@ -11,13 +11,11 @@ steps, a look every 160. ``opacus`` is Opacus' engine with per-sample hooks, or 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from benchmarks.shared import parser_of, quieten
 from lightning_fedleak.evaluation.auditing import PrivacyClaim, PrivacyVerdict, PrivateTrainingCheck
 
 SMOKE = ("--steps 60 --times 1 --only noise", "--steps 60 --sound 2", "--steps 60 --time")
@@ -79,18 +78,10 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def watched(
-    step: Any,
-    model: nn.Module,
-    optimizers: Any,
-    loader: Any,
-    steps: int,
-    *,
-    after: Any = None,
-    look: int = 160,
-    client: Literal["rank", "world"] = "world",
-    shown: Any = None,
-    **claim: Any,
-) -> PrivacyVerdict:
+    step: Any, model: nn.Module, optimizers: Any, loader: Any, steps: int, *,
+    after: Any = None, look: int = 160, client: Literal["rank", "world"] = "world",
+    shown: Any = None, **claim: Any,
+) -> PrivacyVerdict:  # fmt: skip
     """Train for some steps under the referee."""
     known = {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "sample_rate": RATE}
     given = PrivacyClaim(
@@ -107,20 +98,10 @@ def watched(
 
 
 def opacus(
-    seed: int,
-    steps: int,
-    *,
-    mode: str = "hooks",
-    sigma: float = SIGMA,
-    rate: float = RATE,
-    poisson: bool = True,
-    gamma: float = 1.0,
-    delta: float = DELTA,
-    forget: tuple[str, ...] = (),
-    outside: bool = False,
-    kind: str = "prv",
-    look: int = 160,
-) -> PrivacyVerdict:
+    seed: int, steps: int, *, mode: str = "hooks", sigma: float = SIGMA, rate: float = RATE,
+    poisson: bool = True, gamma: float = 1.0, delta: float = DELTA, forget: tuple[str, ...] = (),
+    outside: bool = False, kind: str = "prv", look: int = 160,
+) -> PrivacyVerdict:  # fmt: skip
     """A run of Opacus' engine."""
     from opacus import PrivacyEngine
     from opacus.schedulers import ExponentialNoise
@@ -133,15 +114,10 @@ def opacus(
     engine = PrivacyEngine(accountant=kind)
     settings: dict[str, Any] = {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
     private, optimizer, *criterion, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(trained, lr=0.1),
-        grad_sample_mode=mode,
-        data_loader=DataLoader(texts(), batch_size=int(TEXTS * rate)),
-        noise_multiplier=sigma,
-        max_grad_norm=CLIP,
-        poisson_sampling=poisson,
-        **settings,
-    )
+        module=model, optimizer=torch.optim.SGD(trained, lr=0.1), grad_sample_mode=mode,
+        data_loader=DataLoader(texts(), batch_size=int(TEXTS * rate)), noise_multiplier=sigma,
+        max_grad_norm=CLIP, poisson_sampling=poisson, **settings,
+    )  # fmt: skip
     optimizer.expected_batch_size = BATCH
     optimizers = [optimizer]
     if outside:
@@ -178,9 +154,8 @@ def _forget(model: LM, optimizer: Any, names: tuple[str, ...]) -> None:
     clip, known = optimizer.clip_and_accumulate, optimizer.params
 
     def short() -> None:
-        norms = torch.stack(
-            [p.grad_sample.flatten(1).norm(dim=1) for p in known if p not in left_out]
-        ).norm(dim=0)
+        counted = [p.grad_sample for p in known if p not in left_out]
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in counted]).norm(dim=0)
         factor = (CLIP / (norms + 1e-6)).clamp(max=1.0)
         for p in known:
             p.summed_grad = torch.einsum("i,i...", factor, p.grad_sample)
@@ -190,14 +165,9 @@ def _forget(model: LM, optimizer: Any, names: tuple[str, ...]) -> None:
 
 
 def own(
-    seed: int,
-    steps: int,
-    *,
-    fault: str = "",
-    micro: int = 1,
-    look: int = 160,
+    seed: int, steps: int, *, fault: str = "", micro: int = 1, look: int = 160,
     client: Literal["rank", "world"] = "world",
-) -> PrivacyVerdict:
+) -> PrivacyVerdict:  # fmt: skip
     """A run of a loop that clips and adds noise by itself."""
     from opacus import GradSampleModule
 
@@ -229,9 +199,8 @@ def own(
         loss.backward()
         raw = [p.grad.clone() for p in parameters]
         rows = len(ids) if fault == "mean" else 2 if fault == "two views" else micro
-        samples = [
-            torch.stack([piece.mean(0) for piece in p.grad_sample.split(rows)]) for p in parameters
-        ]
+        pieces = [p.grad_sample.split(rows) for p in parameters]
+        samples = [torch.stack([piece.mean(0) for piece in split]) for split in pieces]
         norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples])
         together = (CLIP / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
         apart = (CLIP / (norms + 1e-6)).clamp(max=1)
@@ -276,13 +245,9 @@ def own(
         elif fault == "decay":
             head.mul_(1 - 1e-4)
 
-    return watched(
-        *(step, private, optimizers, loader, steps),
-        after=(lambda: plateau.step(loss)) if fault == "plateau" else None,
-        look=look,
-        client=client,
-        divisor=BATCH / micro,
-    )
+    after = (lambda: plateau.step(loss)) if fault == "plateau" else None
+    settings: dict[str, Any] = {"look": look, "client": client, "divisor": BATCH / micro}
+    return watched(step, private, optimizers, loader, steps, after=after, **settings)
 
 
 def _rank(rank: int, seeds: tuple[int, int], steps: int, look: int, path: str) -> None:
@@ -341,16 +306,11 @@ SOUND: list[Run] = [opacus, GHOST, RDP, opacus, GHOST, RDP, *OWN]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--look", type=int, default=160, help="steps from one look to the next")
-    parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--only", default="", help="faults that have this in their name")
-    parser.add_argument("--sound", type=int, default=0, help="this many sound runs instead")
-    parser.add_argument("--time", action="store_true")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    options = parser_of(
+        __doc__, steps=500, look=(160, "steps from one look to the next"), times=3, time=False,
+        only=("", "faults that have this in their name"), sound=(0, "so many sound runs instead"),
+    ).parse_args()  # fmt: skip
+    quieten()
     if options.time:
         return _time(options.steps)
     if options.sound:

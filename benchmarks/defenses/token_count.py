@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.defenses.crafted import CraftedFC, FrozenLinear
 from lightning_fedleak.attacks.membership.base import (
     MembershipAttack,
     MembershipGuess,
@@ -78,6 +79,16 @@ class TokenCount(MembershipAttack):
         read = rows.view(len(rows), self.tokens, -1)
         read = torch.cat([read, read[:, ends]], dim=1)
         return torch.relu((read * weight).sum(2) + bias)
+
+    def craft(self, target: Tensor) -> CraftedFC:
+        weight, bias, log_ratios, thresholds = self._layers(target)
+        d = weight.shape[1]
+        ends = self._ends((target.view(self.tokens, d) != 0).any(1))
+        whole = torch.zeros(self.tokens + 2, self.tokens, d)
+        places = [*range(self.tokens), *ends]
+        whole[torch.arange(self.tokens + 2), torch.tensor(places)] = weight
+        first = FrozenLinear(whole.flatten(1), bias)
+        return CraftedFC(first, log_ratios[None], -thresholds, self.tokens)
 
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor

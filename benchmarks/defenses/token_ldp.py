@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from benchmarks.shared import parser_of, print_row, table
 from lightning_fedleak.defenses.token_ldp.mechanisms import Randomizer, bit_rates, the_rates
 
 SMOKE = ("--vocabulary 2048 --epsilon 5",)
@@ -35,8 +36,7 @@ def decoded_epsilon(randomizer: Randomizer, epsilon: float) -> float:
 
 
 def kept(args: argparse.Namespace) -> None:
-    print("| mechanism, rule | " + " | ".join(f"eps {e:g}" for e in args.epsilon) + " |")
-    print("|---|" + "---|" * len(args.epsilon))
+    print(table(["mechanism, rule", *(f"eps {e:g}" for e in args.epsilon)], []))
     for mechanism, rule, bits in (
         ("grr", None, None),
         ("rappor", "uniform", None),
@@ -50,14 +50,11 @@ def kept(args: argparse.Namespace) -> None:
             f"{randomizer.keep(e):.2g} ({decoded_epsilon(randomizer, e):.2f})" for e in args.epsilon
         ]
         name = f"{mechanism}, {rule or '-'}" + (f", {bits} bits" if bits else "")
-        print(f"| {name} | " + " | ".join(results) + " |")
+        print_row(name, *results)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocabulary", type=int, default=30_522)
-    parser.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10, 15, 20])
-    kept(parser.parse_args())
+    kept(parser_of(__doc__, vocabulary=30_522, epsilon=[5, 7.5, 10, 15, 20]).parse_args())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.attacks.membership_games import halves, joined, played_on_replaced, prepared
 from benchmarks.defenses.token_count import TokenCount
-from benchmarks.shared import print_place, table
+from benchmarks.shared import parser_of, print_place, print_row, table
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
@@ -72,25 +72,13 @@ def auc_of(texts: Collection[list[GameResult]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--text", nargs="+", default=["banking77", "emotion", "imdb"])
-    parser.add_argument("--public", help="the server's text, where --text is a file")
-    parser.add_argument("--public-texts", type=int, default=400)
-    parser.add_argument("--pool", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 6])
-    parser.add_argument("--blocks", type=int, default=16, help="batches of each text")
-    parser.add_argument("--targets", type=int, default=4, help="games that share a batch")
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=MECHANISMS)
-    parser.add_argument("--epsilon", type=float, nargs="+", default=[5, 7.5, 10])
-    parser.add_argument("--rule", default="token", choices=("token", "sequence"))
-    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=[*ATTACKS])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser_of(
+        __doc__, "model", text=["banking77", "emotion", "imdb"], public_texts=400, pool=400,
+        public=(str, "the server's text, where --text is a file"), batch=40, tokens=32,
+        layers=[1, 6], blocks=(16, "batches of each text"), epsilon=[5, 7.5, 10], seed=0,
+        targets=(4, "games that share a batch"), mechanisms=([*MECHANISMS], MECHANISMS),
+        rule=("token", ("token", "sequence")), attacks=([*ATTACKS], ATTACKS),
+    ).parse_args()  # fmt: skip
     print_place()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     anatomy = find_model(args.model)
@@ -109,12 +97,9 @@ def main() -> None:
                 form = BatchForm(kind="causal")
                 settings = {"memoize": False, "special_ids": tokenizer, "form": form}
                 defense = TokenLDP(mechanism, epsilon, args.rule, **settings)
-                config = GameConfig(
-                    games=args.targets,
-                    batch=args.batch,
-                    seed=args.seed + 1_000_000 * number + 10 * block,
-                    targets_per_batch=args.targets,
-                )
+                seed = args.seed + 1_000_000 * number + 10 * block
+                shape = {"batch": args.batch, "targets_per_batch": args.targets}
+                config = GameConfig(games=args.targets, seed=seed, **shape)
                 pool, attacks = sides[text]
                 job = (
                     f"Job(rule={args.rule!r}, protocol='game', mechanism={mechanism!r}, "
@@ -124,7 +109,7 @@ def main() -> None:
                     results[one.attack].setdefault(text, []).append(one)
         games = len(args.text) * args.blocks * args.targets
         cells = [auc_of(texts.values()) for texts in results.values()]
-        print(f"| {mechanism} | {epsilon:g} | {games} | {' | '.join(cells)} |", flush=True)
+        print_row(mechanism, f"{epsilon:g}", str(games), *cells)
 
 
 if __name__ == "__main__":

@@ -59,32 +59,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared import add_line, read_lines, table, trained, with_lora
-from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    Attack,
-    GradientMembership,
-    PublicText,
-    SubspaceTexts,
-    SubspaceWords,
-)
+from benchmarks.shared import add_line, parser_of, read_lines, table, trained, with_lora
+from lightning_fedleak import attacks as known
+from lightning_fedleak import federation
+from lightning_fedleak.attacks import Attack, PublicText
 from lightning_fedleak.callbacks import Games
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, model_source
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.federation import (
-    SUM,
-    ClientDP,
-    RoundLook,
-    RoundObserver,
-    RoundSettings,
-    difference,
-    joint_norm,
-    moved,
-    recording,
-    trained_on,
-    trained_state,
-)
 
 SGD, MOMENTUM = torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
 OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adamw": torch.optim.AdamW}
@@ -158,26 +140,20 @@ class Private:
     """Client-level DP of a round's updates, by who adds the noise."""
 
     def __init__(self, args: argparse.Namespace, clip: float) -> None:
-        common = {
-            "clients": args.of,
-            "target_delta": 0.1 / args.of,
-            "target_epsilon": args.epsilon,
-            "rounds": args.planned,
-        }
-        self.by_row = {OWN: ClientDP(clip, trust="local", **common)}
+        common = {"clients": args.of, "target_epsilon": args.epsilon, "rounds": args.planned}
+        common["target_delta"] = 0.1 / args.of
+        self.by_row = {OWN: federation.ClientDP(clip, trust="local", **common)}
         if args.clients > 1:
             central = {"sampling": "poisson", "per_round": args.clients}
-            self.by_row[SERVER] = ClientDP(clip, **central, **common)
+            self.by_row[SERVER] = federation.ClientDP(clip, **central, **common)
 
     def released(self, updates: Sequence[Update]) -> dict[str, tuple[Update, float]]:
         """The released update of each row, and the standard deviation of its noise."""
-        like = updates[0]
-        releases: dict[str, tuple[Update, float]] = {}
-        for row, dp in self.by_row.items():
-            if row == OWN:
-                releases[row] = dp.privatized(like, like), dp.own_noise_std
-            else:
-                releases[row] = dp.mean(dict(enumerate(updates)), like).update, dp.mean_noise_std
+        like, own = updates[0], self.by_row[OWN]
+        releases = {OWN: (own.privatized(like, like), own.own_noise_std)}
+        if (server := self.by_row.get(SERVER)) is not None:
+            update = server.mean(dict(enumerate(updates)), like).update
+            releases[SERVER] = update, server.mean_noise_std
         return releases
 
     def facts(self) -> dict[str, Any]:
@@ -189,10 +165,10 @@ class Private:
 
 def side_by_side(drawn: Sequence[Sequence[Any]]) -> Sequence[Any]:
     """The batches of all clients, who take their steps at the same time."""
-    with recording() as together:
+    with federation.recording() as together:
         for client, batches in enumerate(drawn):
             for batch in batches:
-                trained_on(batch, step=client == 0)
+                federation.trained_on(batch, step=client == 0)
     return together
 
 
@@ -226,30 +202,30 @@ def cell(
     spent: list[float] = []
     private: Private | None = None
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"settings": RoundSettings(tensorboard=False, tokenizer=tokenizer)}
+        shared = {"settings": federation.RoundSettings(tensorboard=False, tokenizer=tokenizer)}
         observers = [
-            RoundObserver(
+            federation.RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/chosen", **shared,
                 attacks=chosen(PublicText(public), rank),
                 games=Games(targets=args.targets, held_out=PublicText(outside)),
             ),
-            RoundObserver(
+            federation.RoundObserver(
                 copy.deepcopy(model), make, steps, folder=f"{folder}/texts", **shared,
-                attacks=SubspaceTexts(budget_seconds=args.budget),
+                attacks=known.SubspaceTexts(budget_seconds=args.budget),
             ),
         ]  # fmt: skip
         for round_ in range(args.rounds + 1):
-            sent = trained_state(model)
+            sent = federation.trained_state(model)
             drawn, updates = [], []
             for client, stream in enumerate(streams):
                 model.load_state_dict(sent, strict=False)
                 drawn.append(list(itertools.islice(stream, steps if round_ else before)))
                 loss = train(model, drawn[-1], make)
                 losses += [loss] if client == 0 and round_ else []
-                updates.append(difference(sent, trained_state(model)))
+                updates.append(federation.difference(sent, federation.trained_state(model)))
             mean = mean_of(updates)
             if round_ == 1 and args.epsilon:
-                private = Private(args, statistics.median(map(joint_norm, updates)))
+                private = Private(args, statistics.median(map(federation.joint_norm, updates)))
             if round_:
                 observed: dict[str, tuple[Update, float]] = {ONE: (updates[0], 0.0)}
                 if args.clients > 1:
@@ -264,19 +240,16 @@ def cell(
                             continue
                         of_one_client = row in (ONE, OWN)
                         trained = drawn[0] if of_one_client else side_by_side(drawn)
-                        start = time.process_time()
-                        look = observer.look(
-                            moved(sent, update),
-                            SUM if row == MEAN else row,
-                            batches=trained,
-                            noise_std=noise,
+                        start, name = time.process_time(), federation.SUM if row == MEAN else row
+                        seen = {"batches": trained, "noise_std": noise}
+                        results[row].note(
+                            observer.look(federation.moved(sent, update), name, **seen)
                         )
-                        results[row].note(look)
                         if of_texts:
                             spent.append(time.process_time() - start)
                         elif not noise:
                             blind.setdefault(row, []).append(blindly(trained, public))
-            model.load_state_dict(moved(sent, mean), strict=False)
+            model.load_state_dict(federation.moved(sent, mean), strict=False)
         for observer in observers:
             observer.end()
     return {
@@ -290,8 +263,9 @@ def cell(
 
 def chosen(public: PublicText, rank: int) -> list[Attack]:
     """On words and membership. Only a whole model shares its head."""
-    head: list[Attack] = [] if rank else [AlignedFlatChat(public)]
-    return [*head, SubspaceWords(public, capacity_seconds=0), GradientMembership(public)]
+    head: list[Attack] = [] if rank else [known.AlignedFlatChat(public)]
+    words = known.SubspaceWords(public, capacity_seconds=0)
+    return [*head, words, known.GradientMembership(public)]
 
 
 def blindly(data: Sequence[Mapping[str, Tensor]], public: Sequence[Tensor]) -> float:
@@ -308,7 +282,7 @@ class Found:
         self.rounds: dict[str, list[float | None]] = {}
         self.unknown: dict[str, str] = {}
 
-    def note(self, look: RoundLook) -> None:
+    def note(self, look: federation.RoundLook) -> None:
         """Keeps the highest of each family in a round, and why attacks said nothing."""
         highest: dict[str, float] = {}
         for name, value in look.now.items():
@@ -350,12 +324,8 @@ def tables_of(lines: Sequence[dict]) -> str:
 
 def _table(lines: Sequence[dict], family: str, rows: Sequence[str]) -> str:
     ranks = sorted({line["rank"] for line in lines}, key=lambda r: (r == 0, r))
-    columns = [
-        (rank, row)
-        for rank in ranks
-        for row in rows
-        if any(line["rank"] == rank and row in line["found"] for line in lines)
-    ]
+    there = {(line["rank"], row) for line in lines for row in line["found"]}
+    columns = [column for column in itertools.product(ranks, rows) if column in there]
     names = [f"{'whole' if rank == 0 else f'LoRA {rank}'}, {row}" for rank, row in columns]
     output = []
     for optimizer in OPTIMIZERS:
@@ -380,10 +350,9 @@ def _cell(line: dict, family: str, row: str) -> str:
     values = [v for v in results.get(family, []) if v is not None]
     if not values:
         return "unknown" + star
-    few = (
-        "" if len(values) == len(results[family]) else f", {len(values)} of {len(results[family])}"
-    )
-    spread = f" ({min(values):.2f} to {max(values):.2f}{few})" if len(results[family]) > 1 else ""
+    count = len(results[family])
+    few = "" if len(values) == count else f", {len(values)} of {count}"
+    spread = f" ({min(values):.2f} to {max(values):.2f}{few})" if count > 1 else ""
     return f"{statistics.median(values):.2f}{spread}{star}"
 
 
@@ -395,25 +364,22 @@ def _trained(losses: Sequence[float | None]) -> bool:
 def _facts(lines: Sequence[dict]) -> list[str]:
     """Settings that a table's caption tells, each once."""
     names = ("clients", "rounds", "shape", "targets", "budget", "seed", "date", "machine")
-    output = []
-    for name in names:
-        values = dict.fromkeys(line[name] for line in lines)
-        output.append(f"{name}: {', '.join(map(str, values))}")
+    values = {name: dict.fromkeys(str(line[name]) for line in lines) for name in names}
+    output = [f"{name}: {', '.join(values[name])}" for name in names]
     rates: dict[str, set[float]] = {}
     for x in lines:
         setting = "LoRA" if x["rank"] else "whole"
         rates.setdefault(f"{x['optimizer']}, {setting}", set()).add(x["rate"])
-    for setting, values in sorted(rates.items()):
-        output.append(f"learning rate, {setting}: {', '.join(f'{v:g}' for v in sorted(values))}")
+    for setting, of_setting in sorted(rates.items()):
+        text = ", ".join(f"{rate:g}" for rate in sorted(of_setting))
+        output.append(f"learning rate, {setting}: {text}")
     for row in ROWS[2:]:
         values_by_cell = [x["found"][row].get("membership", []) for x in lines if row in x["found"]]
         medians = [statistics.median(v) for v in values_by_cell if v and None not in v]
         if medians:
-            output.append(
-                f"membership, {row}: mean of {len(medians)} cells "
-                f"{statistics.mean(medians):.2f}, "
-                f"standard deviation {statistics.pstdev(medians):.2f}"
-            )
+            mean, deviation = statistics.mean(medians), statistics.pstdev(medians)
+            text = f"mean of {len(medians)} cells {mean:.2f}, standard deviation {deviation:.2f}"
+            output.append(f"membership, {row}: {text}")
     for row in ROWS[:2]:
         blind = [v for x in lines for v in x["blind"].get(row, [])]
         if blind:
@@ -423,39 +389,25 @@ def _facts(lines: Sequence[dict]) -> list[str]:
     noise = {row: v for x in lines if x["dp"] for row, v in x["dp"]["noise_multiplier"].items()}
     for row, sigma in noise.items():
         best = statistics.NormalDist().cdf(1 / (sigma * 2**0.5))
-        output.append(
-            f"{row}: noise multiplier {sigma}; the best test of a client, one round: {best:.2f}"
-        )
+        text = f"noise multiplier {sigma}; the best test of a client, one round: {best:.2f}"
+        output.append(f"{row}: {text}")
     output.append(f"processor: {sum(line['seconds'] for line in lines) / 60:.0f} min")
     return output
 
 
 def main() -> None:
     """Runs what the log lacks, and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of a causal model; default the embedded one")
-    parser.add_argument("--text", help="default the embedded messages")
-    parser.add_argument("--bos", type=int, help="token id before every text")
-    parser.add_argument("--log", type=Path, required=True, help="results, one JSON object a line")
-    parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=[*OPTIMIZERS])
-    parser.add_argument("--steps", nargs="+", type=int, default=[1, 10, 100])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 0])
-    parser.add_argument("--clients", type=int, default=10, help="of the sum; 1: no sum")
-    parser.add_argument("--rows", type=int, default=4, help="texts in a batch")
-    parser.add_argument("--length", type=int, default=32, help="tokens of a text, at most")
-    parser.add_argument("--rounds", type=int, default=3, help="besides the first")
-    parser.add_argument(
-        "--before", nargs="+", type=int, default=[1], help="steps of the round that is excluded"
-    )
-    parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--targets", type=int, default=16)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of a look for texts")
-    parser.add_argument("--epsilon", type=float, default=0.0, help="of client-level DP; 0: none")
-    parser.add_argument("--of", type=int, default=1000, help="clients of the federation under DP")
-    parser.add_argument("--planned", type=int, default=100, help="rounds that epsilon covers")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser_of(
+        __doc__, "log", model=(str, "folder of a causal model; default the embedded one"),
+        text=(str, "default the embedded messages"), bos=(int, "token id before every text"),
+        show=(False, "run nothing"), optimizers=([*OPTIMIZERS], OPTIMIZERS), steps=[1, 10, 100],
+        ranks=[8, 32, 0], clients=(10, "of the sum; 1: no sum"), rows=(4, "texts in a batch"),
+        length=(32, "tokens of a text, at most"), rounds=(3, "besides the first"),
+        before=([1], "steps of the round that is excluded"), texts=2000, targets=16, seed=0,
+        budget=(20.0, "seconds of a look for texts"), epsilon=(0.0, "of client-level DP; 0: none"),
+        of=(1000, "clients of the federation under DP"), planned=(100, "rounds of epsilon"),
+    ).parse_args()  # fmt: skip
+    args.log = Path(args.log)
     warnings.filterwarnings("ignore")
     # Lines of before --before was there are of one step.
     lines = [{"before": 1} | line for line in read_lines(args.log)]
@@ -467,15 +419,12 @@ def main() -> None:
         if any(key.items() <= line.items() for line in lines):
             continue
         start = time.process_time()
-        lines.append(
-            key
-            | cell(args, optimizer, steps, rank, before)
-            | {"seconds": round(time.process_time() - start, 1), "rounds": args.rounds}
-            | {"rate": rate_of(optimizer, rank)}
-            | {"shape": f"{args.rows} x {args.length}", "targets": args.targets}
-            | {"of": args.of, "planned": args.planned, "budget": args.budget, "seed": args.seed}
-            | {"date": str(datetime.date.today()), "machine": platform.machine()}
-        )
+        line = key | cell(args, optimizer, steps, rank, before)
+        line |= {"seconds": round(time.process_time() - start, 1), "rate": rate_of(optimizer, rank)}
+        told = ("rounds", "targets", "of", "planned", "budget", "seed")
+        line |= {name: vars(args)[name] for name in told}
+        line |= {"shape": f"{args.rows} x {args.length}", "machine": platform.machine()}
+        lines.append(line | {"date": str(datetime.date.today())})
         add_line(args.log, lines[-1])
     print(tables_of(lines))
 

@@ -24,9 +24,9 @@ tables that are shown.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -34,9 +34,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import flatchat, inversion, membership
+from benchmarks.papers import flatchat, inversion, membership, tables
 from benchmarks.papers.cells import Cell, Log, run
 from benchmarks.papers.tables import Paper, Results, Table, published
+from benchmarks.shared import parser_of
 
 SMOKE = (
     "membership --size smoke --model {model} --log {out}/log.jsonl --jobs 0 --docs {out}/page.md",
@@ -60,9 +61,8 @@ def sized(paper: Paper, name: str, changes: Sequence[str]) -> Any:
         key, equals, text = change.partition("=")
         everywhere = {f.name for p in PAPERS for f in dataclasses.fields(p.sizes[name])}
         if not equals or key not in everywhere:
-            raise ValueError(
-                f"--set {change}: no such setting. {paper.name} has: {', '.join(fields)}"
-            )
+            known = ", ".join(fields)
+            raise ValueError(f"--set {change}: no such setting. {paper.name} has: {known}")
         if key not in fields:
             continue
         old = fields[key]
@@ -70,9 +70,8 @@ def sized(paper: Paper, name: str, changes: Sequence[str]) -> Any:
         like = old[0] if isinstance(old, tuple) and old else old
         if isinstance(like, float):
             values = [float(v) if isinstance(v, int) else v for v in values]
-        if any(type(v) is not type(like) for v in values) or (
-            len(values) > 1 and not isinstance(old, tuple)
-        ):
+        one_of_many = len(values) > 1 and not isinstance(old, tuple)
+        if one_of_many or any(type(v) is not type(like) for v in values):
             raise ValueError(f"--set {change}: {key} is like {key}={_written(old)}")
         fields[key] = tuple(values) if isinstance(old, tuple) else values[0]
     return type(size)(**fields)
@@ -110,10 +109,8 @@ def listing(
         cells = unique(table.cells(sizes[paper.name], names))
         every += cells
         finished = sum(log.rows(c) is not None for c in cells)
-        print(
-            f"| {paper.name} | {table.name} | {table.title} | {len(cells)} | {finished} "
-            f"| {expected(cells, log):.0f} |"
-        )
+        counts = f"{len(cells)} | {finished} | {expected(cells, log):.0f}"
+        print(f"| {paper.name} | {table.name} | {table.title} | {counts} |")
     every = unique(every)
     measured = sum(s for c in every if (s := log.seconds(c)) is not None)
     print(
@@ -165,47 +162,18 @@ def models_of(paper: Paper, table: Table, size: Any, log: Log) -> list[str]:
 
 def page(sizes: dict[str, Any], log: Log) -> str:
     """docs/papers.md."""
-    names = {
-        (paper.name, table.name): models_of(paper, table, sizes[paper.name], log)
-        for paper in PAPERS
-        for table in paper.tables
-    }
-    every = [
-        cell
-        for paper in PAPERS
-        for table in paper.tables
-        for cell in table.cells(sizes[paper.name], names[paper.name, table.name])
-    ]
-    parts = [
-        "# The tables of the papers",
-        "What this package measures next to what the papers published, for those who compare "
-        "attacks. One command runs all of it and writes this page:",
-        "    make papers ENCODER=DIR STORIES=DIR",
-        "One table alone: `python -m benchmarks.papers membership table2 --model DIR`. "
-        "`--json FILE` writes every interval and number of games, `--list` names all tables, also "
-        "those that are not on this page, and their times.",
-        "| paper | attack and setting | in this package |\n|---|---|---|\n"
-        "| Vu et al. 2024 | active membership inference by a dishonest server (A_FC, A_Attn), "
-        "under local differential privacy | `FCMembership`, `AttentionMembership`, "
-        "`TrainedMembership` |\n"
-        "| FLAT-CHAT | word recovery from the gradient of the output head | `FlatChat`, "
-        "`AlignedFlatChat`, `RevealLabels` (RLG) |\n"
-        "| Zheng 2023 (arXiv 2311.07585) | embedding inversion in split learning, called vertical "
-        "federated learning there | `EmbeddingDescent`, `TokenRelaxation`, `PrefixInversion` |",
-        "Brackets hold 95% intervals. Where layers or mechanisms share games, their intervals are "
-        "averaged, which is conservative. `±` is half of a 95% interval over batches (Student's "
-        "t). Times are CPU seconds.",
-        cost(unique(every), log),
-    ]
+    every_table = [(paper, table) for paper in PAPERS for table in paper.tables]
+    names = {(p.name, t.name): models_of(p, t, sizes[p.name], log) for p, t in every_table}
+    cells = (t.cells(sizes[p.name], names[p.name, t.name]) for p, t in every_table)
+    every = [*itertools.chain.from_iterable(cells)]
+    parts = [*tables.page_text()["introduction"], cost(unique(every), log)]
     for paper in PAPERS:
         size = sizes[paper.name]
         parts.append(f"## {paper.title}")
-        parts.append("\n".join(f"- {note}" for note in paper.notes))
-        parts += [
-            text_of(paper, table, size, names[paper.name, table.name], log)
-            for table in paper.tables
-            if table.on_page
-        ]
+        notes = tables.page_text()[paper.name]["notes"]
+        parts.append("\n".join(f"- {note}" for note in notes).format(size=paper.sizes["default"]))
+        shown = (table for table in paper.tables if table.on_page)
+        parts += [text_of(paper, t, size, names[paper.name, t.name], log) for t in shown]
     return "\n\n".join(parts) + "\n"
 
 
@@ -217,11 +185,8 @@ def cost(cells: Sequence[Cell], log: Log) -> str:
     if lines:
         text += f" Machine: {'; '.join(sorted({line['machine'] for line in lines}))}."
     if len(measured) < len(cells):
-        text += (
-            f" Of {len(cells)} cells {len(measured)} were measured, in {sum(measured):,.0f} "
-            "s; the rest "
-            "is estimated, and says `not run` below."
-        )
+        text += f" Of {len(cells)} cells {len(measured)} were measured, in {sum(measured):,.0f} s;"
+        text += " the rest is estimated, and says `not run` below."
     return text
 
 
@@ -229,9 +194,7 @@ def pairs(folders: Sequence[str]) -> dict[str, str]:
     """Folders of models by their names."""
     named = {Path(folder).name: folder for folder in folders}
     if len(named) < len(folders):
-        raise ValueError(
-            "--model: two folders have the same name, by which the log distinguishes them"
-        )
+        raise ValueError("--model: two folders have one name, by which the log knows a model")
     for folder in folders:
         if not (Path(folder) / "config.json").is_file():
             raise ValueError(f"--model {folder}: no folder of a model (it has no config.json)")
@@ -239,32 +202,22 @@ def pairs(folders: Sequence[str]) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        prog="python -m benchmarks.papers",
-    )
+    parser = parser_of(
+        __doc__, list=(False, "every table with its time; runs none"),
+        model=([str], "folders of models"), jobs=(0, "processes; 0: in this one"),
+        size=("default", ["default", "paper", "smoke"]),
+        log=(LOG, "measured cells; new ones are appended"),
+        docs=(Path, "page to write from the log"), json=(Path, "rows of the tables that are shown"),
+    )  # fmt: skip
+    parser.prog = "python -m benchmarks.papers"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE")
     parser.add_argument("paper", nargs="?", choices=[paper.name for paper in PAPERS])
     parser.add_argument("table", nargs="*", help="table2, fig1, ...; default all of the paper")
-    parser.add_argument("--list", action="store_true", help="every table with its time; runs none")
-    parser.add_argument("--model", nargs="+", default=[], metavar="DIR", help="folders of models")
-    parser.add_argument("--size", default="default", choices=["default", "paper", "smoke"])
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE")
-    parser.add_argument(
-        "--log", type=Path, default=LOG, help="measured cells; new ones are appended"
-    )
-    parser.add_argument("--jobs", type=int, default=0, help="processes; 0: in this one")
-    parser.add_argument("--docs", type=Path, help="page to write from the log")
-    parser.add_argument("--json", type=Path, help="rows of the tables that are shown")
     args = parser.parse_args(argv)
     try:
         # Papers have settings of one name and another type: only the chosen one's are changed.
-        sizes = {
-            paper.name: sized(
-                paper, args.size, args.set if args.paper in (None, paper.name) else ()
-            )
-            for paper in PAPERS
-        }
+        changes = {p.name: args.set if args.paper in (None, p.name) else () for p in PAPERS}
+        sizes = {p.name: sized(p, args.size, changes[p.name]) for p in PAPERS}
         models = pairs(args.model)
     except ValueError as error:
         parser.error(str(error))
@@ -288,9 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.paper is not None:
         for paper, table in chosen:
             names = list(models)
-            if not names and any(
-                "model" in c.settings for c in table.cells(sizes[paper.name], ["?"])
-            ):
+            settings = [c.settings for c in table.cells(sizes[paper.name], ["?"])]
+            if not names and any("model" in setting for setting in settings):
                 parser.error(f"{paper.name} {table.name} needs --model, the folder of a model")
         paper = chosen[0][0]
         cells = [c for _, table in chosen for c in table.cells(sizes[paper.name], list(models))]

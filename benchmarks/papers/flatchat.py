@@ -30,21 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
 from transformers import BartForConditionalGeneration as Bart
 
 from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
-from benchmarks.papers import reference
+from benchmarks.papers import reference, tables
 from benchmarks.papers.cells import Cell, Row, chosen
-from benchmarks.papers.tables import (
-    Grid,
-    Paper,
-    Results,
-    Shown,
-    Table,
-    finding,
-    number,
-    of_one_model,
-    pm,
-    published,
-    student,
-)
+from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, pm
 from benchmarks.shared import data_folder, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText, RevealLabels
 from lightning_fedleak.attacks.base import UnusableObservation
@@ -637,7 +625,7 @@ def fig4_cells(size: Size, models: Sequence[str]) -> list[Cell]:
 
 
 def theirs(table: str, row: str) -> list[float] | None:
-    values = published()["flatchat"][table]["rows"].get(row)
+    values = tables.published()["flatchat"][table]["rows"].get(row)
     return None if values is None else list(values)
 
 
@@ -700,7 +688,9 @@ def show_table3(results: Results, size: Size) -> Shown:
     head = ["model", "text", "batch", "types", "MAER", "precision", "recall", "F1",
             "F1, true number of types given", REFERENCE]  # fmt: skip
     note = "F1 is of the predicted number of types; the last but one column is of the true number."
-    return Shown([of_one_model(Grid(head, lines, IN_PAIRS))], note if results else "Not run.")
+    return Shown(
+        [tables.of_one_model(Grid(head, lines, IN_PAIRS))], note if results else "Not run."
+    )
 
 
 def show_table4(results: Results, size: Size) -> Shown:
@@ -718,13 +708,13 @@ def show_table4(results: Results, size: Size) -> Shown:
                     gaps += [g - a for g, a in zip(other["f1"], row["f1"], strict=True)]
     notes = []
     if gaps:
-        gap = student(gaps)
+        gap = tables.student(gaps)
         notes.append(
             f"F1(GMM) - F1(Abs) is {number(gap.value, 4)} "
             f"({number(gap.low, 4)} to {number(gap.high, 4)}), in the paper 0.0047 to 0.0057"
         )
     head = ["model", "text", "scorer, number of types", "precision", "recall", "F1", REFERENCE]
-    return Shown([of_one_model(Grid(head, lines, IN_PAIRS))], finding(notes))
+    return Shown([tables.of_one_model(Grid(head, lines, IN_PAIRS))], finding(notes))
 
 
 def halving_sigma(rows: Sequence[Row]) -> float | None:
@@ -797,7 +787,7 @@ def at_one_shape(size: Size, models: Sequence[str]) -> list[Cell]:
     return words_cells(size, models, [size.one_shape])
 
 
-PAPER = Paper(
+PAPER = tables.Paper(
     "flatchat",
     "FLAT-CHAT: A Word Recovery Attack on Federated Language Model Training",
     (
@@ -816,37 +806,4 @@ PAPER = Paper(
     {"words": measure_words, "weights": measure_weights, "noise": measure_noise,
      "translation": measure_translation, "translator_noise": measure_translator_noise,
      "curve": measure_curve},
-    (
-        "Language model: ours is stories15M; the paper's is GPT-2. Ours share one gradient; the "
-        "paper's clients share the update of several SGD steps. A tied head is attacked as the sum "
-        "of its parts, which is what is shared.",
-        f"Batches: {SIZES['default'].batches} of each shape (Table 5: "
-        f"{SIZES['default'].noise_batches}), the paper's 10. The regression on the number of types "
-        f"has {SIZES['default'].regression_batches} batches of each of 18 shapes, the paper's 20.",
-        f"Translators: two layers, hidden size {SIZES['default'].hidden} as in the paper, a "
-        "vocabulary of 8,192 (the paper's 16,594). Scratch was trained for "
-        f"{SIZES['default'].scratch_steps} steps on IWSLT 2017, FineTune for "
-        f"{SIZES['default'].finetune_steps} on Multi30k, in place of News Commentary. `Aligned` is "
-        "`AlignedFlatChat`, which the paper does not have.",
-        "Table 2: FlatChat and Aligned have "
-        f"{SIZES['default'].mt_table_batches} batches, RLG (`RevealLabels`) "
-        f"{SIZES['default'].rlg_batches}. RLG is stopped after {SIZES['default'].rlg_seconds:g} s "
-        "a batch, where the paper's took up to 38 hours, so its empty results here say "
-        "nothing about the attack.",
-        "`F1, reference implementation`: Algorithm 1 by scikit-learn's `GaussianMixture` and "
-        "`LinearRegression` on the same gradients.",
-        "Table 5: the paper does not specify what is clipped and what is averaged. `sum`: clipped "
-        "sentences summed, then noise; `sum/B`: the noisy sum divided by the batch size; `mean`: "
-        "noise on the clipped "
-        "mean; `update`: the mean gradient clipped, then noise. C is 1.",
-        "Table 5, Scratch: the paper's F1 is halved between 1e-8 and 1e-7, ours only at larger "
-        "noise. How far the model is trained can explain it: behind the last LayerNorm, as it is "
-        "initialised, hidden states sum to zero, and so do the rows. "
-        f"{SIZES['default'].scratch_steps} steps at the full rate leave that start. "
-        f"{SIZES['default'].warm_up_steps[0]} steps (chosen among 10 to 120) of a rate that rises "
-        f"over {WARM_UP:,}, as in fairseq's recipe, do not, and give a row like the paper's, which "
-        "does not name its step.",
-        "Fig. 4: that weak DP (1e-3) costs no loss is not confirmed: on our translator it costs a "
-        "little.",
-    ),
 )  # fmt: skip

@@ -17,19 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.papers import tables
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
-from benchmarks.papers.tables import (
-    Grid,
-    Paper,
-    Results,
-    Shown,
-    Table,
-    finding,
-    number,
-    of_one_model,
-    rate_of,
-)
+from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, rate_of
 from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.cli.studies.invert import Noise, make_adversary, rows_of_length, run_cells
@@ -90,9 +81,8 @@ def prepared(folder: str, name: str, split: int, steps: int) -> InversionAttack:
     """The model does not change, so an attack is prepared once for a split."""
     tokenizer, anatomy = loaded(folder)
     hello = tokenizer("hello", add_special_tokens=False)["input_ids"][-1]
-    attack = make_adversary(
-        name, split, steps=steps, hello=hello, special_ids=tokenizer.all_special_ids
-    )
+    settings = {"steps": steps, "hello": hello, "special_ids": tokenizer.all_special_ids}
+    attack = make_adversary(name, split, **settings)
     attack.prepare(anatomy)
     attack.prepare = lambda anatomy: None
     return attack
@@ -117,17 +107,11 @@ def measure(
     )  # fmt: skip
     if not cell.rates:
         raise RuntimeError(cell.problem)
-    row: Row = {
-        "split": split,
-        "blocks": cell.blocks,
-        "seconds": cell.cpu_seconds,
-        "taken": cell.steps,
-    }
+    row: Row = {"split": split, "blocks": cell.blocks}
+    row |= {"seconds": cell.cpu_seconds, "taken": cell.steps}
     row |= {name: vars(cell.rates[name]) for name in ("token_accuracy", "exact_sentences")}
-    utility = cell.utility
-    return [
-        row | {"task": utility and utility.accuracy, "perplexity": utility and utility.perplexity}
-    ]
+    names = {"task": "accuracy", "perplexity": "perplexity"}
+    return [row | {k: cell.utility and getattr(cell.utility, name) for k, name in names.items()}]
 
 
 def cell(
@@ -178,9 +162,8 @@ def show_fig1(results: Results, size: Size) -> Shown:
     models = results.values("model") or ["ours"]
     weakest = size.noises[1] if len(size.noises) > 3 else None
     for model, text, third in product(models, size.sources, size.thirds):
-        selected = results.where(
-            model=model, text=text, third=third, length=size.length, steps=size.steps
-        )
+        cell = {"model": model, "text": text, "third": third, "length": size.length}
+        selected = results.where(**cell, steps=size.steps)
         clean = next((r["task"] for r in selected if r["noise"] == 0.0), None)
         for noise in size.noises:
             if noise == weakest:
@@ -194,29 +177,27 @@ def show_fig1(results: Results, size: Size) -> Shown:
             )  # fmt: skip
             if not notes and clean and task is not None and task["task"] < LOST * clean:
                 best = {a: rate_of(r[0], "token_accuracy").value for a, r in by_attack.items() if r}
+                read = ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
                 notes.append(
                     f"on {model} and {text}, behind block {place(rows, third)}, noise {noise:g} "
                     f"lowers next-token accuracy from {number(clean, 2)} to "
-                    f"{number(task['task'], 2)}, and "
-                    + ", ".join(f"`{a}` recovers {number(v, 2)}" for a, v in best.items())
+                    f"{number(task['task'], 2)}, and {read}"
                 )
     if any(row["noise"] for row in results.rows) and not notes:
         notes.append("no noise level that was run lowers the task's accuracy to a tenth")
     head = ["model", "text", "split", "noise", "next token", "perplexity", *size.attacks]
     grids = [Grid(head, lines), published_grid(results, size)]
-    return Shown([*map(of_one_model, grids)], finding(notes))
+    return Shown([*map(tables.of_one_model, grids)], finding(notes))
 
 
 def published_grid(results: Results, size: Size) -> Grid:
     """The paper's attack with its number of steps, next to ours."""
     third, lines = size.thirds[0], []
     for model, text in product(results.values("model") or ["ours"], size.sources):
-        selected = results.where(
-            model=model, text=text, third=third, length=size.length, noise=0.0, attack="paper"
-        )
-        by_steps = {
-            n: [r for r in selected if r["steps"] == n] for n in (size.steps, size.published_steps)
-        }
+        cell = {"model": model, "text": text, "third": third, "length": size.length}
+        selected = results.where(**cell, noise=0.0, attack="paper")
+        counts = (size.steps, size.published_steps)
+        by_steps = {n: [r for r in selected if r["steps"] == n] for n in counts}
         cells = [text for rows in by_steps.values() for text in (rate(rows), str(_steps(rows)))]
         lines.append([model, text, place(selected, third), *cells])
     head = [f"{n:,} steps" for n in (size.steps, size.published_steps)]
@@ -258,14 +239,14 @@ def show_fig2(results: Results, size: Size) -> Shown:
                 for attack, ends in values.items() if ends
             ]  # fmt: skip
     head = ["model", "split", "tokens", *size.length_attacks]
-    return Shown([of_one_model(Grid(head, lines))], finding(notes))
+    return Shown([tables.of_one_model(Grid(head, lines))], finding(notes))
 
 
 def _steps(rows: Sequence[Row]) -> str:
     return "" if not rows or rows[0]["taken"] is None else f"{rows[0]['taken']:.0f}"
 
 
-PAPER = Paper(
+PAPER = tables.Paper(
     "inversion",
     "Input Reconstruction Attack against Vertical Federated Large Language Models (Zheng)",
     (
@@ -274,16 +255,4 @@ PAPER = Paper(
     ),
     SIZES,
     {"inversion": measure},
-    (
-        "Model and text: ours are stories15M and the named text; the paper's are ChatGLM-6B on "
-        "SQuAD and FindSum. Split: "
-        "behind a third and two thirds of the blocks, as the paper's 10 and 20 of 28. Task: the "
-        "next token.",
-        f"Texts: {SIZES['default'].texts} of {SIZES['default'].length} tokens in Fig. 1 (the "
-        "paper's have about 220). Noise: in standard deviations of each dimension of the states; "
-        "the paper's is absolute.",
-        "`paper` is the paper's attack, `relaxation` its baseline, `descent` and `prefix` are "
-        f"ours. Descents take at most {SIZES['default'].steps} steps here, the paper's 1,000, so "
-        "lower recovery here says nothing about the paper's attack.",
-    ),
 )  # fmt: skip

@@ -85,12 +85,9 @@ def projection_radius(beta: ArrayLike, tokens: int, max_norm: ArrayLike) -> Floa
 
 
 def advantage_bound(
-    p_proj: ArrayLike,
-    p_box: ArrayLike,
-    tokens: int,
-    n_batch: int = 1,
+    p_proj: ArrayLike, p_box: ArrayLike, tokens: int, n_batch: int = 1,
     p_direction: ArrayLike | None = None,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """(5): ``q + (p q)^(n l) - P_box - 1`` with ``p = q = P_proj``.
 
     Args:

@@ -22,35 +22,14 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.attacks.membership_games import (
-    PLANTED,
-    attention,
-    halves,
-    joined,
-    played_on_replaced,
-    prepared,
-)
+from benchmarks.attacks import membership_games
+from benchmarks.attacks.membership_games import attention, halves, joined, prepared
+from benchmarks.papers import tables
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.lemma import retrieval_error
 from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
-from benchmarks.papers.tables import (
-    Grid,
-    Mean,
-    Paper,
-    Results,
-    Shown,
-    Table,
-    dots,
-    finding,
-    mean_of,
-    number,
-    of_one_model,
-    published,
-    rate_of,
-    span,
-    student,
-)
+from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, mean_of, number, rate_of
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
@@ -182,7 +161,7 @@ def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) ->
             texts, tokenizer, tokens, at_least=least, start_token_id=start
         )
 
-    planted = torch.tensor(ids([PLANTED])[0])
+    planted = torch.tensor(ids([membership_games.PLANTED])[0])
     pools = sentences(private), PublicText(ids(public)), sentences(public)
     return Played(tokenizer, anatomy, *pools, planted)
 
@@ -313,7 +292,7 @@ def measure_ldp(
             seed=seed + _seed(text) + 10 * block, targets_per_batch=1 if authors else targets,
         )  # fmt: skip
         rounds.append(
-            played_on_replaced(
+            membership_games.played_on_replaced(
                 at.anatomy, attacks, at.pool, config, defense, job, planted=at.planted
             )
         )
@@ -459,12 +438,12 @@ def ldp_cells(
     return cells
 
 
-def rates(rows: Sequence[Row], fitted: bool) -> list[Mean]:
+def rates(rows: Sequence[Row], fitted: bool) -> list[tables.Mean]:
     """ACC, F1, AUC over all rows: those of one text share its games."""
     return [mean_rate(rows, f"fitted_{m}" if fitted and m != "auc" else m) for m in METRICS]
 
 
-def mean_rate(rows: Sequence[Row], name: str) -> Mean:
+def mean_rate(rows: Sequence[Row], name: str) -> tables.Mean:
     texts = list(dict.fromkeys(r["text"] for r in rows))
     return mean_of([[rate_of(r, name) for r in rows if r["text"] == text] for text in texts])
 
@@ -487,13 +466,13 @@ def grid_of(
         head: of the columns in front.
         caption: stands before the number of games.
     """
-    paper, lines = published()["membership"][table], []
+    paper, lines = tables.published()["membership"][table], []
     games: dict[str, dict[str, None]] = {}
     if runs := paper.get("runs"):
         games["paper"] = {str(math.prod(runs)): None}
     owners = list(product(results.values("model") or ["ours"], PROTOCOLS))
     for label, name, belongs in labels:
-        means: dict[str, list[Mean]] = {}
+        means: dict[str, list[tables.Mean]] = {}
         for model, protocol in owners:
             rows = [r for r in results.where(model=model, protocol=protocol) if belongs(r)]
             if not rows and (name not in paper["rows"] or not played_in(table, label, protocol)):
@@ -504,9 +483,9 @@ def grid_of(
                 part = f", {len(rows)} of {expected} parts" if len(rows) < expected else ""
                 games.setdefault(owner, {})[f"{sum(r['games'] for r in rows)}{part}"] = None
         printed = paper["rows"].get(name, [])
-        theirs = [span(f"{v[i]:.2f}" for v in printed) for i in range(3)]
+        theirs = [tables.span(f"{v[i]:.2f}" for v in printed) for i in range(3)]
         own = [m for owner, m in means.items() if PROTOCOLS["reference"] not in owner]
-        ours = [span(m[i].point for m in own) for i in range(2)]
+        ours = [tables.span(m[i].point for m in own) for i in range(2)]
         lines.append((label.split("|"), [theirs[0], ours[0], theirs[1], ours[1], theirs[2]], means))
     columns = list(dict.fromkeys(owner for *_, means in lines for owner in means))
     rows = [
@@ -515,7 +494,8 @@ def grid_of(
     ]
     heads = [*head, "ACC, paper", "ours", "F1, paper", "ours", "AUC, paper", *columns]
     counts = "; ".join(
-        f"{owner}: {dots(sorted(n, key=lambda n: (len(n), n)))}" for owner, n in games.items()
+        f"{owner}: {tables.dots(sorted(n, key=lambda n: (len(n), n)))}"
+        for owner, n in games.items()
     )
     return Grid(heads, rows, f"{caption} Games: {counts}.".strip() if counts else caption)
 
@@ -576,7 +556,7 @@ def reference_finding(results: Results) -> list[str]:
         gaps.setdefault(key[1], []).append(clients[key] - ours[key])
     if not gaps:
         return []
-    gap = student([statistics.fmean(values) for values in gaps.values()])
+    gap = tables.student([statistics.fmean(values) for values in gaps.values()])
     return [
         "AUC with replacements of multi-freq-ldpy's clients minus AUC with ours: "
         f"{number(gap.value)} ({number(gap.low)} to {number(gap.high)} over {len(gaps)} texts)"
@@ -602,7 +582,7 @@ def show_table3(results: Results, size: Size) -> Shown:
         expected = len(size.texts) * layers * len(size.mechanisms)
         head = ["epsilon", "method"]
         grids.append(grid_of("table3", results, labels, expected, head, caption))
-    printed = published()["membership"]["table3"]["rows"]
+    printed = tables.published()["membership"]["table3"]["rows"]
     for model in results.values("model"):
         cells = []
         for epsilon in size.epsilons:
@@ -612,7 +592,7 @@ def show_table3(results: Results, size: Size) -> Shown:
                 auc = number(mean_rate(rows, "auc").value)
                 cells.append(f"{auc} at {epsilon:g} (paper's mean {number(paper, 2)})")
         if cells:
-            notes.append(f"on {model}, Fig. 2, FC-Full has AUC {dots(cells)}")
+            notes.append(f"on {model}, Fig. 2, FC-Full has AUC {tables.dots(cells)}")
     return Shown(grids, finding(notes + reference_finding(results)))
 
 
@@ -705,7 +685,7 @@ def show_fig6(results: Results, size: Size) -> Shown:
                          f"{right} and AUC {auc}")  # fmt: skip
     grid = Grid(["model", "embedding", "sentences", "beta", "ACC", "AUC"], lines)
     notes = [finding(notes), one_hot_finding(results, size)]
-    return Shown([of_one_model(grid)], " ".join(filter(None, notes)))
+    return Shown([tables.of_one_model(grid)], " ".join(filter(None, notes)))
 
 
 def one_hot_finding(results: Results, size: Size) -> str:
@@ -723,9 +703,9 @@ def one_hot_finding(results: Results, size: Size) -> str:
         return ""
     claim = "That one-hot embeddings are inferred perfectly at every batch size is"
     if betas := perfect_betas("all"):
-        return f"{claim} confirmed with beta {dots(betas)}."
+        return f"{claim} confirmed with beta {tables.dots(betas)}."
     betas = perfect_betas("no collision")
-    limit = f"with beta {dots(betas)} it is if the target's word is in no other sentence"
+    limit = f"with beta {tables.dots(betas)} it is if the target's word is in no other sentence"
     return f"{claim} not confirmed in general" + (f"; {limit}." if betas else ".")
 
 
@@ -749,7 +729,7 @@ def at_largest(size: Size, models: Sequence[str]) -> list[Cell]:
     return ldp_cells(size, models, epsilons=size.epsilons[:1])
 
 
-PAPER = Paper(
+PAPER = tables.Paper(
     "membership",
     "Analysis of Privacy Leakage in Federated Large Language Models (Vu et al. 2024)",
     (
@@ -773,28 +753,4 @@ PAPER = Paper(
     SIZES,
     {"games": measure_games, "ldp": measure_ldp, "lemma": measure_lemma, "beta": measure_beta,
      "one_hot": measure_one_hot},
-    (
-        "Models and texts: column heads name ours; the paper's five models were not available. "
-        "Layers are 1, 3 and 6 of 6. The paper's numbers are in the order BERT, RoBERTa, "
-        "DistilBERT, GPT1, GPT2; ours are two numbers: the Fig. 2 protocol, then the authors' "
-        "code's protocol. `banking77` is the paper's Finance, `emotion` stands for its Twitter; "
-        "Yelp: single sentences of reviews.",
-        "`FC-Full` and `FC-Token` are A_FC with neurons at 14 distances, `Attn` is our form of "
-        "A_Attn (whitened states, bands). `Attn, as published` is the paper's Algorithm 1; compare "
-        "the paper's `Attn` with both. `AMI FC` is the trained baseline.",
-        "`Fig. 2` is the paper's game. In the authors' code the target sentence is planted in "
-        "place of another one; ours does so in half of its games. Games of `paper`: per value, "
-        "from the paper's Table 1.",
-        "Local DP is as in the authors' code (`TokenLDP.as_published`), which has no LDP "
-        "guarantee. Under local DP, ACC and F1 use a threshold fitted on separate games; in the "
-        "authors' protocol, the authors' rule (the mean of all scores). `reference "
-        "implementation`: AUC of the same games of Fig. 2 with replacements that multi-freq-ldpy's "
-        "clients draw. Tests compare their law with ours.",
-        "Table 4 is two columns of Table 11 (RoBERTa, GPT1), so it is not repeated. Fig. 6: we "
-        "attack layer 3; the paper does not say its layer. For more than 100 sentences, gamma is "
-        "calibrated for 100. `unique word`: the target's word is in no other sentence of the "
-        "batch.",
-        "App. D finds GPTs more resilient against the attention adversary than BERTs. In its "
-        "Tables 2 and 3 this holds for GPT2 only.",
-    ),
 )  # fmt: skip

@@ -10,18 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import erf, stdtrit
 
-from benchmarks.papers.lemma import (
-    CONFIDENCE,
-    Estimate,
-    Floats,
-    advantage_bound,
-    check_arguments,
-    condition,
-    direction_probability,
-    floats,
-    projection_radius,
-    retrieval_error,
-)
+from benchmarks.papers import lemma
 from lightning_fedleak.evaluation.metrics.rates import Rate, proportion
 
 Law = Literal["one_hot", "spherical", "gaussian"]
@@ -54,26 +43,26 @@ class SimulatedBound:
             Algorithm 1 draws it.
     """
 
-    condition_ratio: Estimate
+    condition_ratio: lemma.Estimate
     condition_holds: Rate
-    p_box: Estimate
-    bound: Estimate
-    random_direction: Estimate
+    p_box: lemma.Estimate
+    bound: lemma.Estimate
+    random_direction: lemma.Estimate
 
 
-def projection_probability(law: Law, dim: int, radius: ArrayLike) -> Floats:
+def projection_probability(law: Law, dim: int, radius: ArrayLike) -> lemma.Floats:
     """``P_proj``: P(|<x, v>| / |v| <= radius) for independent x, v, in closed form.
 
     One-hot: 1, as different basis vectors are orthogonal. Gaussian: the component is standard
     normal. Spherical: its square is Beta(1/2, (d - 1)/2) distributed, whatever the law of v.
     """
     _check_law(law)
-    r = np.maximum(floats(radius), 0.0)
+    r = np.maximum(lemma.floats(radius), 0.0)
     if law == "one_hot":
         return np.ones_like(r)
     if law == "gaussian":
-        return floats(erf(r / math.sqrt(2)))
-    return direction_probability(dim, r)
+        return lemma.floats(erf(r / math.sqrt(2)))
+    return lemma.direction_probability(dim, r)
 
 
 def box_probability(
@@ -88,7 +77,7 @@ def box_probability(
     the components, Dirichlet distributed, are negatively associated (Joag-Dev and Proschan 1983).
     """
     _check_law(law)
-    check_arguments(dim=dim)
+    lemma.check_arguments(dim=dim)
     if law == "one_hot":
         exact = float(half_width >= 1 - 1 / dim)
     elif law == "gaussian":
@@ -96,25 +85,18 @@ def box_probability(
     elif half_width >= 1 or half_width < 1 / math.sqrt(dim):
         exact = float(half_width >= 1)
     else:
-        above = float(direction_probability(dim, half_width) ** dim)
+        above = float(lemma.direction_probability(dim, half_width) ** dim)
         if above < _NEGLIGIBLE:
             return Rate(above, 0.0, above)
         inside = _largest_components(dim, draws, np.random.default_rng(seed)) <= half_width
-        return proportion(int(inside.sum()), draws, CONFIDENCE)
+        return proportion(int(inside.sum()), draws, lemma.CONFIDENCE)
     return Rate(exact, exact, exact)
 
 
 def simulate_bound(
-    law: Law,
-    dim: int,
-    tokens: int,
-    beta: float,
-    *,
-    n_batch: int = 1,
-    runs: int = 200,
-    box_draws: int = 100,
-    seed: int = 0,
-) -> SimulatedBound:
+    law: Law, dim: int, tokens: int, beta: float, *, n_batch: int = 1, runs: int = 200,
+    box_draws: int = 100, seed: int = 0,
+) -> SimulatedBound:  # fmt: skip
     """(5) for data of a known law, averaged over simulated data sets; Fig. 5 has n_batch 1.
 
     Delta and M of each data set come from its tokens' products. Those of Gaussian tokens are drawn
@@ -139,32 +121,27 @@ def simulate_bound(
         ValueError: an argument is out of its range.
     """
     _check_law(law)
-    check_arguments(dim=dim, tokens=tokens, n_batch=n_batch, runs=runs, beta=beta)
+    lemma.check_arguments(dim=dim, tokens=tokens, n_batch=n_batch, runs=runs, beta=beta)
     if law == "one_hot" and dim < tokens:
         raise ValueError(f"{tokens} one-hot tokens, all different, need dim >= {tokens}, got {dim}")
     rng = np.random.default_rng(seed)
     sample = [_separation_and_norm(law, dim, tokens, n_batch, rng) for _ in range(runs)]
     delta, norm = (np.array(column) for column in zip(*sample, strict=True))
-    needed = condition(beta, tokens, norm)
-    error = retrieval_error(beta, tokens, delta, norm)
-    radius = projection_radius(beta, tokens, norm)
+    needed = lemma.condition(beta, tokens, norm)
+    error = lemma.retrieval_error(beta, tokens, delta, norm)
+    radius = lemma.projection_radius(beta, tokens, norm)
     p_proj = projection_probability(law, dim, radius)
-    p_direction = p_proj if law != "one_hot" else direction_probability(dim, radius)
-    p_box = np.array(
-        [
-            box_probability(
-                law, dim, 3 * float(e), draws=box_draws, seed=int(rng.integers(2**63))
-            ).value
-            for e in error
-        ]
-    )
+    p_direction = p_proj if law != "one_hot" else lemma.direction_probability(dim, radius)
+    widths = [(3 * float(e), int(rng.integers(2**63))) for e in error]
+    boxes = (box_probability(law, dim, w, draws=box_draws, seed=s) for w, s in widths)
+    p_box = np.array([box.value for box in boxes])
     holds = int((delta >= needed).sum())
     return SimulatedBound(
         condition_ratio=_mean(np.where(needed > 0, delta / needed, np.nan)),
-        condition_holds=proportion(holds, runs, CONFIDENCE),
+        condition_holds=proportion(holds, runs, lemma.CONFIDENCE),
         p_box=_within_unit(_mean(p_box)),
-        bound=_mean(advantage_bound(p_proj, p_box, tokens, n_batch)),
-        random_direction=_mean(advantage_bound(p_proj, p_box, tokens, n_batch, p_direction)),
+        bound=_mean(lemma.advantage_bound(p_proj, p_box, tokens, n_batch)),
+        random_direction=_mean(lemma.advantage_bound(p_proj, p_box, tokens, n_batch, p_direction)),
     )
 
 
@@ -187,7 +164,7 @@ def _separation_and_norm(
     return float((squared_norms - products.max(2)).min()), float(np.sqrt(squared_norms.max()))
 
 
-def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> Floats:
+def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> lemma.Floats:
     """(draws,) the largest absolute component of points that are uniform on the sphere."""
     results = np.empty(draws)
     step = max(1, 2**22 // dim)
@@ -197,20 +174,20 @@ def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> Float
     return results
 
 
-def _mean(values: Floats) -> Estimate:
+def _mean(values: lemma.Floats) -> lemma.Estimate:
     """Mean over runs with Student's t interval."""
     n = len(values)
     value = float(values.mean())
     if not math.isfinite(value):
-        return Estimate(value, math.nan, math.nan, math.nan)
+        return lemma.Estimate(value, math.nan, math.nan, math.nan)
     if values.min() == values.max():
-        return Estimate(float(values[0]), 0.0, float(values[0]), float(values[0]))
+        return lemma.Estimate(float(values[0]), 0.0, float(values[0]), float(values[0]))
     error = float(values.std(ddof=1)) / math.sqrt(n)
-    reach = float(stdtrit(n - 1, 1 - (1 - CONFIDENCE) / 2)) * error
-    return Estimate(value, error, value - reach, value + reach)
+    reach = float(stdtrit(n - 1, 1 - (1 - lemma.CONFIDENCE) / 2)) * error
+    return lemma.Estimate(value, error, value - reach, value + reach)
 
 
-def _within_unit(estimate: Estimate) -> Estimate:
+def _within_unit(estimate: lemma.Estimate) -> lemma.Estimate:
     return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.papers.cells import Cell, Row
 
 NOT_RUN = "not run"
-PUBLISHED = Path(__file__).with_name("published.toml")
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ class Paper:
         tables: in its order.
         sizes: by name; frozen dataclasses of plain values.
         measures: by the kind of a cell.
-        notes: differences from the paper, for its page.
     """
 
     name: str
@@ -122,7 +121,6 @@ class Paper:
     tables: Sequence[Table]
     sizes: Mapping[str, Any]
     measures: Mapping[str, Callable[..., list[Row]]]
-    notes: Sequence[str] = ()
 
     def table(self, name: str) -> Table:
         return next(table for table in self.tables if table.name == name)
@@ -189,7 +187,13 @@ def pm(values: Sequence[float], digits: int = 3, none: str = NOT_RUN) -> str:
 @cache
 def published() -> dict[str, Any]:
     """The papers' own numbers: by paper and table."""
-    return tomllib.loads(PUBLISHED.read_text("utf-8"))
+    return tomllib.loads((HERE / "published.toml").read_text("utf-8"))
+
+
+@cache
+def page_text() -> dict[str, Any]:
+    """What docs/papers.md says around its tables: an introduction, and notes by paper."""
+    return tomllib.loads((HERE / "page.toml").read_text("utf-8"))
 
 
 def finding(sentences: Iterable[str]) -> str:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.public_text import MissingText as MissingText
     from lightning_fedleak.attacks.public_text import PublicText as PublicText
     from lightning_fedleak.attacks.public_text import TextSource as TextSource
-    from lightning_fedleak.attacks.public_text import frequent_tokens as frequent_tokens
     from lightning_fedleak.attacks.texts.base import InversionAttack as InversionAttack
     from lightning_fedleak.attacks.texts.base import TextAttack as TextAttack
     from lightning_fedleak.attacks.texts.base import TextGuess as TextGuess

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.callbacks.monitor import LeakageMonitor
 from lightning_fedleak.callbacks.trainer_facts import defenses_of
-from lightning_fedleak.engine import (
-    CHOOSE,
-    Engine,
-    GateActions,
-    Threshold,
-    chosen_metrics,
-    is_worst,
-    names_there_are,
-)
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.report.records.utility import is_lower_better, is_validation
 
@@ -26,7 +18,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as L
 
 
-class RiskGate(Threshold, EitherCallback):
+class RiskGate(core.Threshold, EitherCallback):
     """Act when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
     Looks at every result of the monitor, at the level of steps. With several processes the first
@@ -112,7 +104,7 @@ class RiskGate(Threshold, EitherCallback):
         self._check_stop(trainer)
         self.watch(
             engine,
-            GateActions(
+            core.GateActions(
                 partial(_log, trainer),
                 partial(_save, trainer),
                 partial(setattr, trainer, "should_stop", True),
@@ -121,7 +113,7 @@ class RiskGate(Threshold, EitherCallback):
             ),
         )
 
-    def _find_engine(self, trainer: L.Trainer) -> Engine:
+    def _find_engine(self, trainer: L.Trainer) -> core.Engine:
         """Return the engine of the monitor that logs the metric.
 
         Raises:
@@ -136,7 +128,7 @@ class RiskGate(Threshold, EitherCallback):
                     f"{start}, and this run has no LeakageMonitor: "
                     "Trainer(callbacks=[LeakageMonitor(), gate])"
                 )
-            if len(monitors) > 1 and (logged_by or is_worst(self.metric)):
+            if len(monitors) > 1 and (logged_by or core.is_worst(self.metric)):
                 raise ValueError(
                     f"{start}, and this run has {len(monitors)} LeakageMonitors: give all attacks "
                     "to one, LeakageMonitor([one, other])"
@@ -144,7 +136,7 @@ class RiskGate(Threshold, EitherCallback):
             names = [n for m in monitors for n in m.metric_names()]
             raise ValueError(
                 f"{start}, which no attack of this run logs."
-                f"{names_there_are(self.metric, names, 'LeakageMonitor')}"
+                f"{core.names_there_are(self.metric, names, 'LeakageMonitor')}"
             )
         return logged_by[0].engine
 
@@ -172,13 +164,13 @@ class RiskGate(Threshold, EitherCallback):
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return
         engine, metrics = self._engine, trainer.callback_metrics
-        names = chosen_metrics(metrics, engine.options.utility)
+        names = core.chosen_metrics(metrics, engine.options.utility)
         losses = [name for name in names if is_validation(name) and is_lower_better(name)]
         if not losses:
             return
         chosen = self.choice(float(metrics[losses[0]]))
-        metrics[CHOOSE] = torch.tensor(chosen)
-        _log(trainer, {CHOOSE: chosen}, trainer.global_step)
+        metrics[core.CHOOSE] = torch.tensor(chosen)
+        _log(trainer, {core.CHOOSE: chosen}, trainer.global_step)
 
 
 def _log(trainer: L.Trainer, values: dict[str, float], step: int) -> None:

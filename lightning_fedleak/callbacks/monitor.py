@@ -14,16 +14,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.callbacks import trainer_facts
-from lightning_fedleak.engine import (
-    Destination,
-    Engine,
-    Games,
-    WatchSettings,
-    parts_of,
-    to_dataframe,
-)
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.taps import before_real_step, real_optimizer
@@ -110,21 +103,23 @@ class LeakageMonitor(EitherCallback, Reported):
         ValueError: contradictory or unknown arguments.
     """
 
-    engine: Engine
+    engine: core.Engine
 
-    @explain_arguments(settings=WatchSettings)
+    @explain_arguments(settings=core.WatchSettings)
     def __init__(
         self,
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
         folder: str | Path | None = None,
-        games: Games | None = None,
-        settings: WatchSettings | None = None,
+        games: core.Games | None = None,
+        settings: core.WatchSettings | None = None,
     ) -> None:
-        self._settings = settings = settings or WatchSettings()
+        self._settings = settings = settings or core.WatchSettings()
         settings.refuse(type(self).__name__, "precision", "scaler", "tensorboard")
-        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
+        self.engine = core.Engine(
+            *core.parts_of(attacks, settings, games, every_n_steps, max_overhead)
+        )
         self._removers: list[Callable[[], None]] = []
         self._earlier_metrics: dict[str, Tensor] = {}
         self.folder = None if folder is None else Path(folder)
@@ -175,7 +170,7 @@ class LeakageMonitor(EitherCallback, Reported):
             RuntimeError: no fit has begun.
             OSError: its ``leakage.jsonl`` is gone.
         """
-        return to_dataframe(self.engine.jsonl)
+        return core.to_dataframe(self.engine.jsonl)
 
     def subscribe(self, listener: Callable[[L.Trainer], None]) -> None:
         """Call ``listener(trainer)`` on every process after each look, until the fit ends."""
@@ -231,7 +226,7 @@ class LeakageMonitor(EitherCallback, Reported):
         boards = trainer_facts.boards_of(trainer)
         fit = _FITS.setdefault(trainer, uuid.uuid4().hex)
         folder = self.folder or trainer_facts.folder_of(trainer)
-        destination = Destination(
+        destination = core.Destination(
             self.engine.own_folder(run, folder, fit),
             [logger for logger in trainer.loggers if logger not in boards],
             [board.experiment for board in boards] if trainer.is_global_zero else [],

@@ -29,8 +29,7 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
-from lightning_fedleak.model.model_runs import restored_at_end
-from lightning_fedleak.model.model_state import WeightsWritten
+from lightning_fedleak.model.model_state import WeightsWritten, restored_at_end
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
@@ -362,7 +361,8 @@ class Lineup:
 
     def one_stretch(self) -> AbstractContextManager[None]:
         """Return a block whose runs of the model leave no trace, of which it is restored once."""
-        return nullcontext() if self.is_sharded else restored_at_end(self._run.anatomy)
+        anatomy = self._run.anatomy
+        return nullcontext() if self.is_sharded else restored_at_end(anatomy.root, anatomy.model)
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which attacks that follow a sharded model find what they read."""

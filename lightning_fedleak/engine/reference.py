@@ -235,7 +235,7 @@ def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
     return beside
 
 
-class Strength(NamedTuple):
+class _Strength(NamedTuple):
     """How far a reference was trained, beside the model that it is compared with.
 
     Attributes:
@@ -249,7 +249,7 @@ class Strength(NamedTuple):
 
 def measure_strength(
     game: ReleasedModel, members: Tensor, rows: int | None, trained: int
-) -> Strength:
+) -> _Strength:
     """Return whether a reference is weak, so that a low number beside it is *unknown*.
 
     A reference must have gained what texts of the kind gain in general. That shows on the
@@ -272,16 +272,16 @@ def measure_strength(
     is_measured = float(own.mean()) > 2 * float(own.std()) / math.sqrt(len(own))
     share = float(its.mean() / own.mean()) if is_measured else math.nan
     if rows is not None and rows < trained:
-        return Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
+        return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
     if share < LEAST_STRENGTH:
         gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model"
-        return Strength(share, f"{gained} has")
+        return _Strength(share, f"{gained} has")
     if math.isnan(share) and rows is None:
-        return Strength(share, "nothing shows how far it was trained: say how many rows it had")
-    return Strength(share, "")
+        return _Strength(share, "nothing shows how far it was trained: say how many rows it had")
+    return _Strength(share, "")
 
 
-def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
+def beside(strength: _Strength, values: Mapping[str, float]) -> dict[str, float]:
     """Return what a score beside a reference shows; beside a weak one nothing bounds it above."""
     facts = {WEAK: float(bool(strength.weak)), STRENGTH: strength.share}
     unbounded = {n: math.nan for n in values if n.endswith("_high")} if strength.weak else {}

@@ -1,7 +1,6 @@
 """What somebody else can check of a run: its logs and its weights."""
 
-from lightning_fedleak.evidence.verdict import CONTRADICTED as CONTRADICTED
-from lightning_fedleak.evidence.verdict import HOLDS as HOLDS
-from lightning_fedleak.evidence.verdict import OPEN as OPEN
-from lightning_fedleak.evidence.verification import Verification as Verification
+from lightning_fedleak.evidence.chain import CONTRADICTED as CONTRADICTED
+from lightning_fedleak.evidence.chain import HOLDS as HOLDS
+from lightning_fedleak.evidence.chain import OPEN as OPEN
 from lightning_fedleak.evidence.verification import verify_run as verify_run

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.evidence.chain import Verdict
 from lightning_fedleak.report import FitLog, ReportError, read
 from lightning_fedleak.report.records import RECORD, BeginLine, JsonObject, LookLine, MetricsLine
 

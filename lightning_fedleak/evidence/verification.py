@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_fedleak.evidence.chain import (
     ChainedFile,
+    Verdict,
     check_closings,
     count_of,
     read_chain,
     runs_below,
 )
 from lightning_fedleak.evidence.repetition import check_repetition, last_fit
-from lightning_fedleak.evidence.verdict import Verdict
 from lightning_fedleak.private_files import digest_weights, hash_weights
 from lightning_fedleak.report import Findings, FitLog, ReportError, findings, read, records
 from lightning_fedleak.report.files import LEAKAGE

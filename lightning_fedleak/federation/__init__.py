@@ -2,7 +2,6 @@
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import ClientReleaseSettings as ClientReleaseSettings
-from lightning_fedleak.federation.client_dp import ClientSampling as ClientSampling
 from lightning_fedleak.federation.client_dp import Trusted as Trusted
 from lightning_fedleak.federation.gate import RoundGate as RoundGate
 from lightning_fedleak.federation.hand_over import HandOver as HandOver

@@ -317,7 +317,7 @@ class TrainedMembership(MembershipAttack):
             del self._neurons[next(iter(self._neurons))]
         return neuron
 
-    def _biases(self, neuron: _Neuron) -> Tensor:
+    def biases(self, neuron: _Neuron) -> Tensor:
         """Return (K,) the last bias of each rung, ascending."""
         decision = (neuron.on_target + neuron.on_public) / 2
         distance = (neuron.on_target - decision).clamp(min=1e-3 * (1 + neuron.on_target.abs()))
@@ -337,7 +337,7 @@ class TrainedMembership(MembershipAttack):
         for k, target in enumerate(targets):
             neuron = self.neuron(target)
             with torch.autocast(hidden.device.type, enabled=False):
-                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self._biases(neuron)
+                output = neuron(rows.to(neuron.weight.dtype))[:, None] + self.biases(neuron)
             row_gradients = torch.where(output > 0, upstream_by_row, 0.0)
             row_gradients = row_gradients.masked_fill(output.isnan(), torch.nan)
             gradient[:, k].index_add_(0, samples, row_gradients)

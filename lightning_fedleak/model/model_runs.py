@@ -45,7 +45,6 @@ _ZERO = ("deepspeed",)
 TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_ZERO)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
-_restored: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_restored", default=())
 
 
 def is_observed() -> bool:
@@ -54,26 +53,6 @@ def is_observed() -> bool:
     Hooks that change a client's data must do nothing then.
     """
     return bool(_open.get())
-
-
-@contextmanager
-def restored_at_end(anatomy: Anatomy) -> Iterator[None]:
-    """Restore the contents of the model's modules once, at the end of several runs of the model.
-
-    Those within (:func:`undisturbed`) leave that to it, since to save and to compare what a deep
-    model holds takes longer than a short run of it. Hooks on modules that are to stay are
-    registered outside of it.
-
-    Raises:
-        RuntimeError: a parameter was written to and could not be restored.
-    """
-    before = _restored.get()
-    with model_state.preserve_model(anatomy.root, anatomy.model):
-        _restored.set((*before, anatomy.root))
-        try:
-            yield
-        finally:
-            _restored.set(before)
 
 
 @contextmanager
@@ -89,10 +68,10 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
     name that the model's forward has for them.
 
-    It may be nested: the outermost one of a root restores its modules, or
-    :func:`restored_at_end` around it, and each one modes and random generators.
-    :func:`is_observed` is True meanwhile. Not restored is what no module holds: files, global
-    variables, closures, class attributes, and objects whose state cannot be read.
+    It may be nested: the outermost one of a root restores its modules (or
+    :func:`~lightning_fedleak.model.model_state.restored_at_end` around it), and each one modes and
+    random generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds:
+    files, global variables, closures, class attributes, and objects whose state cannot be read.
 
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
@@ -104,7 +83,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in (*before, *_restored.get())):
+        if not any(root is other for other in (*before, *model_state.restored.get())):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):

@@ -10,6 +10,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import deepcopy
 from functools import lru_cache, partial
 from operator import is_
@@ -55,6 +56,8 @@ _ATOMS = frozenset(
     }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
+restored: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_restored", default=())
+"""The modules that :func:`restored_at_end` around the code restores."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -120,6 +123,26 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
             yield
     finally:
         state.restore()
+
+
+@contextmanager
+def restored_at_end(root: nn.Module, runs: nn.Module) -> Iterator[None]:
+    """Restore the modules of ``root`` once, at the end of several runs of ``runs``, a part of it.
+
+    Those within (:func:`~lightning_fedleak.model.model_runs.undisturbed`) leave that to it, since
+    to save and to compare what a deep model holds takes longer than a short run of it. Hooks on
+    modules that are to stay are registered outside of it.
+
+    Raises:
+        WeightsWritten: as :func:`preserve_model`.
+    """
+    before = restored.get()
+    with preserve_model(root, runs):
+        restored.set((*before, root))
+        try:
+            yield
+        finally:
+            restored.set(before)
 
 
 def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from lightning_fedleak.report import records
-from lightning_fedleak.report.wording import NOT_RECORDED, rounded_up
+from lightning_fedleak.report.wording import rounded_up
 
 if TYPE_CHECKING:
     from lightning_fedleak.defenses.accounting import AccountantKind, SamplingScheme
@@ -27,8 +27,6 @@ def composed_epsilon(
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
     if not history or not delta or any(not one.noise_multiplier for one in history):
         return None
-    if sampling is None:
-        return f"not computed: how batches were drawn is {NOT_RECORDED}"
     try:
         from lightning_fedleak.defenses.accounting.accounting import LARGEST_EPSILON, epsilon_of
 

@@ -16,12 +16,7 @@ from lightning_fedleak.report.comparing import Comparison, comparison, names_of
 from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
-from lightning_fedleak.report.records import (
-    ENTITIES,
-    HIGH,
-    JsonObject,
-    named,
-)
+from lightning_fedleak.report.records import ENTITIES, HIGH, JsonObject, named
 from lightning_fedleak.report.wording import interval, visible
 
 SCHEMA = 4
@@ -99,9 +94,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
 
 
 def _verdict(
-    fits: Sequence[FitSummary],
-    overviews: Sequence[Overview],
-    compared: Comparison | None,
+    fits: Sequence[FitSummary], overviews: Sequence[Overview], compared: Comparison | None
 ) -> _ReportVerdict:
     sentences = overviews[0].sentences
     if compared is not None:

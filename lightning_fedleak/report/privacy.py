@@ -38,7 +38,8 @@ class Account:
         accountant: which composed the releases.
         target_epsilon: what was asked for.
         trust, trusted: who must be trusted, as a setting and in a sentence.
-        sampling: how what was released was drawn, as records name it; None: not recorded.
+        sampling: how what was released was drawn, as records name it; None where no accountant
+            composes it.
         poisson: whether sampling by chance counts; None where that was not recorded.
         unit: whose data one unit of privacy is.
         clients: how many there are.
@@ -226,7 +227,7 @@ def _account(
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
         trust=settings.get("trust", "local" if kind == TOKENS else wording.NOT_RECORDED),
         trusted=wording.TRUST[trusted_party(defense)],
-        sampling=most.sampling or _sampling_by(settings),
+        sampling=most.sampling,
         poisson=_poisson(kind, settings),
         unit=settings.get("unit", _UNITS.get(kind, wording.NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
@@ -285,20 +286,10 @@ def _largest(
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
     """Return whether sampling by chance counts."""
-    if settings.get("mechanism", "independent") != "independent":  # correlated noise, in 0.2.0
-        return None
     if kind == CLIENT:
         by_chance = settings.get("sampling") == "poisson"
         return by_chance and settings.get("trust", wording.NOT_RECORDED) == "central"
     return settings.get("poisson")
-
-
-def _sampling_by(settings: records.JsonObject) -> str | None:
-    """Return how releases were drawn, of a record that only has the settings of the defence."""
-    if settings.get("truncated_batch_size"):
-        return None  # of how many examples is not in them
-    by_fixed_draws = settings.get("sampling") == "fixed" and settings.get("trust") == "central"
-    return "without_replacement" if by_fixed_draws else "poisson"
 
 
 def trusted_party(defense: records.DefenseFacts) -> str:

@@ -17,16 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Capability
 from lightning_fedleak.defenses.release import UpdateRelease, release_of
-from lightning_fedleak.engine import (
-    AUTOCAST,
-    BeforeDefense,
-    Run,
-    StageReached,
-    chosen_metrics,
-    declared,
-)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.model_runs import is_compiled, is_observed
 from lightning_fedleak.model.taps import real_optimizer
@@ -79,7 +72,7 @@ class Loop:
     steps: int = 0
     batches: int = 0
     watched: tuple[str, ...] = ()
-    stage_reached: StageReached | None = None
+    stage_reached: core.StageReached | None = None
     zero: ZeROStep | None = None
     temperature: float = 1.0
     fit_copy: Callable[[nn.Module, Any], None] | None = None
@@ -113,7 +106,7 @@ class Loop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopRun(Run):
+class LoopRun(core.Run):
     """One run of a loop.
 
     Attributes:
@@ -136,7 +129,7 @@ class LoopRun(Run):
         """
         rank, processes = rank_and_world_size()
         under_ddp = any(isinstance(m, DistributedDataParallel) for m in loop.model.modules())
-        noising = declared(loop.optimizers, under_ddp=under_ddp)
+        noising = core.declared(loop.optimizers, under_ddp=under_ddp)
         if noising and loop.release is not None:
             raise ValueError(
                 f"{noising[0].name} makes its gradient of single examples', so that what the "
@@ -164,7 +157,7 @@ class LoopRun(Run):
         )
 
     def watch_release(
-        self, stage_reached: StageReached, before_defense: BeforeDefense
+        self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call the functions as the release reaches its stages; see :class:`Run`."""
         if (release := self.loop.release) is None:
@@ -222,7 +215,7 @@ class LoopRun(Run):
                 return
             handle.remove()
             dtype = autocast_dtype(self.device)
-            if dtype != AUTOCAST.get(self.precision):
+            if dtype != core.AUTOCAST.get(self.precision):
                 raise ValueError(
                     f"the model runs under autocast to {dtype}, and {self.watcher} has precision="
                     f"{self.precision!r}: pass 'bf16-mixed' or '16-mixed' under autocast, else "
@@ -256,7 +249,7 @@ class LoopRun(Run):
 
     def metrics(self, names: Sequence[str] | None) -> Mapping[str, Any]:
         """Return the user's metrics logged so far; None: all."""
-        return chosen_metrics(self.loop.utility, names)
+        return core.chosen_metrics(self.loop.utility, names)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

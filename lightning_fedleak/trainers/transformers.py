@@ -21,21 +21,9 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
 from lightning_fedleak.attacks.memorization import PromptAttack
-from lightning_fedleak.engine import (
-    CHOOSE,
-    WORST,
-    BeforeDefense,
-    Engine,
-    Games,
-    StageReached,
-    Threshold,
-    WatchSettings,
-    chosen_metrics,
-    contained,
-    names_there_are,
-)
 from lightning_fedleak.engine.loggers import keep_highest, upload_to_wandb
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import Stage
@@ -122,24 +110,24 @@ class LeakageCallback(TrainerCallback, Reported):
             this run.
     """
 
-    engine: Engine
+    engine: core.Engine
 
-    @explain_arguments(settings=WatchSettings)
+    @explain_arguments(settings=core.WatchSettings)
     def __init__(
         self,
         trainer: transformers.Trainer | None = None,
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
-        gates: Sequence[Threshold] = (),
+        gates: Sequence[core.Threshold] = (),
         folder: str | Path | None = None,
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
-        games: Games | None = None,
-        settings: WatchSettings | None = None,
+        games: core.Games | None = None,
+        settings: core.WatchSettings | None = None,
     ) -> None:
         if not isinstance(trainer, transformers.Trainer):
             raise TypeError(f"LeakageCallback needs the Trainer, so make that first: {_USAGE}")
         self.trainer = trainer
-        (settings or WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
+        (settings or core.WatchSettings()).refuse(type(self).__name__, "precision", "scaler")
         folder = folder or str(trainer.args.output_dir)
         self.watch = _TransformersWatch(
             trainer, attacks, gates, None, folder, every_n_steps, max_overhead, games, settings
@@ -195,7 +183,7 @@ class LeakageCallback(TrainerCallback, Reported):
     def on_log(self, *_: Any, logs: Mapping[str, object] | None = None, **__: Any) -> None:
         """Record the Trainer's metrics that are to be logged next to leakage."""
         values = {n: v for n, v in (logs or {}).items() if isinstance(v, Real | torch.Tensor)}
-        self.watch.note(chosen_metrics(values, self.watch.engine.options.utility))
+        self.watch.note(core.chosen_metrics(values, self.watch.engine.options.utility))
 
     def on_evaluate(self, *_: Any, metrics: dict[str, float] | None = None, **__: Any) -> None:
         """Add the values by which a checkpoint is selected; an unknown value is infinity."""
@@ -227,7 +215,7 @@ class _TransformersRun(LoopRun):
     watcher: ClassVar[str] = "LeakageCallback"
 
     def watch_release(
-        self, stage_reached: StageReached, before_defense: BeforeDefense
+        self, stage_reached: core.StageReached, before_defense: core.BeforeDefense
     ) -> list[Callable[[], None]]:
         """Call ``stage_reached`` before the Trainer's optimizer steps; see :class:`Run`."""
         if self.defenses or self.loop.zero:  # observed by a hook on the optimizer's step
@@ -291,20 +279,20 @@ class _TransformersWatch(Watch):
         super()._begin()
         if (best := self._best_metric()) is None:
             return
-        available = [*self.engine.metric_names(), *([CHOOSE] if self._on_weights else [])]
+        available = [*self.engine.metric_names(), *([core.CHOOSE] if self._on_weights else [])]
         start = f"metric_for_best_model='{best}'"
         if args.greater_is_better is not False:
             raise ValueError(
                 f"{start} is a leakage metric, where lower is better: set greater_is_better=False"
             )
-        if best == CHOOSE and best not in available:
+        if best == core.CHOOSE and best not in available:
             raise ValueError(
                 f"{start} needs a gate on the trained weights: LeakageCallback(trainer, "
                 "gates=[Threshold('leakage/combined/auc', at_most=0.7)])"
             )
         if best not in available:
             raise ValueError(
-                f"{start} is not logged.{names_there_are(best, available, self.run.watcher)}"
+                f"{start} is not logged.{core.names_there_are(best, available, self.run.watcher)}"
             )
 
     def _fit_copy(self, model: nn.Module, rows: Any) -> None:
@@ -410,7 +398,7 @@ class _TransformersWatch(Watch):
         """Whether the shared gradient is made inside the step (DP optimizers, DeepSpeed ZeRO)."""
         return bool(self._run.defenses or self.loop.zero) and self.loop.release is None
 
-    @contained
+    @core.contained
     @torch.no_grad()
     def _let_read(self) -> None:
         scaler, (optimizer,) = self.loop.scaler, self.loop.optimizers
@@ -437,13 +425,13 @@ class _TransformersWatch(Watch):
         super().end(error)
         self._flush()
 
-    @contained
+    @core.contained
     def note(self, metrics: Mapping[str, float]) -> None:
         """Log the Trainer's metrics next to the leakage metrics."""
         self.utility.update(metrics)
         self._log_utility()
 
-    @contained
+    @core.contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Collect values until :meth:`_flush`, except metrics that the Trainer logs itself."""
         if not all(name.startswith("utility/") for name in metrics):
@@ -451,7 +439,7 @@ class _TransformersWatch(Watch):
 
     def log_hyperparams(self, settings: Mapping[str, Any]) -> None:
         """Send the settings to W&B if the Trainer reports to it; W&B keeps the highest leakage."""
-        worst = [f"train/{WORST}/{family}" for family in self.engine.results.families]
+        worst = [f"train/{core.WORST}/{family}" for family in self.engine.results.families]
         for run in self._callback_attributes("_wandb", "run"):
             run.config.update(dict(settings), allow_val_change=True)
             keep_highest(run, worst, step="train/global_step")
@@ -483,7 +471,7 @@ class _TransformersWatch(Watch):
     def _log_to(self, run: LoopRun) -> list[Any]:
         return [*super()._log_to(run), *([self] if run.rank == 0 else [])]
 
-    def _save(self, gate: Threshold, name: str) -> Path | None:
+    def _save(self, gate: core.Threshold, name: str) -> Path | None:
         """Have the Trainer save a checkpoint after this step, and return its path."""
         if self._ending or gate.action == "raise":
             return None
@@ -516,8 +504,8 @@ class _TransformersWatch(Watch):
         chosen: dict[str, float] = {}
         loss, best = metrics.get("eval_loss"), self._best_metric()
         if loss is not None and self._on_weights:
-            chosen[CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
-        if best is not None and best != CHOOSE:
+            chosen[core.CHOOSE] = max(gate.choice(loss) for gate in self._on_weights)
+        if best is not None and best != core.CHOOSE:
             weights, step = self.engine.weights, self.engine.run.step
             is_stale = (
                 self.engine.results.repeats_texts(best) and weights and weights.looked_at != step

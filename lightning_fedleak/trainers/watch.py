@@ -12,23 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fedleak import engine as core
 from lightning_fedleak.attacks import Attack
-from lightning_fedleak.engine import (
-    CHOOSE,
-    BoardLogger,
-    Destination,
-    Engine,
-    Games,
-    GateActions,
-    Look,
-    Threshold,
-    WatchSettings,
-    contained,
-    names_there_are,
-    optimizers_of,
-    parts_of,
-    to_dataframe,
-)
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import shaped
 from lightning_fedleak.model.taps import before_real_step
@@ -110,7 +95,7 @@ class Watch(Reported):
             loop begins also: the model, a gate or an attack does not fit.
     """
 
-    engine: Engine
+    engine: core.Engine
     _earlier_utility: dict[str, float]
     run: ClassVar[type[LoopRun]] = LoopRun
     resume: ClassVar[str] = ""
@@ -118,22 +103,24 @@ class Watch(Reported):
         "train it with a defence: DefendedLoop(model, optimizer, loader, [DPSGD(...)], epochs=...)"
     )
 
-    @explain_arguments(settings=WatchSettings)
+    @explain_arguments(settings=core.WatchSettings)
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",
-        gates: Sequence[Threshold] = (),
+        gates: Sequence[core.Threshold] = (),
         loader: Any = None,
         folder: str | Path = "fedleak_runs/watch",
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
-        games: Games | None = None,
-        settings: WatchSettings | None = None,
+        games: core.Games | None = None,
+        settings: core.WatchSettings | None = None,
     ) -> None:
-        self.settings = settings = settings or WatchSettings()
-        self.engine = Engine(*parts_of(attacks, settings, games, every_n_steps, max_overhead))
+        self.settings = settings = settings or core.WatchSettings()
+        self.engine = core.Engine(
+            *core.parts_of(attacks, settings, games, every_n_steps, max_overhead)
+        )
         self.gates = tuple(gates)
         self._check_gates()
         self.folder = Path(folder)
@@ -147,7 +134,7 @@ class Watch(Reported):
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return the results so far as a table; see :meth:`LeakageMonitor.to_dataframe`."""
-        return to_dataframe(self.engine.jsonl)
+        return core.to_dataframe(self.engine.jsonl)
 
     @property
     def utility(self) -> dict[str, float]:
@@ -158,7 +145,7 @@ class Watch(Reported):
         """
         return self.loop.utility
 
-    @contained
+    @core.contained
     def _log_utility(self, *, epoch_ended: bool | None = False) -> None:
         """Log the metrics that the loop has set since; another object was measured again."""
         now = dict(self.loop.utility)
@@ -196,11 +183,11 @@ class Watch(Reported):
                 "Threshold('leakage/combined/auc', ...)"
             )
         chosen = max(gate.choice(loss) for gate in self._on_weights)
-        self._log({CHOOSE: chosen}, self.engine.run.step)
+        self._log({core.CHOOSE: chosen}, self.engine.run.step)
         return chosen
 
     @property
-    def _on_weights(self) -> list[Threshold]:
+    def _on_weights(self) -> list[core.Threshold]:
         return [gate for gate in self.gates if gate.on_weights]
 
     def __enter__(self) -> Watch:
@@ -233,7 +220,7 @@ class Watch(Reported):
         for gate in self.gates:
             defenses = run.defenses if loop.release and gate.action == "harden" else ()
             save = partial(self._save, gate)
-            actions = GateActions(
+            actions = core.GateActions(
                 self._log, save, self._stop, run.processes, defenses, self.resume, self.mend
             )
             gate.watch(engine, actions)
@@ -250,10 +237,10 @@ class Watch(Reported):
         self._hook_optimizers()
         self.folder = engine.own_folder(run, self.folder)
         self._loggers = self._log_to(run)
-        boards = [logger.writer for logger in self._loggers if isinstance(logger, BoardLogger)]
-        loggers = [logger for logger in self._loggers if not isinstance(logger, BoardLogger)]
-        training = {"optimizers": optimizers_of(loop.optimizers), **self._training_facts(run)}
-        engine.begin(run, Destination(self.folder, loggers, boards, training))
+        boards = [logger.writer for logger in self._loggers if isinstance(logger, core.BoardLogger)]
+        loggers = [logger for logger in self._loggers if not isinstance(logger, core.BoardLogger)]
+        training = {"optimizers": core.optimizers_of(loop.optimizers), **self._training_facts(run)}
+        engine.begin(run, core.Destination(self.folder, loggers, boards, training))
         self._report_begins()
         self._first_batch = loop.batches
         engine.training_begins()
@@ -311,7 +298,7 @@ class Watch(Reported):
             if gate.metric not in logged:
                 watcher = self.run.watcher
                 message = f"Threshold watches '{gate.metric}', which {watcher} does not log."
-                raise ValueError(message + names_there_are(gate.metric, logged, watcher))
+                raise ValueError(message + core.names_there_are(gate.metric, logged, watcher))
         names = [gate.name for gate in self.gates]
         for name in {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two gates are named '{name}': give one of them name=...")
@@ -329,7 +316,7 @@ class Watch(Reported):
         """Make the current look, or the next one, unknown after an error of this package."""
         self.engine.fail(error)
 
-    def _save(self, gate: Threshold, name: str) -> Path | None:
+    def _save(self, gate: core.Threshold, name: str) -> Path | None:
         return None
 
     def _stop(self) -> None:
@@ -338,7 +325,7 @@ class Watch(Reported):
     def _log_to(self, run: LoopRun) -> list[Any]:
         if run.rank or not self.settings.tensorboard or find_spec("tensorboard") is None:
             return []
-        board = BoardLogger(self.folder / "tensorboard")
+        board = core.BoardLogger(self.folder / "tensorboard")
         self._removers.append(board.writer.close)
         return [board]
 
@@ -395,7 +382,7 @@ class Watch(Reported):
         self._log_utility(epoch_ended=None)
 
     @property
-    def _look(self) -> Look | None:
+    def _look(self) -> core.Look | None:
         """The current look; None between looks."""
         return None if self.engine.fit is None else self.engine.fit.look
 
@@ -410,7 +397,7 @@ class Watch(Reported):
         if self.loop.zero is not None:
             self.loop.zero.is_empty = False
 
-    @contained
+    @core.contained
     def _gradients_are_gone(self) -> bool:
         """Return whether there is no gradient for a step.
 

@@ -394,6 +394,13 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     named = f"Reference of combined_reference: {facts['model']} (folder), trained on an unstated"
     assert named in " ".join(text.split())
     assert values["tpr_at_fpr_0.01"] is None  # too few others
+    rare = {"metric": "tpr_at_fpr_0.001", "at_most": 0.999}
+    status, text = run(folder, drawn=True, out=output, reference=reference, **rare)
+    assert status == BREACH
+    for name in ("combined", "combined_reference"):
+        assert f"{name}/tpr_at_fpr_0.001 is unknown." in text
+    with pytest.raises(SourceError, match="give that of a model, or --references 2"):
+        run(folder, drawn=True, at_most=0.6, out=output, reference="automatic")
     few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
     status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
     assert status == BREACH

@@ -129,7 +129,7 @@ def _python(arguments: list[str]) -> None:
         assert any(path.name in run.read_text() for run in runs), "is it run?"
         return
     source = path.read_text(encoding="utf-8")
-    if "ArgumentParser" not in source:
+    if not re.search(r"ArgumentParser|parser_of|read_options", source):
         assert not rest, f"{path.name} takes no arguments"
         return
     _parser_of(path).parse_args(rest)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
@@ -18,7 +19,6 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.threats import HONEST_BUT_CURIOUS, ThreatModelError
 from lightning_fedleak.trainers import Threshold, Watch
 from tests.callbacks.runs import Probe
-from tests.games.crafted import craft
 from tests.helpers.lightning_modules import loss_by_blocks, random_token_loader
 from tests.helpers.loops import lines_of, model_loss, still_gpt2, watched
 from tests.helpers.models import tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2

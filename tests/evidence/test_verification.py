@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
-from lightning_fedleak.evidence.chain import ChainedFile, read_chain
-from lightning_fedleak.evidence.verdict import Verdict
+from lightning_fedleak.evidence.chain import ChainedFile, Verdict, read_chain
 from lightning_fedleak.evidence.verification import check_plans
 from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, read, write

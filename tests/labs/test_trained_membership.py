@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.defenses.crafted import craft
 from lightning_fedleak.attacks.base import Query, RunFacts
 from lightning_fedleak.attacks.membership.base import sentence_rows
 from lightning_fedleak.attacks.public_text import PublicText
@@ -17,7 +18,6 @@ from lightning_fedleak.labs.trained_membership import TrainedMembership, train_n
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.attacks.membership.test_fc_membership import by_autograd, generator
-from tests.games.crafted import craft
 from tests.helpers import models
 
 pytestmark = pytest.mark.slow

@@ -71,7 +71,8 @@ def spent(
 ) -> dict[str, Any]:
     """What a look says that DPSGD has spent."""
     cost = {"defense": "dpsgd", "epsilon": epsilon, "delta": 1e-5, "noise_multiplier": sigma}
-    return cost | {"sample_rate": rate, "releases": count, "history": [[sigma, rate, count]]}
+    cost |= {"sample_rate": rate, "releases": count, "history": [[sigma, rate, count]]}
+    return cost | {"sampling": "poisson"}
 
 
 def look(step: int, run: str = "a", **more: Any) -> dict[str, Any]:

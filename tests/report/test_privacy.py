@@ -73,7 +73,7 @@ def test_several_clients_have_the_limit_of_the_one_that_is_limited_least(tmp_pat
         ({"history": None}, {}),
         ({"history": [[0.7, 0.01, 4]]}, {}),  # releases that cost less than what was recorded
         ({}, {"accountant": "filter"}),
-        ({}, {"truncated_batch_size": 4}),  # of how many examples was not recorded
+        ({"sampling": None}, {}),
         ({"sampling": "by moonlight"}, {}),
     ],
 )
@@ -83,20 +83,11 @@ def test_without_all_releases_the_pair_alone_limits(tmp_path, more, settings):
     assert account.largest_auc == dp_auc(*account.bound)
 
 
-def test_of_truncated_batches_only_the_pair_and_the_noise_are_told(tmp_path):
-    """Records of runs from before, whose sampling no accountant knows any more."""
-    line, settings = (
-        spending(1.0, 0.01, 100, sampling="at-most-12-of-1001"),
-        {"truncated_batch_size": 12},
-    )
-    account = account_of(tmp_path / "one", [line], **settings)
+def test_of_sampling_that_no_accountant_knows_only_the_pair_is_told(tmp_path):
+    line = spending(1.0, 0.01, 100, sampling="by moonlight")
+    account = account_of(tmp_path, [line])
     assert account.largest_tpr == dp_tpr(0.01, *account.bound)
     assert account.without_sampling.startswith("not computed: ")
-    fit = [begin(defenses=[dpsgd(**settings)]), look(1, privacy=[line]), end(1)]
-    found = found_in(tmp_path / "two", [result(1, f1=0.0)], fit)
-    [implied] = found.runs[0].implied
-    assert implied.largest_tpr_in_a_batch == gaussian_tpr(0.01, 0.5)
-    assert implied.largest_auc_in_a_batch == gaussian_auc(0.5)
 
 
 def test_a_history_that_grows_is_one(tmp_path):

@@ -3,9 +3,11 @@
 A dishonest server adds crafted layers to the model that a client trains (Vu et al. 2024, Fig. 3)
 and sets their weights so that the gradient of a few trainable numbers, called *rungs* in this
 package, shows whether a target is in the batch (Fig. 2). An adversary has three parts: A_init
-(:meth:`MembershipAttack.prepare`), A_attack, which sets the layers for a target, and A_guess
+(:meth:`MembershipAttack.prepare`), A_attack (the crafted layers themselves) and A_guess
 (:meth:`MembershipAttack.guess`). :meth:`MembershipAttack.gradient` is the gradient that a client
-would compute through layers set by A_attack, in closed form and for many targets at once.
+would compute through the crafted layers, in closed form and for many targets at once.
+
+The gradient at the output of crafted layers, as if they stood behind a block (Vu et al. 2024).
 
 Fig. 3 b: the output of the crafted layers, z (B, R, K), is added to the residual stream along one
 fixed unit direction w: ``h <- h + scale * sum_k z_k w``. So for every rung the gradient of the loss
@@ -269,12 +271,10 @@ class MembershipAttack(Attack):
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
-        """Run A_attack: return the gradient of the rungs of each target's layers, per sample.
-
-        It is computed in closed form, without the layers.
+        """Return the gradient of the crafted layers' rungs, per sample, in closed form.
 
         Args:
-            targets: (G, D), see :meth:`embed`.
+            targets: (G, D).
             hidden: (B, L, d) hidden states of the client's batch at ``layer``.
             mask: (B, L), 0 where padded, or None.
             upstream: (B, L) gradient of the loss with respect to the crafted output at each token,
@@ -305,7 +305,7 @@ class MembershipAttack(Attack):
         return read_rungs(gradient, noise_std, self.guess_rung)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the targets that :meth:`gradient` takes.
+        """Return the targets as the crafted layers hold them.
 
         Args:
             hidden: (G, L, d) hidden states of the target sentences at ``layer``, computed by the

@@ -4,12 +4,8 @@ Vu et al. 2024, Sect. 4.1 and Appx. A (Algorithms 2 and 3, Eqs. 2 and 6). The la
 ``relu(tau - ‖x - T‖_1)``. A gradient of the second bias that is not zero proves that an input of
 the batch lies within ``tau`` of the target. Conversely, such an input gives a gradient that is not
 zero, unless its upstream gradient is zero or the contributions of several inputs cancel. A server
-would insert the layers into the model; :meth:`FCMembership.gradient` computes what they would share
-in closed form.
-
-For a target T of D numbers, Eq. 6's first layer is ``W1 = [I; -I]`` (2 D, D) with the bias
-``b1 = [-T - dead_zone; T - dead_zone]``, and every row of the second is ``-1``, with the bias
-``tau``. The tests compare the closed form with layers that are really in a model.
+inserts the layers into the model as real modules; :meth:`FCMembership.gradient` computes the same
+result without them.
 """
 
 from __future__ import annotations
@@ -43,22 +39,29 @@ def batch_inputs(
         hidden: The hidden states, (B, L, d).
         mask: The attention mask, (B, L); None without padding.
         upstream: The upstream gradient of each input: (B, L), or (B, 1) if ``tokens`` is set.
-        tokens: The number of token positions that are concatenated into one input; None if each
-            token is one input.
+        tokens: The number of token positions that are concatenated into one input; None if
+            each token is one input.
 
     Returns:
         The inputs (N, D), and for each the index of its sample (N,) and its upstream gradient (N,).
     """
-    real = None if mask is None else mask.to(hidden.device) != 0
-    inputs = hidden
-    if tokens is not None:
-        inputs = sentence_rows(hidden, mask, tokens)[:, None]
-        real = None if real is None else real.any(1, keepdim=True)
+    inputs, real = select_inputs(hidden, mask, tokens)
     b, r, d = inputs.shape
     samples = torch.arange(b, device=hidden.device)[:, None].expand(b, r)
     if real is None:
         return inputs.reshape(b * r, d), samples.reshape(-1), upstream.reshape(-1)
     return inputs[real], samples[real], upstream[real]
+
+
+def select_inputs(
+    hidden: Tensor, mask: Tensor | None, tokens: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the inputs (B, R, D), and a mask (B, R) of those with a token; None without a mask."""
+    real = None if mask is None else mask.to(hidden.device) != 0
+    if tokens is None:
+        return hidden, real
+    rows = sentence_rows(hidden, mask, tokens)[:, None]
+    return rows, None if real is None else real.any(1, keepdim=True)
 
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]

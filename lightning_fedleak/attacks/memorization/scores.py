@@ -23,7 +23,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import (
     Observation,
     ReleasedModel,
-    TokenSnapshot,
     check_finite,
 )
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -330,7 +329,6 @@ class MinK(MemorizationAttack):
 
     Args:
         share: of a text's tokens that are averaged.
-        calibrated: subtract the base's score.
         name: as in the logs.
 
     Raises:
@@ -338,21 +336,15 @@ class MinK(MemorizationAttack):
     """
 
     default_name = "min_k"
-    config_names = ("share", "calibrated")
+    config_names = ("share",)
 
-    def __init__(
-        self, share: float = 0.2, *, calibrated: bool = False, name: str | None = None
-    ) -> None:
+    def __init__(self, share: float = 0.2, *, name: str | None = None) -> None:
         super().__init__(name)
         self.share = check_number("share", share, above=0, at_most=1)
-        self.calibrated = calibrated
 
     def score(self, released: ReleasedModel) -> Tensor:
         """Return the mean of the lowest standardised log probabilities."""
-        scores = self._lowest(released.now)
-        return scores - self._lowest(released.base) if self.calibrated else scores
-
-    def _lowest(self, tokens: TokenSnapshot) -> Tensor:
+        tokens = released.now
         standard = (tokens.log_probs - tokens.means) / tokens.deviations.clamp_min(LEAST_DEVIATION)
         ordered = standard.double().masked_fill(~tokens.labels, torch.inf).sort(1).values
         counts = (tokens.labels.sum(1) * self.share).long().clamp_min(1)

@@ -14,17 +14,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import (
-    NOTHING,
-    Deadline,
-    InversionAttack,
-    Sent,
-    TextGuess,
-    join_guesses,
-)
+from lightning_fedleak.attacks.texts import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import LIKENESSES, Likeness, RowAdam, TokenTable
-from lightning_fedleak.attacks.texts.sweeps import high_errors, sweep
+from lightning_fedleak.attacks.texts.descent import (
+    LIKENESSES,
+    Likeness,
+    RowAdam,
+    TokenTable,
+    high_errors,
+    sweep,
+)
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
@@ -131,7 +130,7 @@ class StateReadout:
         return words
 
 
-class EmbeddingDescent(InversionAttack):
+class EmbeddingDescent(base.InversionAttack):
     """Zheng's attack: word embeddings whose hidden states are those sent (Eq. 3), by Adam.
 
     The server of a split model owns the bottom model. It moves word embeddings until their hidden
@@ -153,7 +152,7 @@ class EmbeddingDescent(InversionAttack):
         likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
-            (:func:`~lightning_fedleak.attacks.texts.sweeps.sweep`). For encoders; 0 is
+            (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders; 0 is
             the paper's attack.
         always_try: ids that a sweep tries at every position besides. Give the tokenizer's special
             tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
@@ -253,7 +252,7 @@ class EmbeddingDescent(InversionAttack):
         """Return the learning rate in the numbers of a word embedding."""
         return self.lr * self.table.scale
 
-    def start(self, sent: Sent) -> Tensor:
+    def start(self, sent: base.Sent) -> Tensor:
         """Return the word embeddings (B, L, e) to start from."""
         table = self.table
         if self._readout is not None:
@@ -278,9 +277,9 @@ class EmbeddingDescent(InversionAttack):
 
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> TextGuess:
+    ) -> base.TextGuess:
         """Return the texts of hidden states (B, L, d)."""
-        deadline, bottom = Deadline(self.budget_seconds), self.bottom
+        deadline, bottom = base.Deadline(self.budget_seconds), self.bottom
         rows = max(1, self.tokens_at_once() // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
@@ -288,8 +287,8 @@ class EmbeddingDescent(InversionAttack):
                 None if t is None else t.to(bottom.device).clone()
                 for t in (attention_mask, position_ids)
             ]
-            sent = Sent.from_states(hidden.to(bottom.device).clone(), *copies)
-            guesses: list[TextGuess] = []
+            sent = base.Sent.from_states(hidden.to(bottom.device).clone(), *copies)
+            guesses: list[base.TextGuess] = []
             for a in range(0, len(sent), rows):
                 share = deadline.share(-(-(len(sent) - a) // rows))
                 run = _Descent(self, sent[a : a + rows], share)
@@ -297,7 +296,7 @@ class EmbeddingDescent(InversionAttack):
                 if run.finished:
                     self.solve(run)
                 guesses.append(run.guess())
-            return join_guesses(guesses, hidden.device)
+            return base.join_guesses(guesses, hidden.device)
 
     def solve(self, run: _Descent) -> None:
         """Descend, or take phases of descent and sweep.
@@ -352,14 +351,14 @@ class _Descent:
         verified: number of candidates so far.
     """
 
-    def __init__(self, attack: EmbeddingDescent, sent: Sent, deadline: Deadline) -> None:
+    def __init__(self, attack: EmbeddingDescent, sent: base.Sent, deadline: base.Deadline) -> None:
         self.attack = attack
         self.sent = sent
         self.deadline = deadline
         device, n = sent.real.device, len(sent)
         self.variables = attack.start(sent).clone()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
-        self.tokens = torch.full(sent.real.shape, NOTHING, device=device)
+        self.tokens = torch.full(sent.real.shape, base.NOTHING, device=device)
         self.errors = torch.full_like(sent.hidden[..., 0], torch.nan)
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.finished = True
@@ -398,7 +397,7 @@ class _Descent:
         tokens = self.attack.decode(self.variables[rows])
         self.record(rows, tokens, self._errors(tokens, self.sent[rows]))
 
-    def _gradient(self, variables: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+    def _gradient(self, variables: Tensor, sent: base.Sent) -> tuple[Tensor, Tensor]:
         """Return the distance's gradient in the variables, and which texts their cosine stops."""
         attack = self.attack
         with torch.enable_grad():
@@ -414,7 +413,7 @@ class _Descent:
             return gradient, sent.cosines(hidden.detach()) >= PAPER_COSINE
         return gradient, torch.zeros(len(sent), dtype=torch.bool, device=gradient.device)
 
-    def _errors(self, tokens: Tensor, sent: Sent) -> Tensor:
+    def _errors(self, tokens: Tensor, sent: base.Sent) -> Tensor:
         hidden = self.attack.bottom.hidden(tokens, sent.attention_mask, sent.position_ids)
         self.verified += int(sent.real.sum())
         return sent.relative_errors(hidden)
@@ -423,18 +422,18 @@ class _Descent:
         """Set the tokens of the texts ``rows``."""
         self.tokens[rows], self.errors[rows] = tokens, errors.to(self.errors.dtype)
 
-    def record_better(self, guess: TextGuess, errors: Tensor) -> None:
+    def record_better(self, guess: base.TextGuess, errors: Tensor) -> None:
         """Set the texts in which an earlier guess is nearer to what was sent, by squared errors."""
         sums = (e.masked_fill(~self.sent.real, 0.0) for e in (errors, self.errors))
         earlier_sums, present_sums = (e.square().sum(1) for e in sums)
         rows = (earlier_sums < present_sums).nonzero().flatten()
         self.record(rows, guess.tokens[rows], errors[rows])
 
-    def guess(self) -> TextGuess:
+    def guess(self) -> base.TextGuess:
         """Return the tokens so far."""
         real = self.sent.real
-        return TextGuess(
-            self.tokens.masked_fill(~real, NOTHING),
+        return base.TextGuess(
+            self.tokens.masked_fill(~real, base.NOTHING),
             finished=self.finished,
             candidates=self.verified,
         )

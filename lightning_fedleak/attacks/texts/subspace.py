@@ -87,11 +87,7 @@ class SubspaceTexts(TextAttack):
     _copy: subspace_rows.BlockInputs | None = None
 
     def __init__(
-        self,
-        *,
-        budget_seconds: float | None = 120.0,
-        seed: int = 0,
-        name: str | None = None,
+        self, *, budget_seconds: float | None = 120.0, seed: int = 0, name: str | None = None
     ) -> None:
         super().__init__(name, budget_seconds)
         self.seed = seed

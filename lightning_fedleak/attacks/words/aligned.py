@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Query,
-    RunFacts,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-    check_readable,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.local_steps import LocalSteps, check_compressed
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words import aligned_rows, row_summary
@@ -33,10 +25,7 @@ from lightning_fedleak.attacks.words.aligned_updates import (
     rehearse_updates,
     update_features,
 )
-from lightning_fedleak.attacks.words.head_gradients import (
-    GradientParts,
-    head_parameters,
-)
+from lightning_fedleak.attacks.words.head_gradients import GradientParts, head_parameters
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy, head_surface
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.compression import Compression, explain_compression
@@ -64,7 +53,7 @@ _SAMPLED_TOKENS, _SAMPLED_TEXTS = 3_000, 96
 _MAX_BATCH_TOKENS = 1600
 
 
-class AlignedFlatChat(Attack):
+class AlignedFlatChat(base.Attack):
     """The types whose rows in the head's gradient differ from those of unused types.
 
     Row t of the head's gradient is ``sum_i (p_i(t) - [y_i = t]) h_i``. The attack projects it on a
@@ -164,13 +153,13 @@ class AlignedFlatChat(Attack):
         self._calibration: HeadCalibration | None = None
         self._aligned_at = 0
 
-    def meet(self, facts: RunFacts) -> None:
+    def meet(self, facts: base.RunFacts) -> None:
         """Store the compression and the local steps of an update."""
         self._why_unreadable = None
         self._compression = facts.compression
         try:
             self.steps = LocalSteps.from_facts(facts)
-        except UnusableObservation as error:
+        except base.UnusableObservation as error:
             self.steps, self._why_unreadable = None, str(error)
 
     @property
@@ -185,7 +174,7 @@ class AlignedFlatChat(Attack):
         reads = self._compression is not None and self._compression.method in self.reads_compressed
         return self._compression if reads and plain else None
 
-    def check_updates(self, facts: RunFacts) -> None:
+    def check_updates(self, facts: base.RunFacts) -> None:
         """Raise an error for compressed updates that no readout is fitted on.
 
         Raises:
@@ -193,10 +182,10 @@ class AlignedFlatChat(Attack):
         """
         check_compressed(facts)
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the output head's weight, or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
-        return Surfaces(gradients=(self._role,))
+        return base.Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Calibrate on public text, without a change to the model.
@@ -275,7 +264,7 @@ class AlignedFlatChat(Attack):
         self._calibration = replace(calibration, directions=directions, expected=expected)
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types used in one update.
 
         Returns:
@@ -300,13 +289,13 @@ class AlignedFlatChat(Attack):
             if steps is not None:
                 return self._read_update(gradient)
         if steps is not None:
-            raise UnusableObservation(
+            raise base.UnusableObservation(
                 f"the readout is fitted on updates of {steps.optimizer.__name__}, and "
                 "this is a gradient: omit local_steps to attack gradients"
             )
         guess = self._read_gradient(gradient)
         if not len(guess.types) and not last.noise_std > 0:
-            raise UnusableObservation(
+            raise base.UnusableObservation(
                 "the rows of the head's gradient are not zero, but none could be assigned to a "
                 "used type, and no defence reports added noise: leakage is unknown"
             )
@@ -315,12 +304,12 @@ class AlignedFlatChat(Attack):
     def _readable(self, update: Tensor, snapshot: UpdateSnapshot) -> Tensor:
         """Return an update as the readout was fitted on it: for SGD a sum of gradients."""
         if self._why_unreadable is not None:
-            raise UnusableObservation(self._why_unreadable)
+            raise base.UnusableObservation(self._why_unreadable)
         steps = self.steps
         if steps is None or steps.plain:
             return update
         steps.check_fresh(snapshot.fresh)
-        check_readable(update.abs().max(), "the head's update")
+        base.check_readable(update.abs().max(), "the head's update")
         rate = snapshot.learning_rate
         assert self._before is not None
         before = self._before = self._before.to(update.device)
@@ -328,20 +317,20 @@ class AlignedFlatChat(Attack):
             return steps.without_decay(update.float(), before.float(), rate)
         return normalize_update(update, before, rate, steps)
 
-    def _read_update(self, update: Tensor) -> WordGuess:
+    def _read_update(self, update: Tensor) -> base.WordGuess:
         assert self._before is not None
         model = self._calibration_on(update.device)
         features = update_features(update, self._before.float(), model.directions, model.expected)
         odds = model.readout.logits(features)
         used = odds.sigmoid()
         types = odds.argsort(descending=True)[: int(best_count(used))]
-        return WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
+        return base.WordGuess(types, odds.clamp(min=_MIN_LOG_ODDS), float(used.sum()))
 
     def _calibration_on(self, device: torch.device) -> HeadCalibration:
         self._calibration = self.require_calibration(self._calibration).on_device(device)
         return self._calibration
 
-    def _read_gradient(self, gradient: Tensor) -> WordGuess:
+    def _read_gradient(self, gradient: Tensor) -> base.WordGuess:
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = row_summary.RowSummary.read(gradient, directions.u)
@@ -349,7 +338,7 @@ class AlignedFlatChat(Attack):
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:
-            return WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
+            return base.WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)
         rows = aligned_rows.plausible(summary, units).nonzero()[:, 0]
         features = aligned_rows.row_features(
             gradient[rows], summary.select(rows), units, directions, expected.rows(rows)
@@ -358,7 +347,7 @@ class AlignedFlatChat(Attack):
         used = odds.sigmoid()
         scores[rows] = odds.clamp(min=_MIN_LOG_ODDS)
         types = rows[odds.argsort(descending=True)[: int(best_count(used))]]
-        return WordGuess(types, scores, float(used.sum()))
+        return base.WordGuess(types, scores, float(used.sum()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the calibration."""

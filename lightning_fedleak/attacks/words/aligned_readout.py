@@ -17,16 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_fedleak.attacks.words.aligned_rows import (
-    Directions,
-    ExpectedRows,
-    Units,
-    cluster_centres,
-    plausible,
-    row_features,
-    separating_direction,
-    token_norm,
-)
+from lightning_fedleak.attacks.words import aligned_rows
 from lightning_fedleak.attacks.words.head_gradients import GradientParts
 from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
 from lightning_fedleak.model.compression import Compression
@@ -66,7 +57,7 @@ def turn(
     if rows is not None and len(rows) < _MIN_ROWS:
         return summary, u
     noise = (summary if rows is None else summary.select(rows)).noise()
-    token = token_norm(summary, noise)
+    token = aligned_rows.token_norm(summary, noise)
     if token is None:
         return summary, u
     # Rows of noise alone have norms near noise * sqrt(d).
@@ -76,7 +67,7 @@ def turn(
         return summary, u
     longest = summary.norms.index_select(0, indices).topk(min(_MAX_ROWS, len(indices))).indices
     unused = gradient.detach().index_select(0, indices[longest]).float() - summary.common
-    direction = separating_direction(unused, steps=_STEPS, rate=_RATE)
+    direction = aligned_rows.separating_direction(unused, steps=_STEPS, rate=_RATE)
     projection = projections(gradient, direction) - summary.common @ direction
     large = (summary.norms > _MIN_USED * token).nonzero()[:, 0]
     if not bool((projection[large].sign() * summary.norms[large]).sum() < 0):
@@ -217,9 +208,9 @@ class HeadCalibration:
         readout: The classifier of a row's features.
     """
 
-    directions: Directions
+    directions: aligned_rows.Directions
     clusters: Tensor
-    expected: ExpectedRows
+    expected: aligned_rows.ExpectedRows
     readout: Readout
 
     def tensors(self) -> dict[str, Tensor]:
@@ -238,9 +229,9 @@ class HeadCalibration:
             if field:
                 groups[group][field] = tensor
         return cls(
-            Directions(**groups["directions"]),
+            aligned_rows.Directions(**groups["directions"]),
             tensors["clusters"],
-            ExpectedRows(**groups["expected"]),
+            aligned_rows.ExpectedRows(**groups["expected"]),
             Readout(**groups["readout"]),
         )
 
@@ -271,13 +262,15 @@ def rehearse(
         generator: The CPU generator of all draws.
         compression: The compression, which is applied to each batch with a probability of 1/2.
     """
-    directions = Directions.fit(parts, generator)
+    directions = aligned_rows.Directions.fit(parts, generator)
     unit = F.normalize(parts.states, dim=1)
-    clusters = cluster_centres(unit, _CLUSTERS, generator)
+    clusters = aligned_rows.cluster_centres(unit, _CLUSTERS, generator)
     order = torch.randperm(parts.n_sentences, generator=generator).to(parts.labels.device)
     middle = len(order) // 2
     halves = [parts.select(half) for half in (order[:middle], order[middle:])]
-    expected = [ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves]
+    expected = [
+        aligned_rows.ExpectedRows.compute(h, weight, bias, directions, clusters) for h in halves
+    ]
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for public, other_half in zip(reversed(halves), expected, strict=True):
         for batch in _draw_batches(public, generator):
@@ -292,11 +285,11 @@ def rehearse(
             row_of_type[types] = torch.arange(len(types), device=types.device)
             reference = row_of_type[other_half.reference]
             summary, _ = turn(gradient, summary, directions.u, reference)
-            units = Units.estimate(summary, other_half, reference)
+            units = aligned_rows.Units.estimate(summary, other_half, reference)
             if units is None:
                 continue
-            kept = plausible(summary, units).nonzero()[:, 0]
-            features = row_features(
+            kept = aligned_rows.plausible(summary, units).nonzero()[:, 0]
+            features = aligned_rows.row_features(
                 gradient[kept],
                 summary.select(kept),
                 units,
@@ -306,7 +299,9 @@ def rehearse(
             rows.append((features, torch.isin(types[kept], batch.labels), importance[kept]))
     features, used, importance = (torch.cat(c) for c in zip(*rows, strict=True))
     readout = Readout.fit(features, used, importance, generator)
-    return HeadCalibration(directions, clusters, ExpectedRows.average(*expected), readout)
+    return HeadCalibration(
+        directions, clusters, aligned_rows.ExpectedRows.average(*expected), readout
+    )
 
 
 def _draw_batches(parts: GradientParts, generator: torch.Generator) -> Iterator[GradientParts]:
@@ -354,7 +349,7 @@ def _draw_noise(gradient: Tensor, token: Tensor, generator: torch.Generator) -> 
 
 
 def _draw_types(
-    batch: GradientParts, expected: ExpectedRows, generator: torch.Generator
+    batch: GradientParts, expected: aligned_rows.ExpectedRows, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return the types whose rows a rehearsal holds, and their weights in the loss.
 

@@ -7,15 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Query,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-    check_readable,
-    refuse_tied,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.local_steps import LocalSteps, copy_weights, decays_apart
 from lightning_fedleak.model.anatomy import (
     EMBEDDING_WEIGHT,
@@ -28,7 +20,7 @@ from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot, whole
 from lightning_fedleak.threats import Capability, ThreatModel, ThreatModelError
 
 
-def bag_of_words(gradient: Tensor) -> WordGuess:
+def bag_of_words(gradient: Tensor) -> base.WordGuess:
     """Return the types whose embedding row has a gradient (Gupta et al. 2022, FILM).
 
     Only the rows that a batch looks up receive a gradient, so that the guess is exact. It misses
@@ -52,21 +44,21 @@ def bag_of_words(gradient: Tensor) -> WordGuess:
         scores[gradient.indices()[0]] = _largest(gradient.values())
     else:
         scores = _largest(gradient)
-    check_readable(scores.max(), "the embedding's gradient")
+    base.check_readable(scores.max(), "the embedding's gradient")
     return _positive_scores(scores, "input")
 
 
-def _positive_scores(scores: Tensor, surface: str) -> WordGuess:
+def _positive_scores(scores: Tensor, surface: str) -> base.WordGuess:
     """Return the types of positive score, the largest first."""
     types = scores.argsort(descending=True, stable=True)[: int((scores > 0).sum())]
-    return WordGuess(types=types, scores=scores, n_types=float(len(types)), surface=surface)
+    return base.WordGuess(types=types, scores=scores, n_types=float(len(types)), surface=surface)
 
 
 _MAX_RATE_RATIO = 50.0
 """Largest learning rate of a round over the rate that its update is divided by; not tuned."""
 
 
-class BagOfWords(Attack):
+class BagOfWords(base.Attack):
     """The non-zero rows of the input embedding's gradient, which are the words that were read.
 
     For a LoRA on the embedding it reads the columns of A's gradient, from the first step on and
@@ -112,7 +104,7 @@ class BagOfWords(Attack):
         if decays_apart(self._facts):
             self._before = copy_weights(anatomy, self._low_rank or (EMBEDDING_WEIGHT,))
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the input embedding, or the A of a LoRA on it if that is trained.
 
         Raises:
@@ -120,12 +112,12 @@ class BagOfWords(Attack):
         """
         self._low_rank = _low_rank(anatomy)
         if self._low_rank:
-            return Surfaces(gradients=self._low_rank)
+            return base.Surfaces(gradients=self._low_rank)
         are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
-        refuse_tied(are_tied, self.name, "embedding")
-        return Surfaces(gradients=(EMBEDDING_WEIGHT,))
+        base.refuse_tied(are_tied, self.name, "embedding")
+        return base.Surfaces(gradients=(EMBEDDING_WEIGHT,))
 
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types whose embedding row changed in the newest snapshot.
 
         Raises:
@@ -149,7 +141,7 @@ class BagOfWords(Attack):
         if not steps.settings.get("weight_decay"):
             return shared
         if not steps.decays_apart:
-            raise UnusableObservation(
+            raise base.UnusableObservation(
                 f"{steps.optimizer.__name__} divides weight decay as it does gradients, so that "
                 "rows of words that were not read change too: use AdamW, or weight_decay=0"
             )
@@ -196,7 +188,7 @@ def _largest(rows: Tensor) -> Tensor:
     return high.maximum(-low)
 
 
-def bias_sign(gradient: Tensor) -> WordGuess:
+def bias_sign(gradient: Tensor) -> base.WordGuess:
     """Return the types whose bias gradient is negative (Zhao et al. 2020, iDLG, for many samples).
 
     The bias gradient of a softmax with cross-entropy is ``sum_i (p_i - onehot(y_i))``, over the
@@ -215,12 +207,12 @@ def bias_sign(gradient: Tensor) -> WordGuess:
         UnusableObservation: the gradient is non-finite or all zero.
     """
     gradient = whole_tensor(gradient)
-    check_readable(gradient.abs().max(), "the head's bias gradient")
+    base.check_readable(gradient.abs().max(), "the head's bias gradient")
     scores = -(gradient if gradient.dtype.itemsize >= 4 else gradient.float())
     return _positive_scores(scores, "output")
 
 
-class BiasSign(Attack):
+class BiasSign(base.Attack):
     """The types whose gradient of the output head's bias is negative.
 
     Every named type was used; frequent words may be missed. Few language models have such a bias:
@@ -250,7 +242,7 @@ class BiasSign(Attack):
     )
     default_name = "bias_sign"
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the head's bias.
 
         Raises:
@@ -261,8 +253,8 @@ class BiasSign(Attack):
                 f"attack '{self.name}' reads the gradient of the output head's bias, and this "
                 "model's head has no bias. Remove the attack; FlatChat reads the head's weight."
             )
-        return Surfaces(gradients=(HEAD_BIAS,))
+        return base.Surfaces(gradients=(HEAD_BIAS,))
 
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types whose bias gradient is negative in the newest snapshot."""
         return bias_sign(view.gradient(HEAD_BIAS))

@@ -10,17 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Capability,
-    Observation,
-    Query,
-    Surfaces,
-    ThreatModel,
-    UnusableObservation,
-    WordGuess,
-    check_readable,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.words.mixture import Mixture, fit_two_gaussians
 from lightning_fedleak.attacks.words.public_gradients import each_gradient
@@ -90,9 +80,9 @@ def normalized_row_sums(gradient: Tensor) -> Tensor:
     sums = flatten(gradient)
     s = sums.cpu().double()
     norm: Tensor = torch.linalg.vector_norm(s)
-    check_readable(norm, "the head's gradient")
+    base.check_readable(norm, "the head's gradient")
     if _is_rounding(gradient.detach(), sums):
-        raise UnusableObservation(
+        raise base.UnusableObservation(
             "the row sums of the head's gradient are rounding errors: all hidden states sum to "
             "zero, as behind a LayerNorm that is not trained yet. AlignedFlatChat reads another "
             "direction"
@@ -159,7 +149,7 @@ def rank_types(s: Tensor, mixture: Mixture, scorer: Scorer = "gmm") -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FlatChatGuess(WordGuess):
+class _FlatChatGuess(base.WordGuess):
     """A guess with the mixture that it comes from.
 
     Attributes:
@@ -214,7 +204,7 @@ def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") 
     )
 
 
-class FlatChat(Attack):
+class FlatChat(base.Attack):
     """The gradient flattening attack (Algorithm 1): row sums, a mixture, and the top K types.
 
     Token i enters the row sum of its label with the sum of its hidden state as weight (Lemma 2).
@@ -249,11 +239,11 @@ class FlatChat(Attack):
         [3, 5, 8]
     """
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "an honest but curious server that reads one update of the output head",
-        Capability.SEES_HEAD_GRADIENT,
-        Capability.KNOWS_MODEL,
-        Capability.KNOWS_PUBLIC_TEXT,
+        base.Capability.SEES_HEAD_GRADIENT,
+        base.Capability.KNOWS_MODEL,
+        base.Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "flatchat"
     config_names = ("n_types",)
@@ -286,10 +276,10 @@ class FlatChat(Attack):
         """Return whether the regression predicts the number of types."""
         return self.n_types == "predicted"
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the head's weight (a tied matrix as it is shared), or the B of a LoRA on it."""
         self._role = head_surface(anatomy).role
-        return Surfaces(gradients=(self._role,))
+        return base.Surfaces(gradients=(self._role,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Fit the regression on gradients of public text, if the number of types is predicted.
@@ -322,7 +312,7 @@ class FlatChat(Attack):
             for gradient in each_gradient(anatomy, batches, self._role):
                 mixture = separate_clusters(normalized_row_sums(gradient))
                 weights.append(float(mixture.weights[1]))
-        except UnusableObservation as error:
+        except base.UnusableObservation as error:
             self._why_not_fitted = f"its regression on public text could not be fitted: {error}"
             return
         counts = [float(len(torch.unique(batch.target_ids()))) for batch in batches]
@@ -333,7 +323,7 @@ class FlatChat(Attack):
         if self.predicts and self.regressor is None:
             self.prepare(anatomy)
 
-    def run(self, view: Observation, query: Query | None = None) -> _FlatChatGuess:
+    def run(self, view: base.Observation, query: base.Query | None = None) -> _FlatChatGuess:
         """Return the word types that the newest head gradient was computed on.
 
         Raises:
@@ -342,7 +332,7 @@ class FlatChat(Attack):
         """
         n_types = self.regressor if isinstance(self.n_types, str) else self.n_types
         if n_types is None:
-            raise UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
+            raise base.UnusableObservation(f"attack '{self.name}': {self._why_not_fitted}")
         return flatchat(view.gradient(self._role), n_types)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -13,15 +13,7 @@ from scipy.linalg import qr
 from scipy.optimize import linprog
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Query,
-    Surfaces,
-    UnusableObservation,
-    WordGuess,
-    check_readable,
-    refuse_tied,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, whole_tensor
 from lightning_fedleak.threats import Capability, ThreatModel
@@ -35,7 +27,7 @@ _ROWS_PER_ROUND = 60  # violated rows added before a program is solved again; no
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RevealLabelsGuess(WordGuess):
+class _RevealLabelsGuess(base.WordGuess):
     """A guess with the size of its computation.
 
     Attributes:
@@ -119,7 +111,7 @@ def reveal_labels(
     )
 
 
-class RevealLabels(Attack):
+class RevealLabels(base.Attack):
     """RLG (Dang et al. 2021): one linear program for each candidate type.
 
     It finds every label of a batch with fewer tokens than the hidden size less 1, see
@@ -160,16 +152,16 @@ class RevealLabels(Attack):
         self.max_seconds = check_number("max_seconds", max_seconds, above=0)
         self.allow_full_rank = allow_full_rank
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the head's weight.
 
         Raises:
             ThreatModelError: head and embedding are one matrix.
         """
-        refuse_tied(anatomy.tied, self.name, "head")
-        return Surfaces(gradients=(HEAD_WEIGHT,))
+        base.refuse_tied(anatomy.tied, self.name, "head")
+        return base.Surfaces(gradients=(HEAD_WEIGHT,))
 
-    def run(self, view: Observation, query: Query | None = None) -> _RevealLabelsGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> _RevealLabelsGuess:
         """Return the separable types of the newest head gradient.
 
         Raises:
@@ -190,10 +182,10 @@ def _row_space(gradient: Tensor) -> Array:
     gradient = whole_tensor(gradient)
     precision = torch.finfo(gradient.dtype).eps
     matrix = gradient.cpu().double()
-    check_readable(matrix.abs().max(), "the head's gradient")
+    base.check_readable(matrix.abs().max(), "the head's gradient")
     imbalance = float(matrix.sum(dim=0).norm() / matrix.abs().sum(dim=0).norm())
     if imbalance > min(64 * precision, 0.05):
-        raise UnusableObservation(
+        raise base.UnusableObservation(
             f"the rows of the head's gradient do not sum to zero (off by {imbalance:.1e} of their "
             "magnitude), so it is not that of a softmax with cross-entropy alone, which this "
             "method needs: a tied matrix's sum, noise, weight decay in an update, or compression."
@@ -279,7 +271,7 @@ def _is_separable(
         if solution.status == 1:
             return None
         if solution.status != 0:
-            raise UnusableObservation(
+            raise base.UnusableObservation(
                 "the linear program of a type was neither solved nor shown infeasible "
                 f"({solution.message}); the gradient may be too noisy for this method"
             )

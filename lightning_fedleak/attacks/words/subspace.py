@@ -10,18 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks import row_space
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Capability,
-    Query,
-    RunFacts,
-    Surfaces,
-    ThreatModel,
-    ThreatModelError,
-    UnusableObservation,
-    WordGuess,
-)
+from lightning_fedleak.attacks import base, row_space
 from lightning_fedleak.attacks.local_steps import (
     LocalSteps,
     check_compressed,
@@ -47,7 +36,7 @@ _HALF_KNOWN = 0.3  # relative error up to which an entry's size counts as known;
 _ROWS_AT_ONCE = 1024  # rows compared at once, which bounds the memory
 
 
-class SubspaceWords(Attack):
+class SubspaceWords(base.Attack):
     """The tokens whose inputs span the gradients of the first block's projections.
 
     Every row of the gradient of a linear map is a combination of its inputs. The first block's
@@ -100,10 +89,10 @@ class SubspaceWords(Attack):
         [7, 8, 9]
     """
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "an honest but curious server that reads one update of the first block's projections, or "
         "of adapters on them",
-        Capability.KNOWS_MODEL,
+        base.Capability.KNOWS_MODEL,
     )
     default_name = "subspace_words"
     config_names = ("public_text", "seed")
@@ -133,7 +122,7 @@ class SubspaceWords(Attack):
         self._sides: frozenset[bool] = frozenset()
         self._readable: list[row_space.ReadableInput] = []
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the trained maps that read a known input, or those of the widest input.
 
         Raises:
@@ -141,7 +130,7 @@ class SubspaceWords(Attack):
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
-        return Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
+        return base.Surfaces(gradients=tuple(names or [m.name for m in inputs[0].maps]))
 
     def inputs(self, anatomy: Anatomy) -> tuple[row_space.KnownInput, ...]:
         """Return the known inputs of a model, in the order in which they are read.
@@ -151,7 +140,7 @@ class SubspaceWords(Attack):
         """
         inputs = self._inputs.get(anatomy)
         if not inputs:
-            raise ThreatModelError(
+            raise base.ThreatModelError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
                 "model has none (are they no nn.Linear?): remove it"
             )
@@ -269,7 +258,7 @@ class SubspaceWords(Attack):
             self._stored = {name: rounding_error(p) for name, p in self._before.items()}
 
     @torch.no_grad()
-    def run(self, view: Observation, query: Query | None = None) -> WordGuess:
+    def run(self, view: Observation, query: base.Query | None = None) -> base.WordGuess:
         """Return the types whose inputs span the shared gradients.
 
         Returns:
@@ -283,7 +272,7 @@ class SubspaceWords(Attack):
                 reads a known input is trained.
         """
         if not self._readable:
-            raise UnusableObservation("no map whose input a token determines is trained")
+            raise base.UnusableObservation("no map whose input a token determines is trained")
         snapshot = view.gradients[-1]
         if isinstance(snapshot, UpdateSnapshot):
             return self._read(view)
@@ -292,10 +281,10 @@ class SubspaceWords(Attack):
         guess = do_once(key, lambda: self._read(view), subject=snapshot)
         return replace(guess, capacity=self._capacity or None)
 
-    def _read(self, view: Observation) -> WordGuess:
+    def _read(self, view: Observation) -> base.WordGuess:
         snapshot = view.gradients[-1]
         if math.isnan(snapshot.noise_std):
-            raise UnusableObservation("a defence does not say how much noise it adds")
+            raise base.UnusableObservation("a defence does not say how much noise it adds")
         noise = {role: snapshot.noise_on(role) for role in snapshot.tensors}
         errors: Mapping[str, Tensor] | None = None
         if isinstance(snapshot, UpdateSnapshot):
@@ -312,7 +301,7 @@ class SubspaceWords(Attack):
         sides = self._sides | {readable.decoder for readable in self._readable}
         silent = [p.silent for p in parts if p.silent is not None]
         complete = sides == results.keys() and len(silent) == len(parts)
-        return WordGuess(
+        return base.WordGuess(
             types=types.new_tensor(list(dict.fromkeys(types.tolist()))),
             scores=torch.stack([p.scores for p in parts]).amax(0),
             n_types=sum(p.expected for p in parts),
@@ -327,14 +316,14 @@ class SubspaceWords(Attack):
     ) -> dict[bool, row_space.PursuitResult]:
         """Return a result for each side of an encoder-decoder (True: the decoder) that is read."""
         results: dict[bool, row_space.PursuitResult] = {}
-        refusals: list[UnusableObservation] = []
+        refusals: list[base.UnusableObservation] = []
         for readable in self._readable:
             side = readable.decoder
             if side in results and (results[side].silent is not None or readable.is_factor_b):
                 continue
             try:
                 result = readable.read(view, noise, self._facts.autocast, errors)
-            except UnusableObservation as error:
+            except base.UnusableObservation as error:
                 refusals.append(error)
                 continue
             if side not in results or result.silent is not None:
@@ -372,7 +361,7 @@ class SubspaceWords(Attack):
         further = set(torch.cat([alone, *similar]).tolist()) - set(types.tolist())
         return torch.tensor(sorted(further), dtype=types.dtype, device=types.device)
 
-    def check_updates(self, facts: RunFacts) -> None:
+    def check_updates(self, facts: base.RunFacts) -> None:
         """Raise an error for rounds whose rows are no combinations of inputs, nor can become so.
 
         Raises:
@@ -437,7 +426,7 @@ class SubspaceWords(Attack):
             row_space.refuse_zeros(m for r in self._readable for m in r.maps)
         sizes = (errors[n] < _HALF_KNOWN * gradients[n].abs() for n in shared)
         if all(bool(size_known.double().mean() < 0.5) for size_known in sizes):
-            raise UnusableObservation(
+            raise base.UnusableObservation(
                 f"the step of {steps.optimizer.__name__} shows the signs of a gradient alone here: "
                 "noise hides its sizes, or the rounding of stored weights (half precision, a small "
                 "learning rate); measure gradients of single steps (omit local_steps)"
@@ -469,12 +458,12 @@ def _zero_if_rounding(gradient: Tensor, error: Tensor) -> Tensor:
     return torch.zeros_like(gradient) if size <= _ROUNDED else gradient
 
 
-def _join_refusals(refusals: Sequence[UnusableObservation]) -> UnusableObservation:
+def _join_refusals(refusals: Sequence[base.UnusableObservation]) -> base.UnusableObservation:
     """Return the error of an observation of which no input can be read."""
     kinds = {type(error) for error in refusals}
     if NotYet in kinds:
         return next(error for error in refusals if isinstance(error, NotYet))
-    kind = Inapplicable if kinds == {Inapplicable} else UnusableObservation
+    kind = Inapplicable if kinds == {Inapplicable} else base.UnusableObservation
     return kind("; ".join(dict.fromkeys(map(str, refusals))))
 
 

@@ -29,11 +29,8 @@ from lightning_fedleak.cli.studies.models import (
 )
 from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
-from lightning_fedleak.engine.reference import (
-    beside,
-    describe_reference,
-    measure_strength,
-)
+from lightning_fedleak.engine.options import means_auto
+from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
@@ -47,13 +44,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, label_places, token_log_probs
-from lightning_fedleak.report.records import (
-    STRENGTH,
-    WEAK,
-    WEAK_REFERENCE,
-    ReferenceFacts,
-    as_json,
-)
+from lightning_fedleak.report.records import STRENGTH, WEAK, WEAK_REFERENCE, ReferenceFacts, as_json
 
 Answer = tuple[TokenSnapshot, TokenSnapshot]
 """The token log probabilities of a pool's texts by the base, and by the trained model."""
@@ -298,6 +289,11 @@ def _answers_of(
     With them, those of the reference model and which it is, if there is one.
     """
     if options.reference is not None:  # before minutes of asking the others
+        if means_auto(options.reference):
+            raise SourceError(
+                f"--reference '{options.reference}' is no folder, and trains nothing: give that of "
+                "a model, or --references 2 to have two trained"
+            )
         with refuse_errors("--reference cannot be loaded", SourceError):
             released_config(options.reference, options.base)
     texts = {text.whole.content: text.whole for group in groups for text in group}

@@ -70,9 +70,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return fedleak, commands.choices
 
 
-def _parse_docstring(
-    add_options: Callable[[options.Add], None],
-) -> tuple[str, str, dict[str, str]]:
+def _parse_docstring(add_options: Callable[[options.Add], None]) -> tuple[str, str, dict[str, str]]:
     """Return the summary and the description of a command, and the help of each of its options.
 
     All three are parsed from the docstring of the function that adds the options.

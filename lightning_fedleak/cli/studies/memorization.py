@@ -27,7 +27,6 @@ def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
         memorization.LossRatio(),
         memorization.ErrorZone(),
         memorization.Windows(),
-        memorization.MinK(calibrated=True, name="min_k_base"),
         memorization.MinK(),
         memorization.Zlib(),
         memorization.Loss(),

@@ -1,6 +1,5 @@
 """A user's own canary texts, in the training data or not by a fair draw."""
 
-from lightning_fedleak.evaluation.canaries.dataset import CanaryDataset as CanaryDataset
 from lightning_fedleak.evaluation.canaries.dataset import CanarySet as CanarySet
 from lightning_fedleak.evaluation.canaries.dataset import with_canaries as with_canaries
 from lightning_fedleak.evaluation.canaries.entities import EntityDataset as EntityDataset

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -132,7 +132,6 @@ def with_canaries(
     probability: float = 0.5,
     times: Sequence[int] = (1,),
     record: str | Path | None = None,
-    token_ids: Callable[[Any], Any] | None = None,
 ) -> CanaryDataset:
     """Return a data set with each canary in it or not, by a coin of its own.
 
@@ -168,8 +167,6 @@ def with_canaries(
         record: file, of mode 0600, that keeps which canaries are included. If it exists, the run
             is resumed: the coins are those of the file, and canaries and settings must be the same.
             All processes of a run must see the same file.
-        token_ids: gives an example's token ids, where they are neither its ``input_ids``, nor the
-            example itself, nor the first of a tuple.
 
     Raises:
         ValueError: a data set without length or index; no canaries, or two alike; an argument out
@@ -182,8 +179,7 @@ def with_canaries(
     if not examples:
         raise ValueError("canaries must be a sequence of at least one example")
     names = [f"canaries[{i}]" for i in range(len(examples))]
-    rows = examples if token_ids is None else [token_ids(example) for example in examples]
-    ids = [token_ids_of(row, name) for row, name in zip(rows, names, strict=True)]
+    ids = [token_ids_of(example, name) for example, name in zip(examples, names, strict=True)]
     _check_distinct(ids)
     digests = tuple(digest_of(e, n) for e, n in zip(examples, names, strict=True))
 

@@ -52,8 +52,8 @@ def _token_row(ids: Any, name: str) -> Tensor:
     row = row[0] if row.dim() == 2 and len(row) == 1 else row
     if row.dim() != 1 or row.is_floating_point() or row.is_complex():
         raise ValueError(
-            f"{name} is a {type(ids).__name__}, and no row of token ids: pass token_ids=, a "
-            "function from an item to its token ids"
+            f"{name} is a {type(ids).__name__}, and no row of token ids: give such a row, a "
+            "mapping with input_ids, or a tuple that begins with one of both"
         )
     return row.detach().cpu().to(torch.int64)
 

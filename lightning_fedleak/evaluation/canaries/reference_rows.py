@@ -49,7 +49,7 @@ def draw_references(asked: int, rest: int, rows: int, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ReferenceData(Dataset[Any]):
+class _ReferenceData(Dataset[Any]):
     """Some rows of the user's data, as a data set.
 
     Attributes:
@@ -82,10 +82,10 @@ class ReferenceRows:
     row_of: Tensor
 
     @property
-    def data(self) -> list[ReferenceData]:
+    def data(self) -> list[_ReferenceData]:
         """Return what each reference is trained on."""
         rows = (inside.nonzero()[:, 0].tolist() for inside in self.inside)
-        return [ReferenceData([self.sources[n] for n in chosen]) for chosen in rows]
+        return [_ReferenceData([self.sources[n] for n in chosen]) for chosen in rows]
 
     @property
     def seen(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak import attacks as readers
 from lightning_fedleak.evaluation.games import pool as pools
-from lightning_fedleak.evaluation.games.config import GameConfig, GameResult
+from lightning_fedleak.evaluation.games.pool import GameConfig, GameResult
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, place_of
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch

@@ -20,10 +20,10 @@ from lightning_fedleak.model.taps import Text
 # Tokens of an n-gram whose share is counted. Of 2 to 6 it told most on a draw of WikiText-2 that no
 # table reports (benchmarks.attacks.synthetic): AUC .92, and .79 with 4.
 NGRAM = 2
-COPIES = "longest_copy", "shared_ngrams"  # the names of both scores of Copies, in its order
+COPIES = "longest_copy", "shared_ngrams"  # the names of both scores of _Copies, in its order
 
 
-class Copies(NamedTuple):
+class _Copies(NamedTuple):
     """What each of N rows has in common with a set of texts, token for token.
 
     Attributes:
@@ -36,7 +36,7 @@ class Copies(NamedTuple):
     shares: Tensor
 
 
-def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGRAM) -> Copies:
+def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGRAM) -> _Copies:
     """Return the copies of rows in generated texts.
 
     Tokens without a label are in no run. Runs are compared exactly, and not by a hash. Each length
@@ -76,7 +76,7 @@ def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGR
             common &= torch.bincount(names[side], minlength=len(common)) > 0
         starts, names, length = starts[common[names]], names[common[names]], length + 1
         if not len(starts):
-            return Copies(longest, shares)
+            return _Copies(longest, shares)
         inside = owner[starts[starts < border]]
         longest[inside] = length
         if length == size:
@@ -85,7 +85,7 @@ def find_copies(rows: Sequence[Text], generated: Sequence[Text], size: int = NGR
             shares = torch.bincount(inside, minlength=len(rows)).double() / n_grams
 
 
-def copy_values(copies: Copies, members: Tensor, alpha: float) -> dict[str, dict[str, float]]:
+def copy_values(copies: _Copies, members: Tensor, alpha: float) -> dict[str, dict[str, float]]:
     """Return what copies show of rows that were trained on beside rows that were not.
 
     Args:

@@ -283,7 +283,7 @@ class _RowRest(NamedTuple):
     Attributes:
         share: The norm of the residual over the norm of the gradient; NaN if the gradient is zero.
         places: (k,) indices of these entries in the flattened gradient; None if there are more than
-            :data:`MOST_KEPT`, or none.
+            :data:`MOST_KEPT`, or if the gradient has no rows.
         values: (k,) the gradient's entries at ``places``.
     """
 

@@ -198,8 +198,8 @@ class Spending(fields.Record):
         noise_multiplier, sample_rate: of its last release.
         releases: how many there were.
         history: all of them, where they were recorded.
-        sampling: how they were drawn: ``"poisson"``, ``"without_replacement"``, or
-            ``"at-most-N-of-n"`` for truncated batches; None where that was not recorded.
+        sampling: how they were drawn: ``"poisson"`` or ``"without_replacement"``; None where no
+            accountant composes them.
         check: what gradients showed that the defence planted in the whole fit, in one line that
             begins with the verdict's result; None before its end, and where there were none.
     """

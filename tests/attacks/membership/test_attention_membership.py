@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.papers.lemma import retrieval_error, separation
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
@@ -34,7 +35,6 @@ from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 from tests.attacks.membership.test_fc_membership import by_autograd, check_closed_form, generator
-from tests.games.crafted import craft
 from tests.helpers import models
 
 PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
@@ -448,10 +448,7 @@ def few(n, tokens=12):
             lambda: attention(1, few(60)).prepare(find_anatomy(models.tiny_gpt2())),
             "public texts to calibrate on .* at least 41, got 30",
         ),
-        (
-            lambda: built().gradient(normal(1, 10) * math.nan, normal(1, 3, 5), None, normal(1, 3)),
-            "not finite",
-        ),
+        (lambda: craft(built(), normal(10) * math.nan), "not finite"),
     ],
 )
 def test_refusals_say_what_to_do(build, words):

@@ -12,12 +12,13 @@ from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.defenses import crafted
+from benchmarks.defenses.crafted import craft
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.base import CRAFTED, sentence_rows
 from lightning_fedleak.attacks.membership.fc import SAFE_DISTANCES, FCMembership
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
-from tests.games.crafted import craft
 from tests.helpers import models
 
 
@@ -104,8 +105,8 @@ def test_the_weights_are_those_of_equation_6():
     attack = FCMembership(1, tau=0.25, dead_zone=0.0, ladder=(1.0,))
     layers = craft(attack, target)
     eye = torch.eye(3)
-    assert torch.equal(layers.weight, torch.cat([eye, -eye]))
-    assert torch.equal(layers.shift, torch.cat([-target, target]))
+    assert torch.equal(layers.first.weight, torch.cat([eye, -eye]))
+    assert torch.equal(layers.first.bias, torch.cat([-target, target]))
     assert torch.equal(layers.second, -torch.ones(1, 6))
     assert layers.bias.tolist() == [0.25]
     assert [n for n, p in layers.named_parameters() if p.requires_grad] == ["bias"]
@@ -114,16 +115,28 @@ def test_the_weights_are_those_of_equation_6():
     torch.testing.assert_close(out, torch.tensor([0.25, 0.1, 0.0]))
 
 
-def test_the_gradient_draws_nothing_and_is_computed_in_its_own_precision():
+def test_a_first_layer_too_large_to_store_gives_the_same_numbers(monkeypatch):
+    attack = FCMembership(1, "full", tau=30.0, dead_zone=0.02, tokens=4)
+    target = torch.randn(32, generator=generator(1))
+    hidden = torch.randn(3, 4, 8, generator=generator(2))
+    stored = craft(attack, target)
+    monkeypatch.setattr(crafted, "MAX_STORED_WEIGHTS", 10)
+    applied = craft(attack, target)
+    assert [name for name, _ in applied.first.named_buffers()] == ["bias"]
+    torch.testing.assert_close(applied(hidden), stored(hidden))
+
+
+def test_crafting_draws_nothing_and_computes_in_its_own_precision():
     state = torch.get_rng_state()
-    target = torch.randn(8, generator=generator()).bfloat16()
-    attack, hidden, upstream = FCMembership(1), target[None, None], torch.ones(1, 1)
-    plain = attack.gradient(target[None], hidden, None, upstream)
+    target = torch.randn(8, generator=generator())
+    layers = craft(FCMembership(1), target.bfloat16())
     assert torch.equal(torch.get_rng_state(), state)
-    assert plain.dtype == torch.float32
+    assert layers.bias.dtype == torch.float32
+    hidden = target.bfloat16()[None, None]
+    plain = layers(hidden)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attack.gradient(target[None], hidden, None, upstream), plain)
-    assert (plain == 1).all()
+        assert torch.equal(layers(hidden), plain)
+    assert (plain > 0).all()
 
 
 # --- distances
@@ -270,8 +283,8 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: FCMembership(1, ladder=(2.0, 1.0)), "ascending"),
         (lambda: FCMembership(1, ladder=()), "ladder"),
         (lambda: FCMembership(1).set_precision("int8"), "precision"),
-        (lambda: FCMembership(1).settings(torch.zeros(1, 4)), "all zeros"),
-        (lambda: FCMembership(1).settings(torch.full((1, 4), torch.nan)), "not finite"),
+        (lambda: craft(FCMembership(1), torch.zeros(4)), "all zeros"),
+        (lambda: craft(FCMembership(1), torch.full((4,), torch.nan)), "not finite"),
         (lambda: FCMembership(9).prepare(find_anatomy(models.tiny_gpt2())), "layer must be"),
     ],
 )

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.defenses.crafted import craft
 from benchmarks.defenses.planted import inserted
 from lightning_fedleak.attacks.membership.base import direction_of, upstream_of
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from lightning_fedleak.model.taps.activations import ActivationTap
-from tests.games.crafted import craft
 from tests.helpers.models import (
     DIM,
     VOCAB,

@@ -88,7 +88,6 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
                 "capped": -(loss + sum(max(g - 0.5, 0) for g in gains) / len(lp)) / loss0,
                 "zlib": sum(lp) / int(r.compressed[i]),
                 "min_k": lowest(r.now),
-                "calibrated": lowest(r.now) - lowest(r.base),
                 "windows": windows(),
                 "error_zone": zone,
             }[name]
@@ -104,7 +103,6 @@ def slow(name: str, r: ReleasedModel) -> list[float]:
         ("capped", LossRatio(most_gain=0.5)),
         ("zlib", Zlib()),
         ("min_k", MinK()),
-        ("calibrated", MinK(calibrated=True)),
         ("windows", Windows()),
     ],
 )
@@ -140,7 +138,7 @@ def test_combined_adds_both_ranks() -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [LossRatio(), LossRatio(MOST_GAIN), ErrorZone(), Windows(), Combined(), MinK(calibrated=True)],
+    [LossRatio(), LossRatio(MOST_GAIN), ErrorZone(), Windows(), Combined()],
 )
 def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
     """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""

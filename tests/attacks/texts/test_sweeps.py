@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.texts.base import Sent
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.sweeps import _Text, high_errors, sweep
+from lightning_fedleak.attacks.texts.descent import _Text, high_errors, sweep
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
 from tests.helpers.models import VOCAB, tiny_bert_mlm

@@ -25,7 +25,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses import noise as noises
 from lightning_fedleak.defenses.dpsgd import loss_graph
-from lightning_fedleak.strategies.host import LightningHost
+from lightning_fedleak.strategies.seams import LightningHost
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.inputs import context
 from tests.helpers.models import own_rng, tiny_llama

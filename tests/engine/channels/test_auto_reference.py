@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import logging
+import math
 import re
 import stat
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lightning_fedleak import DPSGD, DefendedStrategy, LeakageCallback, LeakageMonitor
+from lightning_fedleak import (
+    DPSGD,
+    DefendedStrategy,
+    LeakageCallback,
+    LeakageMonitor,
+    RiskGate,
+)
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.callbacks.trainer_facts import TrainerRun
@@ -490,6 +497,39 @@ def test_only_a_model_a_folder_or_a_function_is_a_reference() -> None:
         assert not Memorization(reference=given_reference).trains_reference
     settings = WatchSettings(memorization=auto())
     assert "combined_reference" in [a.name for a in LeakageMonitor(settings=settings).attacks]
+
+
+@pytest.mark.parametrize("word", ["automatic", "Auto", "AUTO", " auto", "atuo", "autos"])
+def test_what_is_nearly_auto_is_refused_with_the_line_to_write(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'write Memorization\(reference="auto"\)'):
+        Memorization(reference=word)
+    (tmp_path / word).mkdir()
+    assert not Memorization(reference=word).trains_reference
+
+
+@pytest.mark.parametrize("name", ["runs/auto", "bart", "gpt2", "model", "org/audio"])
+def test_other_names_are_those_of_folders(name: str) -> None:
+    assert not Memorization(reference=name).trains_reference
+
+
+@pytest.mark.parametrize("share", [1 / 16, 1 / 4, 1])
+def test_fewer_rows_than_members_make_a_weak_reference(share: float, tmp_path: Path) -> None:
+    data = halved()
+    count = round(share * len(data))
+    gate = RiskGate("leakage/combined_reference/auc", at_most=0.99, action="warn")
+    fit([monitor(tmp_path, BOTH, auto(reference_rows=count)), gate], data=data, max_epochs=1)
+    values = lines(tmp_path, "combined_reference")[-1]["metrics"]
+    weak = share < 1
+    assert values["weak_reference"]["value"] == weak
+    assert (values["auc"]["high"] is None) == weak
+    assert values["auc"]["low"] is not None
+    assert (gate.fired is not None) == weak
+    if weak:
+        assert math.isnan(gate.fired.value)
+        assert "weak reference" in gate.fired.why
 
 
 # ---- the copy ----------------------------------------------------------------------------------

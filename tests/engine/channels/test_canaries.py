@@ -69,6 +69,14 @@ def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> N
     assert few[0]["unknown"]  # in mid-epoch few of them have come
 
 
+def test_a_gate_on_a_rate_that_needs_more_canaries_says_to_plant_them(tmp_path: Path) -> None:
+    data = planted()
+    gate = RiskGate("audit/canary_x8/shown", at_most=0.1)
+    n = int((~data.canaries.included).sum())
+    with pytest.raises(ValueError, match=rf"non-members at look 4, and has {n}: plant more"):
+        fit([watch(data, tmp_path), gate], data=data, max_epochs=2)
+
+
 def test_the_numbers_are_those_of_the_models_own_answers(tmp_path: Path) -> None:
     data = planted(times=(2,))
     base = tiny().eval()

@@ -40,10 +40,16 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.cli.studies.memorization import ReleasedPool
 from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
-from lightning_fedleak.engine.channels.released.pool import collect
+from lightning_fedleak.engine.channels.released.pool import affordable, collect, forwards_of
+from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.evaluation.metrics.released import highest_auc, visible_tpr
+from lightning_fedleak.evaluation.metrics.released import (
+    FPRS,
+    highest_auc,
+    others_needed,
+    visible_tpr,
+)
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
@@ -470,12 +476,27 @@ def test_that_no_weights_were_allowed_is_said_at_the_end_with_the_nearest(whole:
 def test_what_cannot_be_known_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'shown' needs 706 non-members at look 5, and has 108"):
         gated(tmp_path, RiskGate("leakage/combined/shown", at_most=0.2))
+    rare = RiskGate("leakage/combined/tpr_at_fpr_0.001", at_most=0.2)
+    needed = r"needs 7087 non-members at look 5, and has 108: .*most_texts=14174\) or more"
+    with pytest.raises(ValueError, match=needed):
+        gated(tmp_path, rare)
     with pytest.raises(ValueError, match="no controls after epoch 1: add leave_out"):
         gated(tmp_path, RiskGate("leakage/combined/auc", at_most=0.7), data=rows())
     patient = RiskGate("leakage/combined/shown", at_most=0.2, strict=False)
     trainer, _ = gated(tmp_path, patient, max_steps=1)
     assert patient.fired is None
     assert trainer.global_step == 1
+
+
+def test_the_default_asks_about_enough_texts_for_the_smallest_rate_at_five_looks() -> None:
+    """Where the data and max_overhead allow it."""
+    settings = Memorization(max_overhead=1e6)
+    asked = affordable(10**6, settings, 40, forwards_of(settings, last_step=True))
+    assert asked // 2 >= others_needed(5, settings.alpha, min(FPRS))
+    few = Memorization(max_overhead=1e6, most_texts=2 * others_needed(1, fpr=min(FPRS)))
+    assert affordable(10**6, few, 40, 4) == 8760
+    with pytest.raises(NoNonMembers, match=r"Memorization\(most_texts=200\)"):
+        affordable(10**6, Memorization(max_overhead=1e6, most_texts=199), 200, 4)
 
 
 def test_a_strict_gate_stops_where_no_leak_could_be_shown_by_so_few_texts(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_the_record_the_report_and_the_model_card_say_which_reference(
     for attack in ("combined", "combined_reference"):  # too few others for 1 in 100
         name = attack.replace("_", r"\\_")
         assert re.search(rf"TPR at 0.1% FPR, {name} \| unknown", card)
+        assert re.search(rf"TPR at 0.1% FPR, {attack}</th><td>\s*unknown\s*<", page(content))
     rows = {tuple(row["input_ids"].tolist()) for row in language(260, seed=1)}
     record = (whole.folder / "run.jsonl").read_text()
     assert not any(", ".join(map(str, row)) in record for row in rows)

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.texts.base import (
-    NOTHING,
-    Deadline,
-    InversionAttack,
-    TextGuess,
-    join_guesses,
-)
+from lightning_fedleak.attacks.texts import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens, predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.attacks.texts.prefix.search import PrefixSearch
@@ -99,7 +93,7 @@ def _regressed(features: Tensor, sample: Tensor, states: Tensor) -> Tensor:
     return torch.addmm(offset.float(), features, weights.float())
 
 
-class PrefixInversion(InversionAttack):
+class PrefixInversion(base.InversionAttack):
     """The exact text of hidden states at the split, from left to right, for causal models.
 
     The server of a split model owns the bottom model. It runs candidates for each token after the
@@ -232,29 +226,29 @@ class PrefixInversion(InversionAttack):
 
     def reconstruct(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> TextGuess:
+    ) -> base.TextGuess:
         """Return the texts of hidden states (B, L, d)."""
         bottom = self.bottom
         whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
-        deadline = Deadline(self.budget_seconds)
+        deadline = base.Deadline(self.budget_seconds)
         size = AT_ONCE.get(bottom.device.type, AT_ONCE_OTHERWISE)
-        guesses: list[TextGuess] = []
+        guesses: list[base.TextGuess] = []
         noised, spread = self.noised, self._spread(hidden, attention_mask)
         with torch.no_grad(), bottom.session():
             for a in range(0, len(hidden), size):
                 part = hidden[a : a + size].to(bottom.device)
                 layout = whole[torch.arange(a, a + len(part), device=bottom.device)]
                 if deadline.passed:
-                    nothing = torch.full_like(part[..., 0], NOTHING, dtype=torch.int64)
-                    guesses.append(TextGuess(nothing, finished=False))
+                    nothing = torch.full_like(part[..., 0], base.NOTHING, dtype=torch.int64)
+                    guesses.append(base.TextGuess(nothing, finished=False))
                     continue
                 batches = -(-(len(hidden) - a) // size)
                 search = self._search(part, layout, deadline.share(batches), noised)
                 guess = search.run(spread)
                 noised = True if search.decision.noised else noised
-                tokens = guess.tokens if guess.candidates else guess.tokens.fill_(NOTHING)
-                guesses.append(replace(guess, tokens=layout.spread(tokens, NOTHING)))
-        return join_guesses(guesses, hidden.device)
+                tokens = guess.tokens if guess.candidates else guess.tokens.fill_(base.NOTHING)
+                guesses.append(replace(guess, tokens=layout.spread(tokens, base.NOTHING)))
+        return base.join_guesses(guesses, hidden.device)
 
     def _spread(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return (d,) what noise adds to the states, by their variance beyond public text's."""
@@ -270,7 +264,7 @@ class PrefixInversion(InversionAttack):
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
-        self, hidden: Tensor, layout: Layout, deadline: Deadline, noised: bool | None
+        self, hidden: Tensor, layout: Layout, deadline: base.Deadline, noised: bool | None
     ) -> PrefixSearch:
         assert self._table is not None
         top = None

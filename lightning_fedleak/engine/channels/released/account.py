@@ -100,7 +100,9 @@ class AccountGame:
         return 1.0
 
 
-def too_few_non_members(counts: list[int], alpha: float, metric: str, fpr: float) -> str | None:
+def too_few_non_members(
+    counts: list[int], alpha: float, metric: str, fpr: float, mend: str = ""
+) -> str | None:
     """Return at which look a TPR has too few non-members, the farthest one; None: at none.
 
     Args:
@@ -108,11 +110,15 @@ def too_few_non_members(counts: list[int], alpha: float, metric: str, fpr: float
         alpha: probability of error over all looks together.
         metric: its name.
         fpr: the FPR of it.
+        mend: what to do; by default to leave out and ask about more rows.
     """
     lacks = [others_needed(look, alpha, fpr) - count for look, count in enumerate(counts, start=1)]
     if max(lacks, default=0) <= 0:
         return None
     look = 1 + lacks.index(max(lacks))
     needed, count = others_needed(look, alpha, fpr), counts[look - 1]
-    mend = "leave out more rows, and let Memorization(most_texts=, max_overhead=) ask about them"
+    mend = mend or (
+        f"leave out more rows, and ask about all: Memorization(most_texts={2 * needed}) or more, "
+        "and a higher max_overhead="
+    )
     return f"'{metric}' needs {needed} non-members at look {look}, and has {count}: {mend}"

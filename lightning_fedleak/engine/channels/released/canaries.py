@@ -88,7 +88,8 @@ class CanaryChannel(MemorizationChannel):
             return None
         alpha = self.settings.memorization.alpha / len(self._planted.record.times)
         non_members = int((~self._planted.included).sum())
-        return too_few_non_members([non_members] * self._planned_looks, alpha, metric, FPR)
+        counts = [non_members] * self._planned_looks
+        return too_few_non_members(counts, alpha, metric, FPR, "plant more canaries")
 
     def _draw_pool(self) -> Pool:
         """Return all canaries; they are queried, or the attack does not run.

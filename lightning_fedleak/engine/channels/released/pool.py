@@ -498,12 +498,17 @@ def affordable(length: int, settings: Memorization, min_texts: int, forwards: fl
         forwards: How often the model is queried with each text in an epoch.
 
     Raises:
-        NoNonMembers: it pays for fewer; names the budget that pays for enough.
+        NoNonMembers: it pays for fewer, or ``most_texts`` is fewer; names what would be enough.
     """
     count = int(settings.max_overhead * length / (FORWARD_SHARE * forwards) + 1e-9)  # rounding
     size = min(settings.most_texts, count)
     if size >= min_texts:
         return size
+    if count >= min_texts:
+        raise NoNonMembers(
+            f"most_texts={settings.most_texts} is below the {min_texts} texts that are needed: "
+            f"settings=WatchSettings(memorization=Memorization(most_texts={min_texts}))"
+        )
     needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / length) / 100
     raise NoNonMembers(
         f"{length} rows pay for {count} of {min_texts} texts within "

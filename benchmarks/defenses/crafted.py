@@ -1,0 +1,206 @@
+"""The layers that a dishonest server inserts, as modules: what attacks compute in closed form.
+
+:func:`craft` runs A_attack of Vu et al. 2024. The gradient of the module's ``bias`` in training is
+what :meth:`~lightning_fedleak.attacks.MembershipAttack.gradient` computes without it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fedleak.attacks import AttentionMembership, FCMembership, MembershipAttack
+from lightning_fedleak.attacks.membership.fc import select_inputs
+from lightning_fedleak.attacks.row_space import Whitening
+from lightning_fedleak.labs.trained_membership import TrainedMembership
+
+MAX_STORED_WEIGHTS = 1 << 26  # weights of a stored first layer: 256 MiB in float32
+
+
+class CraftedFC(nn.Module):
+    """Two fully connected layers whose second has K neurons that differ only in their bias.
+
+    ``bias`` (K,), b2 of Eq. 6, is the only parameter. ``first`` and ``second``, the row (1, width)
+    of W2 that all neurons share, are frozen. The module computes in its own dtype, also under
+    autocast.
+
+    Args:
+        first: The first layer, a module that maps (..., D) to (..., width).
+        second: The row of W2 that all neurons share, (1, width).
+        biases: The initial ``bias``, (K,).
+        tokens: The number of token positions that are concatenated into one input; None if each
+            token is one input.
+    """
+
+    def __init__(
+        self, first: nn.Module, second: Tensor, biases: Tensor, tokens: int | None
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.first = first
+        self.register_buffer("second", second.detach().clone())
+        self.second: Tensor
+        self.bias = nn.Parameter(biases.detach().clone())
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, R, K) for hidden states (B, L, d); 0 where padded."""
+        inputs, real = select_inputs(hidden, mask, self.tokens)
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = inputs.to(self.bias.dtype)
+            z = nn.functional.relu(self.first(x)) @ self.second.T
+            z = nn.functional.relu(z + self.bias)
+        return z if real is None else z * real[..., None].to(z.dtype)
+
+
+class FrozenLinear(nn.Module):
+    """``W x + b`` without parameters to train; unlike ``nn.Linear`` it draws no random numbers.
+
+    Args:
+        weight: The frozen W, (width, D).
+        bias: The frozen b, (width,).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", bias.detach())
+        self.weight: Tensor
+        self.bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., width) for (..., D)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _TwoIdentities(nn.Module):
+    """[I; -I] x + bias without storing the matrix: 4.8 GB for a sentence of 32 x 768 numbers."""
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bias", bias)
+        self.bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., 2 D) for (..., D)."""
+        return torch.cat([x, -x], -1) + self.bias
+
+
+def two_identities(target: Tensor, dead_zone: Tensor) -> nn.Module:
+    """Return Eq. 6's first layer: W1 = [I; -I], (2 D, D), and b1 = [-T - dead_zone; T - dead_zone].
+
+    The rows of zeros in the paper's W1 are omitted, because they have no effect.
+
+    Args:
+        target: The target T, (D,).
+        dead_zone: The dead zone, a scalar tensor.
+    """
+    d, bias = len(target), torch.cat([-target, target]) - dead_zone
+    if 2 * d * d > MAX_STORED_WEIGHTS:
+        return _TwoIdentities(bias)
+    eye = torch.eye(d).to(target)
+    return FrozenLinear(torch.cat([eye, -eye]), bias)
+
+
+class CraftedAttention(nn.Module):
+    """Self-attention of Eq. 1, W_O and ReLU for one target. Only ``bias`` (K,), b_O, is trained.
+
+    The buffers are ``w_q``, ``w_k`` (2, d, d) with biases ``b_q``, ``b_k`` (2, d), ``w_v``
+    (2, d, d) and ``w_o`` (r, 2 d). The third and the fourth head of Algorithm 1 are copies of the
+    two, and not needed. Every row of W_O represents ``K / r`` equal rows with different biases: a
+    ladder of gammas. The module computes in its own dtype, also under autocast. No token attends to
+    padded positions, whose output is 0.
+
+    Args:
+        target: (d,) the token v, whitened.
+        beta: factor of the products.
+        whitening: folded into W_Q, W_K and their biases; None for hidden states as they are.
+        rows: (r, d) of W_O along which Z1 - Z2 is read; None for line 11 of Algorithm 1: every
+            coordinate, with both signs.
+        gammas: (K,) the ladders of all rows, row after row.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        beta: float,
+        whitening: Whitening | None,
+        rows: Tensor | None,
+        gammas: Tensor,
+    ) -> None:
+        super().__init__()
+        d = len(target)
+        basis = torch.eye(d).to(target) if whitening is None else whitening.matrix.to(target)
+        mean = target.new_zeros(d) if whitening is None else whitening.mean.to(target)
+        unit = nn.functional.normalize(target, dim=0, eps=torch.finfo(target.dtype).tiny)
+        queries = torch.stack([basis - torch.outer(unit, unit @ basis), basis])
+        keys = (beta * math.sqrt(d) * basis).expand(2, d, d)
+        if rows is None:
+            eye = torch.eye(d).to(target)
+            rows = torch.cat([eye, -eye])
+        for name, value in {
+            "w_q": queries,
+            "b_q": -(queries @ mean),
+            "w_k": keys,
+            "b_k": -(keys @ mean),
+            "w_v": basis.expand(2, -1, -1),
+            "w_o": torch.cat([rows, -rows], 1),
+        }.items():
+            self.register_buffer(name, value.detach().contiguous())
+        self.w_q: Tensor
+        self.b_q: Tensor
+        self.w_k: Tensor
+        self.b_k: Tensor
+        self.w_v: Tensor
+        self.w_o: Tensor
+        self.bias = nn.Parameter(-gammas.detach().to(target))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (B, L, K) for hidden states (B, L, d)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = hidden.to(self.bias.dtype)
+            projections = (self._heads(x, mask) @ self.w_o.T)[..., None]
+            z = nn.functional.relu(projections + self.bias.view(len(self.w_o), -1)).flatten(2)
+        return z if mask is None else z * (mask.to(z.device) != 0)[..., None].to(z.dtype)
+
+    def _heads(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return Z of all heads side by side, (B, L, H d)."""
+        q = torch.einsum("bld,hkd->bhlk", x, self.w_q) + self.b_q[:, None]
+        k = torch.einsum("bld,hkd->bhlk", x, self.w_k) + self.b_k[:, None]
+        logits = q @ k.mT / math.sqrt(self.w_q.shape[1])
+        length = x.shape[1]
+        blocked = torch.zeros(1, length, length, dtype=torch.bool, device=x.device)
+        if mask is not None:
+            blocked = blocked | (mask.to(x.device) == 0)[:, None]
+        # A padded token attends to itself: a softmax over no token would be NaN.
+        blocked = blocked & ~torch.eye(length, dtype=torch.bool, device=x.device)
+        attention = logits.masked_fill(blocked[:, None], -torch.inf).softmax(-1)
+        values = torch.einsum("bld,hkd->bhlk", x, self.w_v)
+        return (attention @ values).transpose(1, 2).flatten(2)
+
+
+def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttention:
+    """Return real layers for one target (D,), as ``attack.embed`` returns it.
+
+    They map hidden states (B, L, d) and a mask (B, L), or None where nothing is padded, to
+    (B, R, K): one number per rung for each of R inputs (L tokens, or one sentence). Their only
+    trainable parameter is ``bias``, (K,). No global random numbers are drawn.
+    """
+    if isinstance(attack, FCMembership):  # Algorithm 2: the layers of Eq. 6
+        taus, zones = attack.settings(target[None])
+        target = target.detach().to(taus.dtype)
+        first = two_identities(target, zones[0])
+        second = target.new_full((1, 2 * len(target)), -1.0)
+        return CraftedFC(first, second, taus[0], attack.read_together)
+    if isinstance(attack, TrainedMembership):
+        neuron = attack.neuron(target)
+        first = FrozenLinear(neuron.weight, neuron.bias)
+        return CraftedFC(first, neuron.second, attack.biases(neuron), attack.read_together)
+    assert isinstance(attack, AttentionMembership)  # Algorithm 1
+    v, rows = attack._split_targets(target[None])
+    gammas = attack._gammas(v)
+    if rows is None:
+        gammas = gammas.repeat(2 * v.shape[1])
+    whitening = attack._require_calibration().whitening
+    return CraftedAttention(v[0], attack._factor(v.shape[1]), whitening, rows, gammas)

@@ -133,10 +133,8 @@ class GraphTap:
                 self._read_below_head(call, read)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
-                call.ids, call.reached = (
-                    before.ids,
-                    before.reached,
-                )  # the ids of an encoder that ran before
+                # The ids of an encoder that ran before.
+                call.ids, call.reached = before.ids, before.reached
         calls = [call for call in self._calls if call.read_heads]
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
@@ -240,9 +238,8 @@ class GraphTap:
     def _read_logits(
         self, call: ModelCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
-        if (
-            head.rows is not None and head.source != source
-        ):  # backward reads the scaled or capped logits first
+        # Backward reads the logits that the model scaled or capped before the head's output.
+        if head.rows is not None and head.source != source:
             return
         head.source = source
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)

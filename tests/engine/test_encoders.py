@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_fedleak.attacks import BagOfWords, SubspaceMembership, SubspaceWords
 from lightning_fedleak.model.anatomy import AnatomyError, find_anatomy
-from lightning_fedleak.model.taps import EncoderTap
+from lightning_fedleak.model.taps.encoders import EncoderTap
 from lightning_fedleak.trainers import LeakageCallback
 from tests.attacks.row_space.models import SIZES, VOCABULARY
 from tests.helpers.loops import check_undisturbed

@@ -28,8 +28,10 @@ class Plain(nn.Module):
 class Blind(LlamaForCausalLM):
     """A model that lets each token see all before it, whatever it is told."""
 
-    def forward(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    def forward(
+        self, *args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
 
 def model_of(name: str) -> Any:
@@ -78,6 +80,22 @@ def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyP
     values[0] = torch.tensor([*written[:2], (written[2] + 1) % 50])
     assert not candidate_log_probs(find_anatomy(model), context, values)[1]
     assert not greedy
+
+
+@pytest.mark.parametrize("first", [[1], [1, 5, 5, 5]])
+def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(
+    first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it there are a forward without a prefix, or with one branch only."""
+    monkeypatch.setattr(tokens, "MOST_NODES", 2)
+    model, context = model_of("blind"), torch.tensor([1, 7, 4, 9])
+    values = [torch.tensor(ids) for ids in (first, [2, 3, 4, 5], [3, 9], [4, 9])]
+    log_probs, _ = candidate_log_probs(find_anatomy(model), context, values)
+    for value, log_prob in zip(values, log_probs.tolist(), strict=True):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.cat([context, value])[None]).logits[0]
+        scores = logits[-len(value) - 1 : -1].log_softmax(1)
+        assert log_prob == pytest.approx(float(scores.gather(1, value[:, None]).sum()), abs=1e-4)
 
 
 def test_a_candidates_place_changes_nothing() -> None:

@@ -161,6 +161,7 @@ class AttentionMembership(MembershipAttack):
         given the nearest to ``DEFENDED_WIDTH``. Against one that replaces batches beta is smaller,
         and unless another defence acts on gradients the widths reach .999.
         """
+        super().meet(facts)
         self._choose(replaced="batches" in facts.defended, defended="gradients" in facts.defended)
 
     def _choose(self, *, replaced: bool, defended: bool) -> None:

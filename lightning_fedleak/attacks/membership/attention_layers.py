@@ -1,4 +1,4 @@
-"""The attention adversary's heads (Vu et al. 2024, Sect. 4.2): in closed form, and as a module.
+"""The attention adversary's heads in closed form (Vu et al. 2024, Sect. 4.2).
 
 Algorithm 1's matrix of head 1 has orthonormal rows, so its pseudo-inverse is its transpose and
 ``W_K^T W_Q = beta (I - v v^T / |v|^2)``. Head 2's random matrix omits one random direction, which

@@ -282,7 +282,7 @@ def find_known_inputs(anatomy: Anatomy, maps: Sequence[LinearMap]) -> list[Known
     has been mixed by attention.
 
     Args:
-        anatomy: the model.
+        anatomy: The model.
         maps: result of :func:`find_linear_maps`.
     """
     tokens = _distant_tokens(anatomy, 12)
@@ -320,7 +320,7 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
     The maps are found by runs on a text of one token, with the output of each map changed in turn.
 
     Args:
-        anatomy: the model.
+        anatomy: The model.
         maps: result of :func:`find_linear_maps`.
     """
     ids = _distant_tokens(anatomy, 1)[None]
@@ -502,7 +502,7 @@ def input_states(
     """Return the values of several inputs for texts, from one run up to the last of them.
 
     Args:
-        anatomy: the model.
+        anatomy: The model.
         inputs: inputs in the order of :func:`find_shared_inputs`.
         ids: (B, L) texts.
         mask: (B, L), 0 where padded.

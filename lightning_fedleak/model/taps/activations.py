@@ -56,7 +56,7 @@ class ActivationTap:
     divides it by the batch size, Lightning's accumulation by the number of micro-batches.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         layers: layers to record: 0 is the input of the first block, k the output of block k; of an
             encoder-decoder the encoder's.
         states: whether to record the hidden states.

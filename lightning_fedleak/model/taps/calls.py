@@ -30,14 +30,14 @@ NOT_TESTED = (
 
 
 MEDIA = ("pixel_values", "input_features", "input_values")
-"""Begins of the names of arguments that hold images or sounds, as transformers has them."""
+"""Prefixes of the names that transformers has for arguments with images or sounds."""
 
 
 class ModelCalls:
     """A hook that records the arguments of each forward with gradients after :meth:`arm`.
 
     Args:
-        anatomy: anatomy of the model.
+        anatomy: The parts of the model.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -63,7 +63,7 @@ class ModelCalls:
 
     @property
     def calls(self) -> list[dict[str, object]]:
-        """Return the arguments of each call, by name; raise what noting them has raised."""
+        """Return the arguments of each call, by name; raise an error of the hook."""
         raise_kept(self)
         return self._calls
 
@@ -85,11 +85,11 @@ def with_ids(
     """Return the batches with the ids that the model was called on.
 
     Args:
-        calls: the model's arguments of each call, by name.
-        batches: the batches of these calls.
+        calls: The arguments of each call of the model, by name.
+        batches: The batches of these calls.
 
     Raises:
-        UnusableObservation: the model was not called once for each batch, or on other shapes.
+        UnusableObservation: The model was not called once for each batch, or on other shapes.
     """
     ids_of_calls = [call.get("input_ids") for call in calls]
     pieces = [ids for ids in ids_of_calls if isinstance(ids, Tensor) and ids.dim()]
@@ -110,18 +110,18 @@ def with_ids(
 
 @torch.no_grad()
 def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> bool:
-    """Return whether documents attend to others of their row, from two runs of a recorded call.
+    """Return whether documents in one row attend to each other, by two runs of a recorded call.
 
-    One run replaces the tokens of each row's first document, third and so on. If a bit of the other
-    documents' hidden states after the last block changes, documents attend to each other.
+    The second run replaces the tokens of every other document, from the first on. Documents attend
+    to each other if this changes a hidden state of the remaining documents after the last block.
 
     Args:
-        anatomy: anatomy of the model.
-        batch: the batch of the call, with several documents in a row.
-        call: the arguments of the call, by name.
+        anatomy: The parts of the model.
+        batch: The batch of the call, with several documents in a row.
+        call: The arguments of the call, by name.
 
     Raises:
-        UnusableObservation: the call was not made on the tokens of the batch, or cannot be
+        UnusableObservation: The call was not made on the tokens of the batch, or cannot be
             repeated.
     """
     ids, documents = call.get("input_ids"), batch.documents
@@ -149,11 +149,11 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
 
 
 class PackedRows:
-    """Finds out for each batch of a look whether documents in the same row attend to each other.
+    """Tests whether documents that are packed into one row attend to each other.
 
     Args:
-        anatomy: anatomy of the model.
-        forward_context: returns the context that sets the precision of a step.
+        anatomy: The parts of the model.
+        forward_context: A function that returns the context with the precision of a step.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class PackedRows:
     def with_crossing(
         self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
     ) -> TokenBatch:
-        """Return the batch with its ``crossing``, which is tested once for each form of a call.
+        """Return the batch with ``crossing`` set; each form of a call is tested only once.
 
         Args:
-            batch: of a step.
-            calls: the arguments of the model's calls on it; None: those since :meth:`watch`.
+            batch: A batch of a step.
+            calls: The arguments of the model's calls on it; None for the calls since :meth:`watch`.
 
         Raises:
-            UnusableObservation: it could not be tested.
+            UnusableObservation: The test was not possible.
         """
         if calls is None:
             if self._calls is None or batch.documents is None or batch.crossing is not None:
@@ -209,7 +209,7 @@ class PackedRows:
 
 
 def _form(argument: object) -> object:
-    """Return what calls of one form have in common in an argument: dimensions, value or type."""
+    """Return the part of an argument that defines a call's form: its rank, value or type."""
     if isinstance(argument, Tensor):
         return argument.dim()
     return argument if isinstance(argument, bool | str) else type(argument).__name__

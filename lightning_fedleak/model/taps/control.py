@@ -73,8 +73,8 @@ def shuffle_words(
 
     Args:
         step: the step.
-        special: ids of tokens that stay.
-        generator: of the shuffling, on the CPU.
+        special: The ids of tokens that are not moved.
+        generator: The generator of the shuffling, on the CPU.
         sizes_go_with_words: the size at a label moves with its word, as class weights do; else it
             stays at its position.
 
@@ -189,10 +189,10 @@ def control_gradient(
     """Return the gradient of a step made again, in the modes and the precision that it had.
 
     Args:
-        anatomy: of the model.
-        step: the step itself, or a control.
-        roles: whose gradients are returned.
-        scale: loss scale that is in the sizes; divided out.
+        anatomy: The parts of the model.
+        step: The step itself, or a control.
+        roles: The roles of the parameters whose gradients are returned.
+        scale: The loss scale contained in the sizes, which is divided out.
         fails: see :data:`Fails`; where a model is sharded each process makes every call.
 
     Raises:
@@ -224,10 +224,10 @@ def control_states(
     """Return the gradients of a step made again in the hidden states at a layer.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         step: the step itself, or a control, whose calls without a label have no gradient.
         layer: 0 is the input of the first block, k the output of block k.
-        scale: loss scale that is in the sizes; divided out.
+        scale: The loss scale contained in the sizes, which is divided out.
 
     Returns:
         (B, L, d) for each call.
@@ -253,10 +253,10 @@ def control_crossing(
     """Return what crosses the split at a layer in a step made again, before any defence.
 
     Args:
-        anatomy: of the model.
-        step: the step itself, or a control.
+        anatomy: The parts of the model.
+        step: The step itself, or a control.
         layer: 0 is the input of the first block, k the output of block k.
-        fails: see :data:`Fails`.
+        fails: See :data:`Fails`.
 
     Returns:
         The tensors of each call.
@@ -331,11 +331,11 @@ def run_backward(
     rows of its own shapes.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         model: to be called.
         call: the call.
-        fails: see :data:`Fails`.
-        scale: loss scale that is in the sizes; divided out.
+        fails: See :data:`Fails`.
+        scale: The loss scale contained in the sizes, which is divided out.
 
     Raises:
         UnusableObservation: it cannot be made again, on this process or on another one.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import Anatomy, Kind
-from lightning_fedleak.model.batches import BatchError, TokenBatch
+from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.taps.graph import GraphTap, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read
 from lightning_fedleak.model.taps.step import ModelCall
@@ -85,9 +85,7 @@ def read_encoder_call(call: ModelCall, kind: Kind, read: TokenBatch | None = Non
     Raises:
         BatchError: No ids arrived at the model's input embedding.
     """
-    if call.ids is None:
-        raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
-    batch = read_inputs(call, call.ids, kind, read)
-    has_same_shape = read is not None and read.input_ids.shape == call.ids.shape
+    batch = read_inputs(call, kind, read)
+    has_same_shape = read is not None and read.input_ids.shape == batch.input_ids.shape
     batch = replace(batch, labels=read.labels if read and has_same_shape else None)
     return replace(call, batch=batch)

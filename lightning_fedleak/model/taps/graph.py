@@ -1,8 +1,8 @@
-"""The truth of a step off its own graph: labels where its loss begins, inputs from its calls.
+"""Ground truth of a training step, read from its own graph: inputs, and labels from gradients.
 
-Labels are read off dL/dlogits where the output head is called
-(:mod:`~lightning_fedleak.model.taps.row_labels`), and off the last hidden states where a fused loss
-never calls it (:mod:`~lightning_fedleak.model.taps.last_states`).
+Labels are read from dL/dlogits if the output head is called
+(:mod:`~lightning_fedleak.model.taps.row_labels`), and from the gradient of the last hidden states
+if a fused loss never calls it (:mod:`~lightning_fedleak.model.taps.last_states`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from lightning_fedleak.model.taps.row_labels import (
 from lightning_fedleak.model.taps.step import ModelCall, PlacedRows
 
 MIN_MATCHES = 0.5
-"""Least share of labels that are the next token, where a head is called on some places alone.
+"""Minimum share of labels that are the next token, if the head is called on some positions only.
 
-Texts whose words repeat match by chance in a few; lower: such a chance decides the places.
+In texts that repeat words a few labels match at wrong positions. With a lower value such matches
+would decide which positions the head was called on.
 """
 
 
@@ -58,17 +59,17 @@ def arguments_of(
 
 
 class GraphTap:
-    """Hooks on model, embedding and head that read the truth of the steps that are looked at.
+    """Hooks on model, embedding and head that record the ground truth of measured steps.
 
     Args:
-        anatomy: the parts of the model.
-        temperature: that a fused loss is expected to divide logits by.
+        anatomy: The parts of the model.
+        temperature: The expected divisor of the logits in a fused loss.
 
     Attributes:
-        labels: of the user's batch, which are tried where a row's own entries leave its label open;
-            None where they are not known.
-        why_not: why the graph cannot be read here; None where it can.
-        error: what a hook raised; :meth:`take` raises it.
+        labels: The labels of the user's batch, or None if unknown. They are candidates for rows of
+            dL/dlogits whose own entries do not determine the label.
+        why_not: The reason why the graph cannot be read; None if it can.
+        error: An exception that a hook raised; :meth:`take` raises it.
     """
 
     def __init__(self, anatomy: Anatomy, temperature: float = 1.0) -> None:
@@ -88,7 +89,7 @@ class GraphTap:
             self.why_not = "the model has no output head"
 
     def arm(self) -> None:
-        """Record the calls from now on."""
+        """Record calls of the model from now on."""
         self.close()
         if self.why_not is not None:
             return
@@ -117,14 +118,14 @@ class GraphTap:
         self._depth, self.error, self._head_logits = 0, None, None
 
     def take(self, read: TokenBatch | None = None) -> list[ModelCall]:
-        """Return the calls whose logits got a gradient since the last time, and forget them.
+        """Return the calls whose logits got a gradient since the last time; forget them.
 
         Args:
-            read: the user's batch as it could be read, whose labels are tried where the head was
-                not called.
+            read: The user's batch, or None if it could not be read. Its labels are candidates for
+                calls without a call of the head.
 
         Raises:
-            Exception: what a hook raised in the user's forward or backward.
+            Exception: An exception that a hook raised during the user's forward or backward.
         """
         raise_kept(self)
         for call in self._calls:
@@ -132,7 +133,8 @@ class GraphTap:
                 self._read_below_head(call, read)
         for before, call in zip(self._calls, self._calls[1:], strict=False):
             if call.ids is None and before.module is None and not before.heads:
-                call.ids, call.reached = before.ids, before.reached  # an encoder's, called before
+                # The ids of an encoder that ran before.
+                call.ids, call.reached = before.ids, before.reached
         calls = [call for call in self._calls if call.read_heads]
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
@@ -166,19 +168,19 @@ class GraphTap:
         call = self._calls[-1]
         try:
             logits = model_runs.logits_in(output)
-        except (ValueError, LookupError):  # its output holds none
+        except (ValueError, LookupError):  # the output has no logits
             return
         call.text_logits = logits.dim() == 2
         if not logits.requires_grad or logits.shape[-1:] != (self._anatomy.vocab_size,):
             return
         if not call.heads:
-            self._watch(logits, call)  # a product with the head's matrix, not its forward
-        elif len(call.heads) == 1 and self._is_behind(logits):
+            self._watch(logits, call)  # the model multiplies by the head's weight itself
+        elif len(call.heads) == 1 and self._differ_from_head(logits):
             read = partial(self._read_logits, call, call.heads[0], "model", logits.detach())
             logits.register_hook(read)  # type: ignore[no-untyped-call]
 
-    def _is_behind(self, logits: Tensor) -> bool:
-        """Return whether a model's logits are others than its head's: scaled, or capped."""
+    def _differ_from_head(self, logits: Tensor) -> bool:
+        """Return whether the model scaled or capped the head's output to obtain its logits."""
         head, self._head_logits = self._head_logits, None
         if head is None or head.shape != logits.shape or not head.numel():
             return False
@@ -236,7 +238,8 @@ class GraphTap:
     def _read_logits(
         self, call: ModelCall, head: HeadCall, source: Source, logits: Tensor, gradient: Tensor
     ) -> None:
-        if head.rows is not None and head.source != source:  # those behind the head come first
+        # Backward reads the logits that the model scaled or capped before the head's output.
+        if head.rows is not None and head.source != source:
             return
         head.source = source
         rows = gradient.flatten(0, -2), logits.flatten(0, -2)
@@ -247,11 +250,11 @@ class GraphTap:
             head.rest = find_rest(*rows, head.rows)
 
     def _claims(self, call: ModelCall, shape: torch.Size, device: torch.device) -> Tensor | None:
-        """Return (n,) the labels that rows of logits may have; None where nothing says any."""
+        """Return (n,) the likely label of each row of logits; None if no source suggests any."""
         if self._anatomy.kind == "causal":
             ids, shift = call.ids, 1
             is_known = ids is not None and shape[:-1] == ids.shape[:1]
-        else:  # at the places of the logits
+        else:  # a label is at the position of its logits
             labels = call.arguments.get("labels")
             ids, shift = labels if isinstance(labels, Tensor) else self.labels, 0
             is_known = ids is not None and len(shape) == 2 and ids.shape == shape
@@ -261,15 +264,15 @@ class GraphTap:
 
     @raised_when_read
     def _keep_gradient(self, call: ModelCall, gradient: Tensor) -> None:
-        if call.read_heads:  # they show it exactly
+        if call.read_heads:  # the logits show the labels exactly
             call.states = None
         elif call.gradient is None:
             call.gradient = gradient.detach().clone()
-        else:  # of a second backward
+        else:  # a second backward
             call.gradient += gradient
 
     def _read_below_head(self, call: ModelCall, read: TokenBatch | None) -> None:
-        """Read labels off the last hidden states of a call, and forget these."""
+        """Read labels from the last hidden states of a call, and drop the states."""
         states, gradient, call.states = call.states, call.gradient, None
         assert states is not None
         assert gradient is not None
@@ -289,29 +292,28 @@ class GraphTap:
         call.reached = (gradient != 0).any(-1) | (False if call.reached is None else call.reached)
 
 
-# ---- as batches --------------------------------------------------------------------------------
+# ---- token batches -----------------------------------------------------------------------------
 
 
 def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> ModelCall:
-    """Return a call with its ids, labels and mask, as its graph shows them.
+    """Return the call with its ids, labels and mask, as its graph shows them.
 
     Args:
-        call: with at least one call of the head that got a gradient.
-        kind: of the model.
-        read: the user's batch as it could be read, whose labels decide between two that could have
-            left a row, if they agree with all that are sure.
+        call: A call with at least one call of the head that got a gradient.
+        kind: The kind of the model.
+        read: The user's batch, or None if it could not be read. If its labels agree with all that
+            are certain, they decide where two labels could have produced a row.
 
     Raises:
-        BatchError: the places of the labels in the texts are not known.
+        BatchError: No ids arrived at the input embedding, or the positions of the labels are
+            unknown.
     """
-    ids = call.ids
-    if ids is None:
-        raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
-    labels = call.arguments.get("labels")
+    batch = read_inputs(call, "causal" if kind == "classifier" else kind, read)
+    ids, labels = batch.input_ids, call.arguments.get("labels")
     if not isinstance(labels, Tensor):
         labels = None if read is None else read.labels
     if kind == "classifier":
-        placed, batch = _classified(call, read_inputs(call, ids, "causal", read), labels)
+        placed, batch = _classified(call, batch, labels)
         return replace(call, placed=placed, batch=batch)
     if labels is None and read is not None and kind == "causal":
         labels = read.input_ids
@@ -320,8 +322,7 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
     placed = replace(placed, rows=_settled(placed, _beside(labels, placed, shift)))
     rows = placed.rows
     soft = rows.soft | rows.unsure
-    batch = read_inputs(call, ids, kind, read)
-    if kind == "causal":  # an entropy or a z-loss of the last token's logits, which have no label
+    if kind == "causal":  # the last logits have no label, but may be in an entropy or a z-loss
         soft &= placed.place < placed.width - 1
     batch = replace(batch, preferences=bool(rows.pushed.any()), soft_labels=bool(soft.any()))
     if kind == "seq2seq":
@@ -331,7 +332,7 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
         return replace(call, placed=placed, batch=batch)
     targets = placed.grid(len(ids), rows.labels, IGNORE_INDEX, shift)
     live = placed.grid(len(ids), rows.live, 0, shift)
-    if shift:  # the last place has no token to predict, unless texts are shifted by hand
+    if shift:  # the last position predicts no token, unless the user shifted the labels
         live = functional.pad(live[:, 1:], (0, 1))
         if bool((targets[:, -1] != IGNORE_INDEX).any()):
             batch = _lengthened(batch, targets[:, -1])
@@ -342,10 +343,10 @@ def read_call(call: ModelCall, kind: Kind, read: TokenBatch | None = None) -> Mo
 
 
 def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
-    """Return the rows of all calls of the head in a call of the model, with their places.
+    """Return the rows of all calls of the head in a call of the model, with their positions.
 
-    Labels are as the call, or else the batch, has them: a head that is called on the places of
-    labels alone is recognised by their number.
+    ``labels`` are those of the call or of the user's batch. If the head of a masked model was
+    called on the labelled positions only, their number shows it.
     """
     heads, ids = call.read_heads, call.ids
     assert ids is not None
@@ -377,13 +378,13 @@ def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     if isinstance(kept, Tensor) and kept.numel() == width:
         places = kept.to(device).flatten() % length
         return replace(placed, place=places[place], width=length)
-    if width > length:  # virtual tokens of prompt tuning, the last of which predicts a text's first
+    if width > length:  # the last virtual token of prompt tuning predicts a text's first
         real = place >= width - length - int(kind == "causal")
         late = place[real] - (width - length)
         rows = RowLabels(*(column[real] for column in rows))
         return PlacedRows(rows, text[real], late, length, index[real], n)
-    first = replace(placed, width=length)  # hidden[:, :-1], say
-    placed = replace(first, place=place + (length - width))  # or the last ones
+    first = replace(placed, width=length)  # the first positions, as in hidden[:, :-1]
+    placed = replace(first, place=place + (length - width))  # or the last positions
     if width == length or kept:
         return placed
     matches = [_share_of_next(one, ids) for one in (first, placed)]
@@ -404,7 +405,7 @@ def _share_of_next(placed: PlacedRows, ids: Tensor) -> float:
 
 
 def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | None:
-    """Return (N,) the labels that rows predict, by given labels (B, L); None where they misfit."""
+    """Return (N,) the label of each row by labels (B, L); None if the shapes do not match."""
     if labels is None or labels.dim() != 2 or not len(placed.text):
         return None
     padded = functional.pad(labels.long(), (0, shift), value=IGNORE_INDEX).to(placed.text.device)
@@ -413,19 +414,27 @@ def _beside(labels: Tensor | None, placed: PlacedRows, shift: int) -> Tensor | N
     return padded[placed.text, placed.place + shift]
 
 
-def read_inputs(call: ModelCall, ids: Tensor, kind: Kind, read: TokenBatch | None) -> TokenBatch:
-    """Return the ids of a call, what is padded, where documents begin, and what the loss reaches.
+def read_inputs(call: ModelCall, kind: Kind, read: TokenBatch | None) -> TokenBatch:
+    """Return the ids of a call, their padding, the documents in a row, and what the loss reaches.
 
-    Where the model's parts were called in place of its forward, the batch says it. Where nothing
-    does, ids that no label depends on are padding; a causal text's last id is such a one too.
+    If the step called parts of the model instead of its forward, padding and documents are those of
+    the user's batch. If nothing shows the padding and the model is not causal, ids that the loss
+    does not depend on count as padding. (The last id of a causal text is not padding, though the
+    loss does not depend on it.)
+
+    Raises:
+        BatchError: No ids arrived at the model's input embedding.
     """
+    ids = call.ids
+    if ids is None:
+        raise BatchError("no ids arrived at the model's input embedding (inputs_embeds?)")
     names = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens")
     arguments = {name: call.arguments.get(name) for name in names}
     if call.module is None and read is not None and read.input_ids.shape == ids.shape:
         marks = read.attention_mask, read.position_ids, read.documents
         arguments |= dict(zip(names, marks, strict=False))
     positions, mask = arguments["position_ids"], arguments["attention_mask"]
-    if not isinstance(positions, Tensor) or positions.dim() != 2:  # of M-RoPE
+    if not isinstance(positions, Tensor) or positions.dim() != 2:  # (3, B, L) of M-RoPE
         arguments["position_ids"] = None
     if not isinstance(mask, Tensor) or (
         mask.shape != ids.shape and mask.shape[-2:] != 2 * ids.shape[1:]
@@ -437,7 +446,7 @@ def read_inputs(call: ModelCall, ids: Tensor, kind: Kind, read: TokenBatch | Non
 
 
 def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
-    """Return texts with the token behind them that a label alone holds (``x, y`` by hand)."""
+    """Return the batch with one more token, which only the labels contain (shifted ``x, y``)."""
     ids, mask, positions = batch.input_ids, batch.attention_mask, batch.position_ids
     is_label = (last != IGNORE_INDEX)[:, None]
     more = last.clamp(min=0)[:, None].to(ids.dtype)
@@ -457,10 +466,10 @@ def _lengthened(batch: TokenBatch, last: Tensor) -> TokenBatch:
 
 
 def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
-    """Return the rows with the labels of those that are unsure, where these are known.
+    """Return the rows with labels for uncertain ones, as far as they can be determined.
 
-    Labels that were given decide, if they agree with all rows that are sure. Without them a row of
-    one negative and one positive entry has the sign that all others have.
+    ``given`` labels decide if they agree with all certain rows. Without them, a row with one
+    negative and one positive entry gets the sign that all certain rows have.
     """
     rows = placed.rows
     sure = rows.labels != IGNORE_INDEX
@@ -478,10 +487,10 @@ def _settled(placed: PlacedRows, given: Tensor | None) -> RowLabels:
 
 
 def _with_labels(rows: RowLabels, places: Tensor, labels: Tensor) -> RowLabels:
-    """Return the rows with labels at some places: the lowest or the highest entry of each.
+    """Return the rows with labels for some of them: the index of the lowest or highest entry.
 
-    The shape of a row is that beside its highest entry. Beside the lowest, a multiple of the
-    softmax alone is assumed.
+    The fitted shape of a row assumes that its label is the highest entry. For a label at the lowest
+    entry the other entries are taken to be a multiple of the softmax, without a shift.
     """
     is_lowest = places & (labels == rows.lowest)
     sizes = torch.where(is_lowest, -rows.values[:, 0], -rows.values[:, 1])
@@ -497,7 +506,7 @@ def _with_labels(rows: RowLabels, places: Tensor, labels: Tensor) -> RowLabels:
 def _classified(
     call: ModelCall, batch: TokenBatch, labels: Tensor | None
 ) -> tuple[PlacedRows, TokenBatch]:
-    """Return the rows and the batch of a classifier: texts, or tokens, that have a gradient."""
+    """Return the rows and the batch of a classifier, with labels where there is a gradient."""
     [head, *others], (b, length) = call.read_heads, batch.input_ids.shape
     rows = head.rows
     assert rows is not None
@@ -507,12 +516,12 @@ def _classified(
     index = torch.arange(n, device=rows.live.device)
     text, place = index // (n // b), index % (n // b)
     per_text = len(head.shape) == 1 or call.text_logits
-    # Of two classes both could be the label, and one output has none.
+    # With two classes either could be the label, and with one output there is no class.
     sizes = rows.values.abs().amax(1) if head.n_entries > 1 else -rows.values[:, 0]
     rows = rows._replace(sizes=sizes, others=sizes, shifts=torch.zeros_like(sizes))
     placed = PlacedRows(rows, text, place, n // b, index, n)
     live, lowest = rows.live.view(b, -1), rows.lowest.view(b, -1)
-    if per_text:  # pooled behind the head
+    if per_text:  # pooled after the head
         live, lowest = live.any(1), lowest.gather(1, live.int().argmax(1)[:, None])[:, 0]
     if labels is not None and labels.shape == live.shape and not labels.is_floating_point():
         lowest = labels.to(lowest.device).long().clamp(min=0)

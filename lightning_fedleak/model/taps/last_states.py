@@ -1,7 +1,7 @@
-"""Labels of a step off its last hidden states and their gradient, whoever computes the logits.
+"""Labels of a step, read from its last hidden states and their gradient.
 
-A fused or chunked loss never calls the output head, so that no gradient of logits can be seen. The
-hidden states h that such a loss reads, and g = dL/dh, are there in any step. A cross-entropy,
+A fused or chunked loss never calls the output head, so no gradient of logits can be observed. The
+hidden states h that such a loss reads, and g = dL/dh, exist in every step. A cross-entropy,
 whatever its weights, masks, signs and smoothing, has ``dL/dlogits = a p - b e_y - c 1`` in a row.
 So ``g = a u - b W_y - c m`` with ``u = W^T p`` and ``m = W^T 1``. The head's matrix W and h are
 known, and so is the softmax p: the row of W that explains what u and m leave of g is the label.
@@ -24,7 +24,7 @@ from lightning_fedleak.model.snapshots import is_shard
 from lightning_fedleak.model.taps.row_labels import RowLabels, claims_of
 
 ENTRIES_AT_ONCE = 1 << 24
-"""Logits that are computed at once: 64 MiB in float32, of which three blocks are there."""
+"""Logits that are computed at once: 64 MiB in float32, in memory three times."""
 MAX_REST = 0.05
 """Largest share of g that a label leaves unexplained: float32 leaves 1e-5, bfloat16 1e-2.
 
@@ -69,7 +69,7 @@ class HeadMap:
 
     @classmethod
     def from_anatomy(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
-        """Return the head as it is now; None where it is no plain matrix, or a shard of one."""
+        """Return the current head; None if it is not a plain matrix, or is sharded."""
         assert anatomy.head is not None
         layer = leaf(anatomy.head)
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
@@ -97,7 +97,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """A block of rows: what is left of g without u and m, and what is needed to fit labels."""
+    """A block of rows: ``rest`` is g with u and m projected out; other fields fit labels."""
 
     states: Tensor
     gradient: Tensor
@@ -138,7 +138,7 @@ def _prepare(states: Tensor, gradient: Tensor, head: HeadMap, weight: Tensor) ->
 
 
 def _cosines(rows: _Rows, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return (n,) the cosine of the row of each label with what is left of g."""
+    """Return (n,) the absolute cosine of each label's row of W with ``rest``."""
     entries = weight[labels]
     if rows.slopes is not None:
         entries = entries * rows.slopes.gather(1, labels[:, None])
@@ -147,7 +147,7 @@ def _cosines(rows: _Rows, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _search(rows: _Rows, weight: Tensor) -> Tensor:
-    """Return (n,) the label of the row of the head that explains most of what is left of g."""
+    """Return (n,) the label whose row of W explains most of ``rest``."""
     dots = (rows.rest @ weight.T).square_()
     norms = rows.row_norms - (rows.basis[..., 0] @ weight.T).square_()
     norms -= (rows.basis[..., 1] @ weight.T).square_()
@@ -156,7 +156,7 @@ def _search(rows: _Rows, weight: Tensor) -> Tensor:
 
 
 def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a, -c and -b of g for given labels, (n, 3), and the share of g that they leave."""
+    """Return a, -c and -b of g for given labels, (n, 3), and the unexplained share of g, (n,)."""
     entries = weight[labels]
     if rows.slopes is not None:
         entries = entries * rows.slopes.gather(1, labels[:, None])
@@ -176,16 +176,16 @@ def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Te
 def read_states(
     states: Tensor, gradient: Tensor, head: HeadMap, claims: Sequence[Tensor] = ()
 ) -> RowLabels:
-    """Return which label each row of dL/dh belongs to.
+    """Return the label and the shape of each row of dL/dlogits from the rows of dL/dh.
 
-    A given label is verified: it must explain g as well as the best row does. Rows that no given
-    label explains are searched, in blocks.
+    A candidate label is verified: it must explain g as well as the best row of W does. For rows
+    without such a candidate all rows of W are searched, in blocks.
 
     Args:
-        states: (n, d) last hidden states, in the dtype of the step.
+        states: (n, d) the last hidden states, in the dtype of the step.
         gradient: (n, d) dL/dh.
-        head: the map from hidden states to logits in this step.
-        claims: (n,) each: labels that the rows may have, -100 where none is known.
+        head: The map from hidden states to logits in this step.
+        claims: Sets of candidate labels, each (n,), -100 for none.
     """
     n, weight, device = len(states), head.weight.float(), states.device
     live = (gradient != 0).any(1) | ~gradient.isfinite().all(1)
@@ -200,7 +200,7 @@ def read_states(
         factors, rest = _fit_labels(rows, weight, of_rows)
         is_label &= rest <= MAX_REST
         p_y = rows.p.gather(1, of_rows[:, None])[:, 0]
-        # Not 1 - p_y, which is rounding where the label is certain.
+        # Not 1 - p_y, which is only rounding if the label is certain.
         p_others = rows.p.scatter(1, of_rows[:, None], 0.0).sum(1)
         above, shift, below = factors[:, 0], -factors[:, 1], -factors[:, 2]
         shape = torch.stack([below + shift - above * p_y, above * p_others, shift])
@@ -221,7 +221,7 @@ def read_states(
 
 
 def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the label that explains each row best, (n,), and whether it explains it."""
+    """Return the label that explains each row best, (n,), and whether its cosine suffices."""
     labels = torch.zeros(len(rows.rest), dtype=torch.long, device=weight.device)
     cosines = torch.zeros(len(rows.rest), device=weight.device)
     for claim in claims:
@@ -242,10 +242,11 @@ def _labels(rows: _Rows, weight: Tensor, claims: Sequence[Tensor]) -> tuple[Tens
 
 
 def _check_unseen(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether given labels hold that no row shows, (n,), and the sizes of their gradients.
+    """Return whether candidate labels hold that g cannot show, (n,), and their gradients' sizes.
 
-    They are certain to the model, or their row of the head is 0, as of the token that pads where
-    the head is tied. ``g = s (W^T q - W_y)`` has the size s, with q the softmax over the others.
+    Either the model is certain of them, or their row of W is 0, such as that of a padding token in
+    a tied head. The size is s in ``g = s (W^T q - W_y)``, where q is the softmax over the other
+    tokens.
     """
     labels = claims.clamp(0, len(weight) - 1)[:, None]
     q = rows.p.scatter(1, labels, 0.0)
@@ -257,19 +258,20 @@ def _check_unseen(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, 
     is_silent = explains & (rows.row_norms[labels[:, 0]] == 0)
     is_certain = (rows.p.gather(1, labels)[:, 0] > CERTAIN) & ~is_silent
     holds = (is_certain | is_silent) & (claims == labels[:, 0]) & sizes.isfinite()
-    # The sign of rounding is no text's.
+    # A negative size of a certain label is rounding, not a rejected text.
     return holds, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
 
 
 def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
-    """Return the head with the temperature that leaves least of g, where that explains its labels.
+    """Return the head with the temperature that explains most of g.
 
-    One temperature holds for all rows of a step. No given label is used.
+    One temperature holds for all rows of a step. No candidate labels are used.
 
     Args:
-        states: (n, d) last hidden states.
+        states: (n, d) the last hidden states.
         gradient: (n, d) dL/dh.
-        head: with the temperature that was expected, which is kept where no other is better.
+        head: The head with the expected temperature, which is returned if no other is clearly
+            better.
     """
     live = (gradient != 0).any(1).nonzero()[:, 0]
     block, weight = live[:: max(1, len(live) // FITTED_ROWS)], head.weight.float()
@@ -297,14 +299,14 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
 def read_last_states(
     states: Tensor, gradient: Tensor, head: HeadMap, sources: Sequence[tuple[Tensor, int]]
 ) -> tuple[RowLabels, HeadMap]:
-    """Return what rows of texts show, and the head with the temperature that their loss has.
+    """Return the labels of the rows of texts, and the head with the temperature of their loss.
 
     Args:
-        states: (B, L, d) last hidden states.
+        states: (B, L, d) the last hidden states.
         gradient: (B, L, d) dL/dh.
-        head: the map to logits, with the temperature that is expected.
-        sources: labels (B, L) that texts may have, by the place of their token, and the columns
-            between a row and its label.
+        head: The map to logits, with the expected temperature.
+        sources: Sets of candidate labels (B, L) at the positions of their tokens, each with the
+            number of columns between a row and its label.
     """
     rows, gradients = states.flatten(0, 1), gradient.flatten(0, 1)
     claims = [claims_of(labels, states.shape[1], shift) for labels, shift in sources]

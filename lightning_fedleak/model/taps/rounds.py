@@ -30,7 +30,7 @@ def control_update(
     """Return the update of a round made again, with its weights and its optimizer.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         step: the round itself, or a control, with the calls of all local steps.
         roles: whose updates are returned.
         scale: loss scale that is in the sizes; divided out.
@@ -107,7 +107,7 @@ def plain_call(
     """Return the call on a batch whose step's graph was not read, as a plain loss would have it.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         batch: its ids and labels.
         autocast: dtype that the step computes in; None without.
         random: the random states that the step began with; empty where they are not known.

@@ -1,4 +1,4 @@
-"""Labels of a step off the gradient of its logits.
+"""Labels of a step, read from the gradient of its logits.
 
 A cross-entropy has the gradient ``w (softmax - one_hot)`` in a row of logits, whatever computes the
 weight w: the label is the only negative entry of its row. A text that a loss pushes away (the
@@ -34,8 +34,8 @@ batches, for more memory; smaller: rounding passes for a change of the gradient.
 MAX_OTHERS = 0.2
 """Largest sum of the other entries with a label's sign, in units of the label's own entry.
 
-Rows above it are told by their shape. Larger: soft targets of a confident teacher pass for labels;
-smaller: more rows of smoothed labels have to be told by their shape.
+The label of a row above it is found by fitting the row's shape (:func:`_fit_beside`). Larger: soft
+targets of a confident teacher pass for labels; smaller: more rows of smoothed labels need a fit.
 """
 MAX_DEVIATION = 0.01
 """Largest squared deviation of the entries beside a label from a softmax with a shift.
@@ -44,13 +44,13 @@ It is relative to these entries; rounding to bfloat16 gives 1e-5, the row of ano
 0.1. Larger: soft targets pass for labels; smaller: rows with a cap behind the head are unknown.
 """
 MAX_SHIFT = 0.5
-"""Largest sum of a row's shifts over the size b of a label that is told by the row's shape.
+"""Largest sum of a row's shifts over the size b of a label that is found by a fit.
 
 Label smoothing by a share s leaves s / (1 - s). Larger: rows whose label has no gradient, since it
 is as likely as its target, have another label; smaller: smoothed rows are unknown.
 """
 MIN_SIZE = 0.5
-"""Least size b of a label that is told by the row's shape, over the row's largest entry.
+"""Least size b of a label that is found by a fit, over the row's largest entry.
 
 A cross-entropy leaves 1, and with a third of label smoothing .67. Larger: smoothed rows are
 unknown; smaller: rows of a z-loss alone have a label.
@@ -77,25 +77,25 @@ Source = Literal["head", "model", "states"]
 
 
 class RowLabels(NamedTuple):
-    """What rows of dL/dlogits show, each field (n,) on the logits' device.
+    """The labels and the shapes of n rows of dL/dlogits, each field (n,) on the logits' device.
 
-    A row is ``-sizes`` at its label and ``others q - shifts`` elsewhere, with q the softmax over
-    the other entries: so are ``a p - b e_y - c 1`` of a cross-entropy with any weight, sign,
-    smoothing or z-loss.
+    A row is ``-sizes`` at its label and ``others q - shifts`` elsewhere, where q is the softmax
+    over the other entries. Every gradient ``a p - b e_y - c 1`` of a cross-entropy with any weight,
+    sign, smoothing or z-loss has this form.
 
     Attributes:
-        labels: label of each row, -100 where it has none or it is not known.
-        sizes: minus the entry at the label; 0 where there is no label.
-        others: sum of the other entries without their shift.
-        shifts: what is subtracted from each of the other entries.
-        pushed: whether the text is pushed away.
-        live: whether the row has a gradient at all.
-        soft: whether the row has a target that is no label, as in distillation.
-        unsure: whether two labels could have left this row.
-        lowest: index of the row's lowest entry.
-        highest: index of the row's highest entry.
-        one_each: whether the row has one negative and one positive entry alone.
-        values: the entry at ``lowest`` and at ``highest``, (n, 2).
+        labels: The label of each row; -100 if it has none, or if it is unknown.
+        sizes: Minus the entry at the label; 0 without a label.
+        others: The sum of the other entries, with the shifts added back.
+        shifts: The number that is subtracted from each of the other entries.
+        pushed: Whether the loss makes the label less likely (a rejected text).
+        live: Whether the row has an entry other than 0.
+        soft: Whether the target is not a single label, as in distillation.
+        unsure: Whether two labels could have produced this row.
+        lowest: The index of the row's lowest entry.
+        highest: The index of the row's highest entry.
+        one_each: Whether the row has exactly one negative and one positive entry.
+        values: (n, 2) the entries at ``lowest`` and at ``highest``.
     """
 
     labels: Tensor
@@ -113,7 +113,7 @@ class RowLabels(NamedTuple):
 
     @property
     def shapes(self) -> Tensor:
-        """Return (3, n) sizes, others and shifts, from which rows are made again."""
+        """Return (3, n) sizes, others and shifts, from which :func:`make_rows` computes rows."""
         return torch.stack([self.sizes, self.others, self.shifts])
 
 
@@ -124,13 +124,13 @@ def _rows_at_once(matrix: Tensor) -> int:
 
 @torch.no_grad()
 def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) -> RowLabels:
-    """Return which label each row of dL/dlogits belongs to, in blocks of rows.
+    """Return the label and the shape of each row of dL/dlogits, computed in blocks of rows.
 
     Args:
-        gradient: (n, V).
-        logits: (n, V).
-        claims: (n,) labels that rows may have, -100 for none, which are tried where a row's own
-            entries leave it open.
+        gradient: (n, V) dL/dlogits.
+        logits: (n, V) the logits.
+        claims: (n,) candidate labels, -100 for none, for rows whose own entries do not determine
+            the label.
     """
     step = _rows_at_once(gradient)
     if claims is None:
@@ -183,11 +183,12 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
 def _labels_by_shape(
     gradient: Tensor, logits: Tensor, claims: Tensor, lowest: Tensor, highest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the labels that alone explain the other entries of their rows.
+    """Return the only labels that explain the other entries of their rows.
 
     Returns:
-        labels (n,), -100 where two or none do; sum and shift beside them (2, n), or else beside the
-        highest entry; whether they are pushed away, (n,); whether any label fits, (n,).
+        The labels (n,), -100 if two labels or none fit; the sum and the shift of the other entries
+        (2, n), which are those beside the highest entry for -100; whether the loss makes the label
+        less likely, (n,); and whether any label fits, (n,).
     """
     of_claim = _fit_beside(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
     of_low, of_high = (_fit_beside(gradient, logits, entry) for entry in (lowest, highest))
@@ -205,14 +206,14 @@ def _labels_by_shape(
 def _fit_beside(
     gradient: Tensor, logits: Tensor, labels: Tensor, *, is_claim: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit the entries beside a label of each row, by least squares.
+    """Fit the entries beside a label of each row by least squares.
 
-    The size of a label that the model is certain of is lost in rounding, which is no reason against
-    one that was given.
+    The size of a label that the model is certain of is lost in rounding, so a mismatch there does
+    not refute a claim.
 
     Returns:
-        their sum and shift, (2, n); the size b of the label, with its sign, (n,); and whether a row
-        of that label would be as this one is, (n,).
+        The sum and the shift of these entries, (2, n); the size b of the label, with its sign,
+        (n,); and whether the label explains the row, (n,).
     """
     logits, column = logits.float(), labels[:, None]
     q = logits.scatter(1, column, -torch.inf)
@@ -235,34 +236,35 @@ def _fit_beside(
 
 
 def claims_of(labels: Tensor, width: int, shift: int) -> Tensor:
-    """Return (B width,) the labels (B, L) that rows may have, -100 for none.
+    """Return (B * width,) the candidate label of each row, -100 for none.
 
     Args:
-        labels: by the place of their token; virtual tokens, which come first, have none.
-        width: rows of a text.
-        shift: columns between a row and its label.
+        labels: (B, L) labels at the positions of their tokens; virtual tokens, which come first,
+            have none.
+        width: The number of rows of a text.
+        shift: The number of columns between a row and its label.
     """
     length = labels.shape[1]
     labels = functional.pad(labels.long(), (max(0, width - length), shift), value=IGNORE_INDEX)
     return labels[:, shift : shift + width].flatten()
 
 
-# ---- rows made again ---------------------------------------------------------------------------
+# ---- rows from labels and shapes ---------------------------------------------------------------
 
 
 def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: float | None) -> Tensor:
-    """Return the gradient of logits (..., V) whose rows have given shapes.
+    """Return the gradient of logits (..., V) whose rows have these labels and shapes.
 
     Args:
-        logits: of the call.
+        logits: The logits, whose rows are the N rows.
         targets: (N,) labels.
         shapes: (3, N), see ``RowLabels.shapes``.
-        temperature: that the loss divides the logits by; None: the rows are those of a plain
-            cross-entropy, of the weights that the first of the shapes has.
+        temperature: The number by which the loss divides the logits. None: the rows are those of a
+            plain cross-entropy, weighted by the first of the shapes.
     """
     values = logits.detach().flatten(0, -2)
     rows, step = torch.empty_like(values), _rows_at_once(values)
-    for start in range(0, len(rows), step):  # matrices in float32 of a part alone
+    for start in range(0, len(rows), step):  # float32 copies of one part at a time
         part = slice(start, start + step)
         labels = targets[part, None].clamp(max=values.shape[1] - 1)  # one output: no other class
         scores = values[part].float() / (temperature or 1.0)
@@ -276,12 +278,13 @@ def make_rows(logits: Tensor, targets: Tensor, shapes: Tensor, temperature: floa
 
 
 class _RowRest(NamedTuple):
-    """What the labels and shapes of its rows do not make again of dL/dlogits.
+    """The entries of dL/dlogits that labels and shapes of its rows do not reproduce.
 
     Attributes:
-        share: of its norm; NaN where it is all zero.
-        places: (k,) of the entries, flattened; None where they are too many to be kept.
-        values: (k,) of these entries.
+        share: The norm of the residual over the norm of the gradient; NaN if the gradient is zero.
+        places: (k,) indices of these entries in the flattened gradient; None if there are more than
+            :data:`MOST_KEPT`, or if the gradient has no rows.
+        values: (k,) the gradient's entries at ``places``.
     """
 
     share: float
@@ -291,7 +294,7 @@ class _RowRest(NamedTuple):
 
 @torch.no_grad()
 def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _RowRest:
-    """Return what the shapes of rows leave of a gradient (n, V)."""
+    """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     step, width = _rows_at_once(gradient), gradient.shape[1]
     tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # float32 leaves 1e-7
     places, values = [], []
@@ -316,7 +319,7 @@ def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _RowRest:
 
 
 def rows_of_step(rows: RowLabels, logits: Tensor, rest: _RowRest | None = None) -> Tensor:
-    """Return the gradient of logits (..., V) that a step had, by what its rows showed."""
+    """Return the gradient (..., V) of a step from the labels and shapes of its rows."""
     has_label = rows.labels != IGNORE_INDEX
     targets = torch.where(has_label, rows.labels, rows.highest)  # beside which its shape was read
     sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
@@ -329,17 +332,20 @@ def rows_of_step(rows: RowLabels, logits: Tensor, rest: _RowRest | None = None) 
 
 @dataclass(eq=False)
 class HeadCall:
-    """The logits of one call, and what their gradient shows.
+    """One call of the head, and the labels that the gradient of its logits shows.
 
     Attributes:
-        shape: of the logits but for their last dimension.
-        n_entries: of a row.
-        source: where rows were read: off the head's output, off logits that the model has scaled or
-            capped behind it, or off the last hidden states.
-        temperature: that the loss divides logits by; read off hidden states alone, else 1.
-        rows: what the gradient's rows show; None until the backward.
-        rest: what the shapes of these rows leave of the gradient.
-        gradient: of a classifier, whose loss may be any function of its few logits.
+        shape: The shape of the logits without the last dimension.
+        n_entries: The last dimension of the logits.
+        source: Where the rows were read: at the head's output (``"head"``), at logits that the
+            model scaled or capped after it (``"model"``), or at the last hidden states
+            (``"states"``).
+        temperature: The number by which the loss divides the logits; it is fitted only for
+            ``"states"``, and 1 otherwise.
+        rows: The labels and shapes of the rows; None until the backward.
+        rest: The entries of the gradient that these shapes do not reproduce.
+        gradient: The gradient itself, for a classifier: its loss may be any function of its few
+            logits.
     """
 
     shape: torch.Size

@@ -61,7 +61,7 @@ class SplitTap:
     module that calls its parts), the batch's mask and the model's own positions.
 
     Args:
-        anatomy: of the model.
+        anatomy: The parts of the model.
         layers: layers to record.
         defended: layers whose hidden states a defence rewrites.
     """

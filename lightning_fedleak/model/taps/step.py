@@ -26,16 +26,15 @@ from lightning_fedleak.model.taps.row_labels import HeadCall, RowLabels
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of a call's logits, and where in its texts they are.
+    """Rows of dL/dlogits of a call, and their positions in its texts.
 
     Attributes:
-        rows: N rows.
-        text: (N,) the number of each row's text.
+        rows: The N rows, without those of virtual tokens that predict a virtual token.
+        text: (N,) the index of each row's text in the batch.
         place: (N,) the column of each row in its text (of the decoder, in an encoder-decoder).
-        width: columns of a text.
-        index: (N,) the number of each row among all of the head, of which virtual tokens are left
-            out.
-        n_rows: number of all rows of the head.
+        width: The number of columns of a text.
+        index: (N,) the index of each row among all ``n_rows`` of the head.
+        n_rows: The number of rows of the head, with those of all virtual tokens.
     """
 
     rows: RowLabels
@@ -46,7 +45,7 @@ class PlacedRows:
     n_rows: int
 
     def grid(self, texts: int, values: Tensor, fill: int, shift: int = 0) -> Tensor:
-        """Return (texts, width + shift) the values of the rows, each ``shift`` columns later."""
+        """Return (texts, width + shift) the rows' values, each ``shift`` columns after its row."""
         shape, place = (texts, self.width + shift), self.place + shift
         grid = torch.full(shape, fill, dtype=values.dtype, device=values.device)
         grid[self.text, place] = values
@@ -55,26 +54,27 @@ class PlacedRows:
 
 @dataclass(eq=False)
 class ModelCall:
-    """One call of the model in a step, as the user made it, and the truth of it.
+    """One call of the model in a step, as the user made it, and its ground truth.
 
     Attributes:
-        module: what was called: the model, or the part of it that a step calls alone; None where
-            the embedding was, outside of any of these.
-        arguments: of the call, by name.
-        ids: (B, L) ids that arrived at the input embedding first; None where none did.
-        heads: the calls of the head within.
-        training: the modules of the model that were in train mode.
-        autocast: dtype that autocast computed in; None without.
-        text_logits: the model's logits have a row for each text.
+        module: The called module: the model, with or without its PEFT wrapper, or its backbone;
+            None if the embedding was called outside of these.
+        arguments: The arguments of the call, by name.
+        ids: (B, L) the first ids that arrived at the input embedding; None if there were none.
+        heads: The calls of the head within this call.
+        training: The ``id`` of each module that was in train mode.
+        autocast: The dtype of autocast; None without autocast.
+        text_logits: Whether the model's logits have one row per text.
         reached: (B, L) bool, where the embedding, or a causal model's first block, got a gradient.
-        states: (B, L, d) last hidden states; None where the head is called, or none have a graph.
-        gradient: (B, L, d) of these; None before the backward.
-        random: the states of torch's generators at its begin, on the CPU and the model's device.
-        batch: its ids, labels and mask, once they are read.
-        placed: the rows of its logits, with the size and the sign of each label's gradient; None
-            where neither the graph nor the batch shows them.
-        shapes: of a control, (3, N) the shapes of these rows, see ``RowLabels.shapes``; 0 where
-            there is no label. None in the step itself.
+        states: (B, L, d) the last hidden states; None if the head was called, or without a graph.
+        gradient: (B, L, d) the gradient of ``states``; None before the backward.
+        random: The states of torch's generators of the CPU and the model's device at the beginning
+            of the call.
+        batch: Its ids, labels and mask; None until they are read.
+        placed: The rows of dL/dlogits, with the size and the sign of each label's gradient; None if
+            neither the graph nor the batch shows them.
+        shapes: In a control, (3, N) the shapes of these rows, see ``RowLabels.shapes``; 0 for a row
+            without a label. None in the step itself.
     """
 
     module: nn.Module | None = None
@@ -99,21 +99,21 @@ class ModelCall:
 
     @property
     def has_gradient(self) -> bool:
-        """Return whether the call, made again, may have a gradient."""
+        """Return whether the call can have a gradient when it is repeated."""
         return self.shapes is None or bool(self.shapes[0].any())
 
     @property
     def texts(self) -> TokenBatch:
-        """Return its ids, labels and mask, once they are read."""
+        """Return its ids, labels and mask, which must have been read."""
         assert self.batch is not None
         return self.batch
 
     @property
     def known_rows(self) -> PlacedRows:
-        """Return the rows of its logits.
+        """Return the rows of dL/dlogits.
 
         Raises:
-            UnusableObservation: neither the step's graph nor its batch shows them.
+            UnusableObservation: Neither the step's graph nor its batch shows them.
         """
         if self.placed is None:
             raise UnusableObservation(
@@ -122,7 +122,7 @@ class ModelCall:
         return self.placed
 
     def with_live_labels(self) -> ModelCall:
-        """Return the call of a control with those labels alone whose gradient is not 0."""
+        """Return the call of a control with only those labels whose gradient is not 0."""
         assert self.shapes is not None
         batch, placed = self.texts, self.known_rows
         labels, live = batch.labels, self.shapes[0] != 0
@@ -143,16 +143,16 @@ class ModelCall:
 
 @dataclass
 class LocalRound:
-    """What a round of local steps is made again from.
+    """The start and the settings of a round of local steps, from which it can be repeated.
 
     Attributes:
-        weights: of the trained parameters before its first step, by the ``id`` of each.
-        clients: whose steps follow one another here; each begins with the same weights, and their
-            mean is shared.
-        optimizer: of its steps; None before the first one.
-        rates: of the optimizer's groups at each step.
-        n_calls: calls of the model up to each step's end.
-        why_not: why it cannot be made again; None where it can.
+        weights: The trained parameters before the first step, by the ``id`` of each.
+        clients: The number of clients. Their steps follow one another here; each client begins with
+            the same weights, and the mean of their updates is shared.
+        optimizer: The optimizer; None before the first step.
+        rates: For each step, the learning rate of each group of the optimizer.
+        n_calls: For each step, the number of calls of the model up to its end.
+        why_not: The reason why the round cannot be repeated; None if it can.
     """
 
     weights: Mapping[int, Tensor]
@@ -164,22 +164,23 @@ class LocalRound:
 
     @classmethod
     def begin(cls, parameters: Sequence[nn.Parameter]) -> LocalRound:
-        """Return the round that begins now.
+        """Return a round that begins now.
 
         Args:
-            parameters: of the model, which nothing trains until the round is made again.
+            parameters: The parameters of the model. They are not copied, so the caller must not
+                write to them in place until the round has been repeated.
         """
         if any(hasattr(p, "full_tensor") for p in parameters):
             return cls({}, why_not="the rounds of a sharded model are not made again")
         return cls({id(p): p.detach() for p in parameters if p.requires_grad})
 
     def add_step(self, optimizer: Optimizer, n_calls: int, rate: float | None = None) -> None:
-        """Note a step that an optimizer takes after so many calls of the model.
+        """Record a step of an optimizer.
 
         Args:
-            optimizer: that steps.
-            n_calls: calls of the model in the round so far.
-            rate: of the step; None: those that the optimizer has now.
+            optimizer: The optimizer that steps.
+            n_calls: The number of calls of the model in the round so far.
+            rate: The learning rate of the step; None for the optimizer's current rates.
         """
         if self.optimizer not in (None, optimizer):
             self.why_not = "several optimizers step in a round, which is not made again"
@@ -189,10 +190,11 @@ class LocalRound:
         self.n_calls.append(n_calls)
 
     def fresh_optimizer(self, leaves: Mapping[int, nn.Parameter]) -> Optimizer:
-        """Return an optimizer of the same class and settings without a state, of other leaves.
+        """Return an optimizer of the same class and settings for other leaves, without a state.
 
         Raises:
-            UnusableObservation: it is no class of torch.optim, whose groups hold all settings.
+            UnusableObservation: The optimizer is not one of torch.optim, so that its groups may not
+                hold all of its settings.
         """
         assert self.optimizer is not None
         name = type(self.optimizer).__name__
@@ -208,10 +210,10 @@ class LocalRound:
         return made(groups)
 
     def rates_of(self, keys: Collection[int]) -> list[float]:
-        """Return the rate of each step for some parameters, by their ``id``.
+        """Return the learning rate of some parameters, given by their ``id``, at each step.
 
         Raises:
-            UnusableObservation: they have different rates, or 0 in all steps.
+            UnusableObservation: Their rates differ in a step, or are 0 in all steps.
         """
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
@@ -224,32 +226,32 @@ class LocalRound:
 
 
 Gradients = Callable[[], GradientSnapshot]
-"""Returns the gradients as they are at the moment of its first call."""
+"""A function that returns the gradients at the time of its first call."""
 
 
 @dataclass(eq=False)
 class Step:
-    """One training step, or what is known of it so far; a control; a round.
+    """One training step (also while it runs), a control, or a round of local steps.
 
     Attributes:
-        number: the optimizer step, counted from 0, or the round.
-        calls: the calls of the model that got a gradient, with their truth.
-        gradients: by stage: the snapshot, the function that takes it, or the error of this.
-        batch: the micro-batch at work as it was read before any defence, which may yet turn out to
-            train nothing; None where its form is not known.
-        batch_error: why the micro-batch at work could not be read; None where it was.
-        error: why the words of the step are not known; None where they are.
-        n_ended: the number of the calls whose micro-batches have ended.
-        placeholders: ids that keep the place of an image or a sound, and are no words.
-        round: what a round is made again from; None where it is one step.
-        undefended: the local gradient that attacks read, where defences or a reduction change it
-            before the optimizer steps; None where nothing does, or it is not seen.
-        unexplained: share of it that the step made again does not explain; NaN where it was not
-            made again.
-        noise_std: of what defences have added to each number of this client's update so far; NaN
-            where one of them did not say.
-        compression: what compressed this client's update so far, see ``GradientSnapshot``.
-        is_part: whether it is a part of a control, see :meth:`part`.
+        number: The index of the optimizer step, from 0, or of the round.
+        calls: The calls of the model that got a gradient, with their ground truth.
+        gradients: For each stage the snapshot, a function that takes it, or the error it raised.
+        batch: The current micro-batch as it was read before any defence; None if its form is
+            unknown. It is known to be trained on only after its backward.
+        batch_error: The reason why the current micro-batch could not be read, or None.
+        error: The reason why the words of the step are unknown; None if they are known.
+        n_ended: The number of calls whose micro-batches have ended.
+        placeholders: Ids that stand for an image or a sound and are no words.
+        round: The data from which a round is repeated; None for a single step.
+        undefended: The local gradient that attacks read, if defences or a reduction change it
+            before the optimizer steps; None if nothing changes it, or if it is not observed.
+        unexplained: The share of ``undefended`` that the repeated step does not explain; NaN if the
+            step was not repeated.
+        noise_std: The standard deviation of the noise that defences have added to each number of
+            this client's update so far; NaN if a defence does not declare it.
+        compression: The compression of this client's update so far, see ``GradientSnapshot``.
+        is_part: Whether it is a part of a control, see :meth:`part`.
     """
 
     number: int = 0
@@ -269,18 +271,18 @@ class Step:
 
     @property
     def batches(self) -> list[TokenBatch]:
-        """Return the texts of the step so far, without what is no word."""
+        """Return the texts of the step so far, with placeholders masked."""
         batches = [call.texts for call in self.calls]
         if not self.placeholders:
             return batches
         return [_without_placeholders(batch, self.placeholders) for batch in batches]
 
     def view(self, stage: Stage) -> GradientSnapshot:
-        """Return the gradients at a stage, which are taken once.
+        """Return the gradients at a stage; they are taken at the first call.
 
         Raises:
-            KeyError: the step has not reached the stage.
-            Exception: they could not be taken.
+            KeyError: The step has not reached the stage.
+            Exception: An error when they were taken.
         """
         gradients = take = self.gradients[stage]
         if not isinstance(take, GradientSnapshot | Exception):
@@ -296,7 +298,7 @@ class Step:
         return gradients
 
     def part(self, n_labels: int) -> Step:
-        """Return a control with its first ``n_labels`` labels alone."""
+        """Return the control with only its first ``n_labels`` labels."""
         calls = []
         for call in self.calls:
             assert call.shapes is not None
@@ -308,7 +310,7 @@ class Step:
 
 
 def _without_placeholders(batch: TokenBatch, held: Collection[int]) -> TokenBatch:
-    """Return a batch in which what keeps a place for an image or a sound is no word."""
+    """Return the batch with placeholders of images and sounds masked like padding."""
     ids, mask, live = batch.input_ids, batch.attention_mask, batch.live
     places = torch.isin(ids, ids.new_tensor(sorted(held)))
     mask = (torch.ones_like(ids) if mask is None else mask).masked_fill(places, 0)

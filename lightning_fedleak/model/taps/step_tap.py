@@ -1,8 +1,7 @@
 """The tap that makes the :class:`~lightning_fedleak.model.taps.step.Step` of a training step.
 
-Ids and labels are read off the step's own forward and backward, so that the form of the user's
-batch does not matter. The batch is read where the graph cannot be, and where a defence replaces its
-tokens on the way to the model.
+Ids and labels are read from the step's own forward and backward, so that the form of the user's
+batch does not matter. If the graph cannot be read, they are taken from the batch.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ class StepTap:
         tap.end()
 
     Args:
-        anatomy: the parts of the model.
-        forward_context: returns the context in which the client runs its model.
-        temperature: that a fused loss is expected to divide logits by.
-        adapter: turns the user's batch into a :class:`TokenBatch`; None reads the known forms.
-        autocast: dtype that the step computes in; None without.
-        why_not: why the graph does not show what the batch held; None where it may.
-        say: takes each sentence about where the truth comes from, once for each kind of it.
-        reason: returns what may be said of an error without words of the private batch.
+        anatomy: The parts of the model.
+        forward_context: A function that returns the context in which the client runs its model.
+        temperature: The expected divisor of the logits in a fused loss.
+        adapter: A function from the user's batch to a :class:`TokenBatch`; None for known forms.
+        autocast: The dtype that the step computes in; None without autocast.
+        why_not: A reason why the graph does not show the content of the batch, or None.
+        say: A function that gets messages about the source of the ground truth, each only once.
+        reason: A function from an error to a message without words of the private batch.
 
     Attributes:
-        why_not: why the graph of a step cannot be read; None where it can.
+        why_not: The reason why the graph of a step cannot be read; None if it can.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class StepTap:
         """Read the gradients of these parameters from now on.
 
         Args:
-            parameters: by role.
-            gradient_of: returns what a parameter's next step is taken with.
-            keeps_local: copy each one before DDP reduces it.
+            parameters: The parameters by role.
+            gradient_of: A function that returns the gradient with which the optimizer steps.
+            keeps_local: Whether to copy each gradient before DDP reduces it.
         """
         self._gradients.close()
         self._gradients = GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
@@ -126,7 +125,7 @@ class StepTap:
         return Step(number, placeholders=self._placeholders)
 
     def end(self) -> None:
-        """Let the hooks rest until the next step, and forget its calls."""
+        """Deactivate the hooks until the next step, and drop its calls."""
         self._gradients.disarm()
         self._graph.close()
 
@@ -134,7 +133,7 @@ class StepTap:
         """Return the ids, labels and mask of the user's batch.
 
         Raises:
-            BatchError: its form is not known.
+            BatchError: The form of the batch is unknown.
         """
         if batch is None:
             raise BatchError(
@@ -146,8 +145,8 @@ class StepTap:
         return read_batch(batch, self._anatomy.kind)
 
     def batch_begins(self, step: Step, batch: Any) -> None:
-        """Keep a micro-batch as it is before any defence acts."""
-        # Compiled dropout draws other numbers than a step that is made again.
+        """Record a micro-batch before any defence changes it."""
+        # Compiled dropout draws other random numbers than a repeated step, which runs eagerly.
         self._random = () if self._graph.why_not else random_states(self._anatomy.device)
         step.batch, step.batch_error = None, None
         self._graph.labels = None
@@ -160,7 +159,7 @@ class StepTap:
             step.batch_error = self._reason(error)
 
     def settle(self, step: Step) -> None:
-        """Read what the step did with its micro-batch, once the backward of it is over."""
+        """Read the calls on the current micro-batch, after its backward."""
         if step.error is not None:
             return
         is_read = len(step.calls) > step.n_ended
@@ -176,7 +175,7 @@ class StepTap:
             step.error = self._reason(error)
 
     def batch_ends(self, step: Step, *, trained: bool) -> TokenBatch | None:
-        """Add the micro-batch at work to the step; return it, None where it trained nothing."""
+        """Add the current micro-batch to the step; return it, or None if it was not trained on."""
         batch = None
         if trained:
             self.settle(step)
@@ -190,7 +189,7 @@ class StepTap:
         return batch
 
     def check(self, step: Step, batch: TokenBatch) -> None:
-        """Let the words of a step be unknown where the values of a batch contradict each other."""
+        """Set the step's ``error`` if the values of a batch contradict each other."""
         rows = matrix_shape(self._anatomy.embedding)
         try:
             batch.check_values(None if rows is None else rows[0], self._anatomy.vocab_size)
@@ -200,15 +199,15 @@ class StepTap:
     def gradients(
         self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
     ) -> GradientSnapshot:
-        """Return views of the present gradients, see :meth:`GradientTap.view`."""
+        """Return views of the current gradients, see :meth:`GradientTap.view`."""
         return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
 
     def local_copy(self, number: int, *, kept: bool) -> GradientSnapshot | None:
-        """Return the local gradient, which a defence or a reduction is about to change.
+        """Return a copy of the local gradient, before a defence or a reduction changes it.
 
         Args:
-            number: of the step.
-            kept: it is what was copied before DDP reduced it, which stays.
+            number: The index of the step.
+            kept: Whether to return the copy that was made before DDP's reduction.
         """
         try:
             view = self._gradients.view(number, Stage.LOCAL, copies=kept)
@@ -219,14 +218,14 @@ class StepTap:
             return view
         return replace(view, tensors={role: one.clone() for role, one in view.tensors.items()})
 
-    # ---- the truth --------------------------------------------------------------------------
+    # ---- the ground truth -------------------------------------------------------------------
 
     def _packed_rows(self) -> PackedRows:
         self._rows = self._rows or PackedRows(self._anatomy, self._forward_context)
         return self._rows
 
     def _of_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:
-        """Return the calls with the truth that their graph shows, or else the batch as read."""
+        """Return the calls with the ground truth of their graph, or else a call on the batch."""
         kind, batch = self._anatomy.kind, step.batch
         try:
             reads = [self._read_call(call, kind, batch) for call in calls]
@@ -250,7 +249,7 @@ class StepTap:
         return reads
 
     def _of_batch(self, step: Step, batch: TokenBatch) -> ModelCall:
-        """Return the call on the batch as it was read."""
+        """Return a plain call on the batch as it was read."""
         self._say(f"the labels of a step are read off its batch: {self.why_not or _NO_GRADIENT}")
         if self._rows is not None:
             batch = self._rows.with_crossing(batch)

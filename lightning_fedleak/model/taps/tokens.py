@@ -1,6 +1,6 @@
 """Per-token log-probabilities of texts: the forwards that memorization attacks use.
 
-A masked model is asked about each token of a text once. A draw that depends on the text alone
+A masked model is queried for each token of a text once. A draw that depends only on the text
 divides the tokens into 7 parts, and each forward masks one of them, about the 15% that collators
 mask. The sum over the tokens is a pseudo-log-likelihood (Salazar et al. 2020, arXiv 1910.14659, who
 mask one token a forward), whose ratio to the base's Mireshghallah et al. 2022 (arXiv 2203.03929)
@@ -38,11 +38,11 @@ class Text:
 
     Attributes:
         ids: (L,) int64 token ids.
-        labels: (L,) int64, the id where the loss is computed and -100 elsewhere; the first is not
-            predicted. Of a classifier or a masked model (L + 1,): behind a first -100 the label of
-            each token, and of a class of the whole text that at its last token.
-        split: of a pair, the number of tokens of its chosen text; those of the rejected one stand
-            behind. Of a rated answer all or none of them are chosen. None: a text of no preference.
+        labels: (L,) int64, the id if the loss is computed on the token and -100 otherwise; the
+            first is not predicted. For a classifier or a masked model (L + 1,): a -100, then the
+            label of each token. A class of the whole text is at its last token.
+        split: For a pair, the number of tokens of the chosen text, which those of the rejected text
+            follow; for a rated answer, L if it is desirable and 0 if not; None without preferences.
     """
 
     ids: Tensor
@@ -51,14 +51,14 @@ class Text:
 
     @classmethod
     def of_pair(cls, chosen: Text, rejected: Text) -> Text:
-        """Return a pair, (L,) ids of the chosen text and the rejected one behind it."""
+        """Return a pair: the ids of the chosen text, then those of the rejected one."""
         first = nn.functional.pad(rejected.labels[1:], (1, 0), value=IGNORE_INDEX)
         ids = torch.cat([chosen.ids, rejected.ids])
         return cls(ids, torch.cat([chosen.labels, first]), len(chosen.ids))
 
     @property
     def alone(self) -> list[Text]:
-        """Return the texts that a model reads one by one: of a pair the chosen, the rejected."""
+        """Return the texts that a model reads separately; for a pair chosen and rejected."""
         if self.split is None:
             return [self]
         parts = slice(self.split), slice(self.split, None)
@@ -71,14 +71,14 @@ class Text:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether a label is of the token that it stands at, and not of the next one."""
+        """Return whether the model predicts each label at its own token, not at the one before."""
         return len(self.labels) > len(self.ids)
 
     @property
     def prompt(self) -> Text:
-        """Return the same tokens, with those as labels that the loss is not computed on.
+        """Return the text with labels at the tokens that the loss is not computed on.
 
-        Labels that are of the tokens themselves leave no prompt, and neither does a pair.
+        A pair, and a text of a classifier or a masked model, has no prompt and so no labels.
         """
         if self.is_aligned or self.split is not None:
             return Text(self.ids, torch.full_like(self.labels, IGNORE_INDEX))
@@ -86,7 +86,7 @@ class Text:
 
     @property
     def whole(self) -> Text:
-        """Return the text as a model is asked about it, with all labels that it can have."""
+        """Return the text with a label at every token; pairs and aligned texts as they are."""
         return self if self.is_aligned or self.split is not None else Text(self.ids, self.ids)
 
     @property
@@ -96,28 +96,28 @@ class Text:
 
     @property
     def content(self) -> bytes:
-        """Return what the text is recognised by."""
+        """Return bytes that identify the text."""
         place = b"" if self.split is None else self.split.to_bytes(8, "little")
         return self.ids.numpy().tobytes() + self.labels.numpy().tobytes() + place
 
 
 @dataclass(frozen=True)
 class Completions(Text):
-    """What a model wrote behind one prompt: the prompt and a completion, then it and the next one.
+    """Completions of one prompt by a model, each with the prompt before it, one after the other.
 
     Attributes:
-        lengths: tokens of each, with the prompt's.
+        lengths: The number of tokens of each completion with its prompt.
     """
 
     lengths: tuple[int, ...] = ()
 
     @classmethod
     def of_prompt(cls, prompt: Tensor, written: Sequence[Tensor]) -> Completions:
-        """Return the completions of a prompt, of which they are the labels.
+        """Return the completions of a prompt, with labels at their tokens only.
 
         Args:
             prompt: (P,) int64 token ids, at least one.
-            written: of each completion its token ids.
+            written: The token ids of each completion.
         """
         ids = torch.cat([part for one in written for part in (prompt, one)])
         hidden = torch.full_like(prompt, IGNORE_INDEX)
@@ -126,7 +126,7 @@ class Completions(Text):
 
     @property
     def alone(self) -> list[Text]:
-        """Return each completion behind the prompt."""
+        """Return each completion, with the prompt before it."""
         parts = (torch.split(part, list(self.lengths)) for part in (self.ids, self.labels))
         return [*map(Text, *parts)]
 
@@ -173,10 +173,10 @@ def texts_in(batch: TokenBatch) -> list[Text]:
         ValueError: the batch is of an encoder-decoder, its labels are not one for each row or
             token, or several answers of pairs are packed into a row.
     """
-    ids = batch.input_ids.cpu().flatten()
-    documents = [places[places >= 0] for places in batch.document_places().cpu()]
     if batch.kind == "seq2seq":
         raise ValueError("the batch is of an encoder-decoder, whose texts are not read")
+    ids = batch.input_ids.cpu().flatten()
+    documents = [places[places >= 0] for places in batch.document_places().cpu()]
     labels = model_runs.labels_of(batch).cpu()
     if batch.kind == "causal":
         labels = labels.flatten()
@@ -198,16 +198,12 @@ def texts_in(batch: TokenBatch) -> list[Text]:
     is_by_row = labels.shape == (len(documents),)
     if labels.is_floating_point() or not (is_by_row or labels.shape == batch.input_ids.shape):
         raise ValueError("its labels are not one class for each row or token")
-    if is_by_row:
-        rows = [
-            nn.functional.pad(one[None], (len(p), 0), value=IGNORE_INDEX)
-            for p, one in zip(documents, labels, strict=True)
-        ]
-    else:
-        rows = [
-            nn.functional.pad(labels.flatten()[p], (1, 0), value=IGNORE_INDEX) for p in documents
-        ]
-    return [Text(ids[p].long(), row.long()) for p, row in zip(documents, rows, strict=True)]
+    parts = [*labels[:, None]] if is_by_row else [labels.flatten()[p] for p in documents]
+    rows = [  # a class of the whole text is at its last token
+        nn.functional.pad(part.long(), (len(p) + 1 - len(part), 0), value=IGNORE_INDEX)
+        for p, part in zip(documents, parts, strict=True)
+    ]
+    return [Text(ids[p].long(), row) for p, row in zip(documents, rows, strict=True)]
 
 
 def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> TokenBatch:
@@ -416,14 +412,14 @@ def candidate_log_probs(
     log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         first, cache = _run_context(anatomy, model, context)
-        is_tree = cache is not None
-        for part, (rows, prefixes) in enumerate(
-            _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size)
-        ):
+        is_tree, is_verified = cache is not None, False
+        for rows, prefixes in _parts(words, LOGITS_OF_FORWARD // anatomy.vocab_size):
             logits = _run_tree(model, context, cache, prefixes) if is_tree else None
-            if logits and part == 0:
+            if logits and not is_verified:
                 [whole] = _run_whole(anatomy, model, context, prefixes[-1:])
                 is_tree = _agree(logits[-1], whole)
+                # A model that ignores the mask is right on a single branch.
+                is_verified = len(prefixes) > len(prefixes[-1])
             if logits is None or not is_tree:
                 logits, is_tree = _run_whole(anatomy, model, context, prefixes), False
             behind = dict(zip([(), *prefixes], [first, *logits], strict=True))

@@ -76,6 +76,7 @@ def expect(attack, *, defended, replaced=False):
     """Tells an attack which defences the run has."""
     acts = {"gradients": defended, "batches": replaced}
     attack.meet(RunFacts(defended=frozenset(name for name, does in acts.items() if does)))
+    assert attack._defended is defended
 
 
 def normal(*shape, seed=0):

@@ -37,6 +37,8 @@ from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 
 TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5))
 HELD = torch.randint(3, VOCABULARY, (24, 10), generator=torch.Generator().manual_seed(9))
+
+
 def aligned(**more: Any) -> AlignedFlatChat:
     text = PublicText(TEXT)
     return AlignedFlatChat(text, calibration_tokens=600, lengths=(8, 12), **more)

@@ -27,6 +27,8 @@ from tests.attacks.row_space.models import (
     gemma,
     gpt2,
     llama,
+    neox,
+    opt,
     ready,
     texts,
     with_lora,

@@ -83,7 +83,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     packing = [m for m in modules if getattr(m, "support_avx512bf16_for_cpu", False)]
     with ExitStack() as stack:
         stack.enter_context(model_state.preserve_process())
-        if not any(root is other for other in (*before, *model_state.restored.get())):
+        if not any(root is other for other in before):
             stack.enter_context(model_state.preserve_model(root, anatomy.model))
         stack.enter_context(_reshard(root))
         if is_compiled(root):

@@ -56,8 +56,8 @@ _ATOMS = frozenset(
     }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
-restored: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_restored", default=())
-"""The modules that :func:`restored_at_end` around the code restores."""
+_later: ContextVar[tuple[_State, ...]] = ContextVar("fedleak_later", default=())
+"""What :func:`restored_at_end` around the code restores at its end."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -116,33 +116,35 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
     Raises:
         WeightsWritten: at the end, if a tensor was written to that was neither copied nor watched.
     """
-    state = _State(root, root if runs is None else runs)
+    outer = next((state for state in _later.get() if state.root is root), None)
+    state = outer or _State(root, root if runs is None else runs)
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
     try:
         with watch:
             yield
     finally:
-        state.restore()
+        if outer is None:
+            state.restore()
 
 
 @contextmanager
 def restored_at_end(root: nn.Module, runs: nn.Module) -> Iterator[None]:
     """Restore the modules of ``root`` once, at the end of several runs of ``runs``, a part of it.
 
-    Those within (:func:`~lightning_fedleak.model.model_runs.undisturbed`) leave that to it, since
-    to save and to compare what a deep model holds takes longer than a short run of it. Hooks on
-    modules that are to stay are registered outside of it.
+    :func:`preserve_model` within leaves that to it, since to save and to compare what a deep model
+    holds takes longer than a short run of it. Hooks on modules that are to stay are registered
+    outside of it.
 
     Raises:
         WeightsWritten: as :func:`preserve_model`.
     """
-    before = restored.get()
-    with preserve_model(root, runs):
-        restored.set((*before, root))
-        try:
-            yield
-        finally:
-            restored.set(before)
+    state, before = _State(root, runs), _later.get()
+    _later.set((*before, state))
+    try:
+        yield
+    finally:
+        _later.set(before)
+        state.restore()
 
 
 def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
@@ -228,6 +230,7 @@ class _State:
     """The saved contents of the modules of ``root``."""
 
     def __init__(self, root: nn.Module, runs: nn.Module) -> None:
+        self.root = root
         self.watched: list[_Tensor] = []
         self._copied: list[_Tensor] = []
         self._empty: list[Any] = []

@@ -445,7 +445,7 @@ def test_under_inference_mode_and_nested() -> None:
 def test_several_runs_are_restored_once_at_their_end(kind: str) -> None:
     anatomy = text_model(KINDS.index(kind))
     before, held = picture(anatomy.root)
-    with restored_at_end(anatomy.root, anatomy.model):
+    with restored_at_end():
         for _ in range(2):
             with undisturbed(anatomy) as model:
                 model(input_ids=torch.arange(4)[None])
@@ -463,7 +463,7 @@ def test_a_failed_stretch_of_runs_leaves_no_trace() -> None:
     before, held = picture(anatomy.root)
 
     def fail() -> None:
-        with restored_at_end(anatomy.root, anatomy.model), undisturbed(anatomy) as model:
+        with restored_at_end(), undisturbed(anatomy) as model:
             model(input_ids=torch.arange(4)[None])
             raise KeyError("an attack crashed")
 

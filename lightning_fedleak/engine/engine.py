@@ -30,6 +30,7 @@ from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
+from lightning_fedleak.model.model_state import restored_at_end
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.report.records.utility import is_validation
 
@@ -77,7 +78,8 @@ class StepEngine:
         if self.weights is not None:
             self.weights.batch_begins(batch)
         fit, number = self._fit, self._fit.run.step
-        fit.check_first_batch(batch)
+        if fit.is_before_batch:
+            fit.check_first_batch(batch)
         is_moved = fit.begin_look(number) or fit.scheduler.cadence.price is not None
         if is_moved and self.report is not None and self.report.record is not None:
             next_look = max(number, fit.scheduler.cadence.next_step)
@@ -148,7 +150,7 @@ class StepEngine:
             fit.refresh(look)
             fit.admit_held(look)
             is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-            with fit.lineup.one_stretch():
+            with restored_at_end(not fit.lineup.is_sharded):
                 for channel in fit.channels_in(look):
                     try:
                         channel.at_stages(look)
@@ -171,7 +173,8 @@ class StepEngine:
         self._take_batch(look, trained)
         if not stepped:
             return True
-        fit.check_first_look(look)
+        if fit.is_before_look:
+            fit.check_first_look(look)
         try:
             outcomes = self._score(look)
         finally:

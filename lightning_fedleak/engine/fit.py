@@ -91,7 +91,7 @@ class Fit:
         self.accounting = accounting(run.defenses)
         self.look: Look | None = None
         self.failure: str | None = None
-        self._is_before_batch = self._is_before_look = True
+        self.is_before_batch = self.is_before_look = True
         self._options = options
         self._unreadable: Exception | None = None
         self._watches_steps = False
@@ -217,9 +217,7 @@ class Fit:
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
         """
-        if not self._is_before_batch:
-            return
-        self._is_before_batch, adapter = False, self._options.batch_adapter
+        self.is_before_batch, adapter = False, self._options.batch_adapter
         try:
             self.tap.read(batch)
         except Exception as error:
@@ -236,9 +234,8 @@ class Fit:
         Raises:
             Refusal: The first batch cannot be read; its error shows an adapter to copy.
         """
-        if self._is_before_look:
-            self._is_before_look = False
-            self._refuse_anywhere(needed=look.training_step.error is not None)
+        self.is_before_look = False
+        self._refuse_anywhere(needed=look.training_step.error is not None)
 
     def _refuse_anywhere(self, *, needed: bool) -> None:
         """End the run if any process needs its first batch and could not read it."""

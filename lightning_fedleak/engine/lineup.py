@@ -236,7 +236,7 @@ class Lineup:
         """
         costs: dict[str, float] = {}
         with (
-            self.one_stretch(), self._gathered(self.exposed),
+            restored_at_end(not self.is_sharded), self._gathered(self.exposed),
             share_work(), bars(self._run.shows_progress),
         ):  # fmt: skip
             doing = f"{self._run.watcher} calibrates"
@@ -359,11 +359,6 @@ class Lineup:
                 why = f"a run took {seconds:.2g} s, and look_seconds={self._max_seconds:g}"
                 self._too_slow[name] = f"not run any more: {why}"
                 rank_zero_info(f"{self._run.watcher}: '{name}' is not run any more: {why}")
-
-    def one_stretch(self) -> AbstractContextManager[None]:
-        """Return a block in which the model may run, and after which its state is restored once."""
-        anatomy = self._run.anatomy
-        return nullcontext() if self.is_sharded else restored_at_end(anatomy.root, anatomy.model)
 
     def _gathered(self, plans: Sequence[Plan]) -> AbstractContextManager[None]:
         """Return a block in which a sharded model is gathered, if one of the attacks reads it."""

@@ -56,8 +56,8 @@ _ATOMS = frozenset(
     }
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
-_later: ContextVar[tuple[_State, ...]] = ContextVar("fedleak_later", default=())
-"""What :func:`restored_at_end` around the code restores at its end."""
+_saved: ContextVar[dict[int, _State] | None] = ContextVar("fedleak_saved", default=None)
+"""What :func:`restored_at_end` around the code restores, by the module's id; None: nothing does."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -116,35 +116,40 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
     Raises:
         WeightsWritten: at the end, if a tensor was written to that was neither copied nor watched.
     """
-    outer = next((state for state in _later.get() if state.root is root), None)
-    state = outer or _State(root, root if runs is None else runs)
+    saved = _saved.get()
+    state = (saved or {}).get(id(root)) or _State(root, root if runs is None else runs)
+    if saved is not None:
+        saved[id(root)] = state
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
     try:
         with watch:
             yield
     finally:
-        if outer is None:
+        if saved is None:
             state.restore()
 
 
 @contextmanager
-def restored_at_end(root: nn.Module, runs: nn.Module) -> Iterator[None]:
-    """Restore the modules of ``root`` once, at the end of several runs of ``runs``, a part of it.
+def restored_at_end(is_on: bool = True) -> Iterator[None]:
+    """Restore at its end, once, what each :func:`preserve_model` within would restore at its own.
 
-    :func:`preserve_model` within leaves that to it, since to save and to compare what a deep model
-    holds takes longer than a short run of it. Hooks on modules that are to stay are registered
-    outside of it.
+    To save and to compare what a deep model holds takes longer than a short run of it. Hooks on
+    modules that are to stay are registered outside of it.
+
+    Args:
+        is_on: False to leave it to each.
 
     Raises:
         WeightsWritten: as :func:`preserve_model`.
     """
-    state, before = _State(root, runs), _later.get()
-    _later.set((*before, state))
+    saved: dict[int, _State] | None = {} if is_on else None
+    token = _saved.set(saved)
     try:
         yield
     finally:
-        _later.set(before)
-        state.restore()
+        _saved.reset(token)
+        for state in (saved or {}).values():
+            state.restore()
 
 
 def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:
@@ -230,7 +235,7 @@ class _State:
     """The saved contents of the modules of ``root``."""
 
     def __init__(self, root: nn.Module, runs: nn.Module) -> None:
-        self.root = root
+        self.root = root  # keeps the id that it is found by
         self.watched: list[_Tensor] = []
         self._copied: list[_Tensor] = []
         self._empty: list[Any] = []

@@ -132,7 +132,7 @@ def test_sharded_processes_share_words_and_a_control_runs_the_attack_again(
     def pursue(types: float) -> float:
         """Scorings of the vocabulary and of candidates, and two exact terms, at .25 of the rate."""
         scores = 2 * types * 64 * 0.33 * (min(rows, types) + 60) * (1000 / 8 + 1000)
-        return (scores + 4 * types * 32 * 64 * (64 + types) + 40 * 64 * types**2) / 0.25e6
+        return (scores + 4 * types * 8 * 64 * (64 + types) + 40 * 64 * types**2) / 0.25e6
 
     spans = 2 * 1000 * 64**2 / 0.25e6  # of whole rows: each token once
     look = [pursue(min(n, capacity)) if rank else spans for n in (8, 64, 64)]

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership, SubspaceWords
 from lightning_fedleak.attacks.base import Surfaces, WordGuess
-from lightning_fedleak.attacks.membership.gradients import TIMED_TEXTS
+from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine.fit import Fit
 from lightning_fedleak.engine.results import Results
@@ -208,17 +208,22 @@ def test_auto_calibrates_for_b_and_again_for_a_and_leaves_training_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibrated: list[int | None] = []
-    calibrate = GradientMembership._calibrate
+    calibrate, try_few = GradientMembership._calibrate, gradients._all_reached
 
-    def counted(self: GradientMembership, anatomy: Any, n_texts: int | None = None) -> None:
-        calibrated.append(n_texts)
-        calibrate(self, anatomy, n_texts)
+    def tried(anatomy: Any, maps: Any, batch: Any) -> bool:
+        calibrated.append(len(batch.input_ids))
+        return try_few(anatomy, maps, batch)
 
+    def counted(self: GradientMembership, anatomy: Any) -> None:
+        calibrated.append(None)
+        calibrate(self, anatomy)
+
+    monkeypatch.setattr(gradients, "_all_reached", tried)
     monkeypatch.setattr(GradientMembership, "_calibrate", counted)
     training = run(tmp_path, "auto", every_n_steps=None)
     assert_same_training(run(None, None), training)
     # A has no gradient at first, as a few texts show: all are run for B, and again once A has one.
-    assert calibrated == [TIMED_TEXTS, None, None]
+    assert calibrated == [gradients.TIMED_TEXTS, None, None]
     assert not math.isnan(training.watch.latest["leakage/gradient_membership/auc"])
 
 

@@ -52,7 +52,7 @@ def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> 
 
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
-        "saved": {"gradient_noise": {"releases": 3, "spent": math.inf}},
+        "saved": {"gradient_noise": {"notches": 0, "releases": 3, "spent": math.inf}},
         "same": True,
         "releases": 6,
         "steps": 6,

@@ -227,7 +227,7 @@ def test_a_resumed_run_makes_the_releases_of_the_uninterrupted_one(tmp_path) -> 
     fit(defended(), sgd, **checkpointed(tmp_path))
     path = str(tmp_path / "last.ckpt")
     assert torch.load(path, weights_only=True)[CHECKPOINT_KEY] == {
-        "gradient_noise": {"releases": 6, "spent": math.inf}
+        "gradient_noise": {"notches": 0, "releases": 6, "spent": math.inf}
     }
     resumed = fit(defended(), sgd, shuffle=False, max_epochs=2, ckpt_path=path)
     assert same(state_of(*whole)["weights"], state_of(*resumed)["weights"])

@@ -318,12 +318,13 @@ def test_no_run_leaves_a_trace(seed: int) -> None:
         assert len(held) == len(found)
 
 
-def test_a_failed_run_leaves_no_trace() -> None:
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_a_failed_run_leaves_no_trace(is_one_of_several: bool) -> None:
     anatomy = text_model(KINDS.index("lists"))
     before, held = picture(anatomy.root)
 
     def fail() -> None:
-        with undisturbed(anatomy) as model:
+        with restored_at_end(is_one_of_several), undisturbed(anatomy) as model:
             model(input_ids=torch.arange(4)[None])
             raise KeyError("an attack crashed")
 
@@ -441,33 +442,36 @@ def test_under_inference_mode_and_nested() -> None:
     assert held
 
 
+def test_several_runs_of_a_known_model_are_restored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    anatomy = find_anatomy(tiny_gpt2().train())
+    before, held = picture(anatomy.root)
+    saved: list[object] = []
+    save = model_state._State.__init__
+    monkeypatch.setattr(
+        model_state._State, "__init__", lambda *given: saved.append(given) or save(*given)
+    )
+    with restored_at_end():
+        for number in range(3):
+            with undisturbed(anatomy) as model:
+                model.calls = number
+            assert anatomy.root.training  # modes are put back after each run
+        assert anatomy.root.calls == 2
+    assert not hasattr(anatomy.root, "calls")
+    assert len(saved) == 1
+    assert picture(anatomy.root)[0] == before
+    assert held
+    with undisturbed(anatomy) as model:
+        model.calls = 1
+    assert not hasattr(anatomy.root, "calls")  # one that is alone restores itself
+
+
 @pytest.mark.parametrize("kind", ["average", "lists"])
-def test_several_runs_are_restored_once_at_their_end(kind: str) -> None:
+def test_each_run_of_a_users_code_is_restored(kind: str) -> None:
     anatomy = text_model(KINDS.index(kind))
     before, held = picture(anatomy.root)
     with restored_at_end():
         for _ in range(2):
             with undisturbed(anatomy) as model:
                 model(input_ids=torch.arange(4)[None])
-            assert anatomy.root.training  # modes are put back after each run
-        assert picture(anatomy.root)[0] != before
-    assert picture(anatomy.root)[0] == before
-    assert held
-    with undisturbed(anatomy) as model:
-        model(input_ids=torch.arange(4)[None])
-    assert picture(anatomy.root)[0] == before  # as one that is alone restores itself
-
-
-def test_a_failed_stretch_of_runs_leaves_no_trace() -> None:
-    anatomy = text_model(KINDS.index("average"))
-    before, held = picture(anatomy.root)
-
-    def fail() -> None:
-        with restored_at_end(), undisturbed(anatomy) as model:
-            model(input_ids=torch.arange(4)[None])
-            raise KeyError("an attack crashed")
-
-    with pytest.raises(KeyError):
-        fail()
-    assert picture(anatomy.root)[0] == before
+            assert picture(anatomy.root)[0] == before
     assert held

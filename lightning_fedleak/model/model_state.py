@@ -118,14 +118,14 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
     """
     saved = _saved.get()
     state = (saved or {}).get(id(root)) or _State(root, root if runs is None else runs)
-    if saved is not None:
+    if saved is not None and not state.has_user_code:
         saved[id(root)] = state
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
     try:
         with watch:
             yield
     finally:
-        if saved is None:
+        if saved is None or state.has_user_code:
             state.restore()
 
 
@@ -133,8 +133,9 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
 def restored_at_end(is_on: bool = True) -> Iterator[None]:
     """Restore at its end, once, what each :func:`preserve_model` within would restore at its own.
 
-    To save and to compare what a deep model holds takes longer than a short run of it. Hooks on
-    modules that are to stay are registered outside of it.
+    To save and to compare what a deep model holds takes longer than a short run of it. A model with
+    code of the user's is restored after each run all the same, since its next output may depend on
+    what its forward wrote. Hooks on modules that are to stay are registered outside of it.
 
     Args:
         is_on: False to leave it to each.

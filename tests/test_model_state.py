@@ -15,7 +15,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from lightning_fedleak.attacks import AlignedFlatChat, FCMembership, FlatChat, PublicText
 from lightning_fedleak.attacks.texts import embedding_descent
@@ -23,7 +30,7 @@ from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.model import model_state
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
-from lightning_fedleak.model.model_state import LARGE, preserve_model, restored_at_end
+from lightning_fedleak.model.model_state import LARGE, preserve_model, saved_once
 from tests.games.crafted import autograd_gradient
 from tests.helpers.models import own_rng, tiny_gpt2
 
@@ -324,7 +331,7 @@ def test_a_failed_run_leaves_no_trace(is_one_of_several: bool) -> None:
     before, held = picture(anatomy.root)
 
     def fail() -> None:
-        with restored_at_end(is_one_of_several), undisturbed(anatomy) as model:
+        with saved_once(is_one_of_several), undisturbed(anatomy) as model:
             model(input_ids=torch.arange(4)[None])
             raise KeyError("an attack crashed")
 
@@ -442,36 +449,42 @@ def test_under_inference_mode_and_nested() -> None:
     assert held
 
 
-def test_several_runs_of_a_known_model_are_restored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    anatomy = find_anatomy(tiny_gpt2().train())
+@pytest.mark.parametrize("kind", ["average", "lists"])
+def test_several_runs_save_once_and_restore_each(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anatomy = text_model(KINDS.index(kind))
     before, held = picture(anatomy.root)
     saved: list[object] = []
     save = model_state._State.__init__
     monkeypatch.setattr(
         model_state._State, "__init__", lambda *given: saved.append(given) or save(*given)
     )
-    with restored_at_end():
-        for number in range(3):
-            with undisturbed(anatomy) as model:
-                model.calls = number
-            assert anatomy.root.training  # modes are put back after each run
-        assert anatomy.root.calls == 2
-    assert not hasattr(anatomy.root, "calls")
-    assert len(saved) == 1
-    assert picture(anatomy.root)[0] == before
-    assert held
-    with undisturbed(anatomy) as model:
-        model.calls = 1
-    assert not hasattr(anatomy.root, "calls")  # one that is alone restores itself
-
-
-@pytest.mark.parametrize("kind", ["average", "lists"])
-def test_each_run_of_a_users_code_is_restored(kind: str) -> None:
-    anatomy = text_model(KINDS.index(kind))
-    before, held = picture(anatomy.root)
-    with restored_at_end():
-        for _ in range(2):
+    with saved_once():
+        for _ in range(3):
             with undisturbed(anatomy) as model:
                 model(input_ids=torch.arange(4)[None])
             assert picture(anatomy.root)[0] == before
+    assert len(saved) == 1
     assert held
+
+
+def test_what_a_run_of_transformers_leaves_does_not_reach_the_next() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 99}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2, max_position_embeddings=16, rope_parameters=scaling, **sizes
+    )
+    anatomy = find_anatomy(LlamaForCausalLM(config))
+    ids = torch.arange(60)[None]
+
+    def logits() -> Tensor:
+        with undisturbed(anatomy) as model, torch.no_grad():
+            return model(input_ids=ids[:, :24]).logits
+
+    expected = logits()
+    with saved_once():
+        with undisturbed(anatomy) as model, torch.no_grad():
+            model(input_ids=ids)  # stretches the frequencies for longer texts
+        assert torch.equal(logits(), expected)

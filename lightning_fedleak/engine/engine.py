@@ -30,7 +30,7 @@ from lightning_fedleak.engine.results import Results
 from lightning_fedleak.engine.run import Look, Refusal, contained, reason
 from lightning_fedleak.engine.scheduler import Phase
 from lightning_fedleak.model.compression import AVERAGED
-from lightning_fedleak.model.model_state import restored_at_end
+from lightning_fedleak.model.model_state import saved_once
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.report.records.utility import is_validation
 
@@ -150,7 +150,7 @@ class StepEngine:
             fit.refresh(look)
             fit.admit_held(look)
             is_last = self.options.local_steps is None and Stage.AGGREGATE in look.stages
-            with restored_at_end(not fit.lineup.is_sharded):
+            with saved_once(not fit.lineup.is_sharded):
                 for channel in fit.channels_in(look):
                     try:
                         channel.at_stages(look)

@@ -29,7 +29,7 @@ from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.run import Run, reason
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.model.anatomy import Anatomy, matrix_shape, without_peft
-from lightning_fedleak.model.model_state import WeightsWritten, restored_at_end
+from lightning_fedleak.model.model_state import WeightsWritten, saved_once
 from lightning_fedleak.model.whole_models import whole_model
 from lightning_fedleak.progress import bars, measure_seconds, track
 
@@ -236,7 +236,7 @@ class Lineup:
         """
         costs: dict[str, float] = {}
         with (
-            restored_at_end(not self.is_sharded), self._gathered(self.exposed),
+            saved_once(not self.is_sharded), self._gathered(self.exposed),
             share_work(), bars(self._run.shows_progress),
         ):  # fmt: skip
             doing = f"{self._run.watcher} calibrates"

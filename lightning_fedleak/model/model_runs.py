@@ -68,8 +68,7 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
     name that the model's forward has for them.
 
-    It may be nested: the outermost one of a root restores its modules (or
-    :func:`~lightning_fedleak.model.model_state.restored_at_end` around it), and each one modes and
+    It may be nested: the outermost one of a root restores its modules, and each one modes and
     random generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds:
     files, global variables, closures, class attributes, and objects whose state cannot be read.
 

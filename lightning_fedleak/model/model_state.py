@@ -57,7 +57,7 @@ _ATOMS = frozenset(
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 _saved: ContextVar[dict[int, _State] | None] = ContextVar("fedleak_saved", default=None)
-"""What :func:`restored_at_end` around the code restores, by the module's id; None: nothing does."""
+"""What was saved within :func:`saved_once`, by the module's id; None outside of it."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -118,39 +118,31 @@ def preserve_model(root: nn.Module, runs: nn.Module | None = None) -> Iterator[N
     """
     saved = _saved.get()
     state = (saved or {}).get(id(root)) or _State(root, root if runs is None else runs)
-    if saved is not None and not state.has_user_code:
+    if saved is not None:
         saved[id(root)] = state
     watch = _Watch(state.watched) if state.has_user_code and state.watched else nullcontext()
     try:
         with watch:
             yield
     finally:
-        if saved is None or state.has_user_code:
-            state.restore()
+        state.restore()
 
 
 @contextmanager
-def restored_at_end(is_on: bool = True) -> Iterator[None]:
-    """Restore at its end, once, what each :func:`preserve_model` within would restore at its own.
+def saved_once(is_on: bool = True) -> Iterator[None]:
+    """Let the first :func:`preserve_model` of a module save its state for all of them within.
 
-    To save and to compare what a deep model holds takes longer than a short run of it. A model with
-    code of the user's is restored after each run all the same, since its next output may depend on
-    what its forward wrote. Hooks on modules that are to stay are registered outside of it.
+    Each restores it. To save what a deep model holds takes longer than a short run of it. Nothing
+    but runs may change the modules within: hooks that are to stay are registered outside.
 
     Args:
-        is_on: False to leave it to each.
-
-    Raises:
-        WeightsWritten: as :func:`preserve_model`.
+        is_on: False to let each save it.
     """
-    saved: dict[int, _State] | None = {} if is_on else None
-    token = _saved.set(saved)
+    token = _saved.set({} if is_on else None)
     try:
         yield
     finally:
         _saved.reset(token)
-        for state in (saved or {}).values():
-            state.restore()
 
 
 def copy_without_hooks(thing: T, root: nn.Module, package: str) -> T:

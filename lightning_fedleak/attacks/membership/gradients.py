@@ -181,6 +181,7 @@ class GradientMembership(PassiveMembership):
         maps = self._select_maps(anatomy)
         if maps and not _all_reached(anatomy, maps, self._texts(anatomy, TIMED_TEXTS)):
             self._names, self._anatomy = [m.name for m in maps], anatomy
+            self._whitenings, self._common = {}, None  # none of an earlier fit
         else:
             self._calibrate(anatomy)
 

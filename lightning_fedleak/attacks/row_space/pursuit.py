@@ -286,7 +286,7 @@ class _Pursuit:
         Returns:
             Whether any was chosen.
         """
-        types = (self._raw > 1 - CERTAIN).nonzero()[:, 0]
+        types = ((self._raw > 1 - CERTAIN) & self.alive).nonzero()[:, 0]
         if not len(types):
             return False
         # Of thousands that were never trained and equal a type, one is chosen, and then none.
@@ -382,8 +382,7 @@ class _Pool:
         self.outside -= squares[:, : len(new)].sum(1)
         self.projected, self.scorings = len(path.basis), self.scorings + 1
         score = (squares[:, len(new) :].sum(1) / self.outside.clamp_min(1e-7)).clamp(0, 1)
-        path.alive[self.types] &= self.outside > 1e-9
-        alive = path.alive[self.types]
+        alive = path.alive[self.types] & (self.outside > 1e-9)
         values = path._evidence(score, self.chance, len(directions)) + path.log_odds[self.types]
         path.scores[self.types] = values.masked_fill(~alive, -math.inf)
         path._raw[self.types] = score.masked_fill(~alive, -1.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fedleak.defenses.base import DefenseError
-from lightning_fedleak.defenses.dpsgd import rerun
+from lightning_fedleak.defenses.dpsgd import experts, rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import Part
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.model.taps.hooks import taps_paused
@@ -282,6 +282,8 @@ class Recorder:
             adapted = module in self._adapted
             if module._modules and not adapted and _shares_all(module):
                 return
+            if experts.is_router(module):
+                inputs, output = experts.of_logits(inputs, output)
             if isinstance(output, Tensor) and not output.requires_grad:
                 return
             if adapted:
@@ -289,6 +291,9 @@ class Recorder:
                 inputs = inputs if len(args) + len(kwargs) == 1 else None
             else:
                 rule = rule_of(name, module)
+            if experts.is_experts(module):
+                _, index, scores = *args, *kwargs.values()
+                rule = functools.partial(rule, index=index, scores=scores.detach())
             layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error

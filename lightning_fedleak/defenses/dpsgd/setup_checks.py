@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
+from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.recorder import trains
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
@@ -88,6 +89,7 @@ def check_model(root: nn.Module, clipping: str) -> None:
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "
+        refuse(layer, experts.refusals(module))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         refusals: dict[str, object] = {
@@ -117,6 +119,7 @@ def check_model(root: nn.Module, clipping: str) -> None:
             }
         refuse(layer, refusals)
     check_adapted(adapted)
+    experts.check_routed(root, rule_of)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:

@@ -49,14 +49,16 @@ def is_router(module: nn.Module) -> bool:
     """Return whether a module is a router of transformers, or of a model's own code for it."""
     cls, weight = rerun.plain_type(module), module._parameters.get("weight")
     known = cls.__module__.startswith("transformers") and "Router" in cls.__name__
-    return known and weight is not None and weight.dim() == 2 and not module._modules
+    inside = any(p.requires_grad for child in module.children() for p in child.parameters())
+    return known and weight is not None and weight.dim() == 2 and not inside
 
 
 def refusals(module: nn.Module) -> dict[str, object]:
     """Return what of a module's experts couples examples or is not supported, and whether it is so."""
     config, name = getattr(module, "config", None), rerun.plain_type(module).__name__
     added = getattr(config, "output_router_logits", False)
-    holds = is_experts(module)
+    holds, own = is_experts(module), [p for p in module._parameters.values() if p is not None]
+    many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in own)
     return {
         "adds its router's auxiliary loss, which is of a whole batch, so that it couples examples. "
         "Set `config.output_router_logits = False` on the model.": (
@@ -70,7 +72,8 @@ def refusals(module: nn.Module) -> dict[str, object]:
         ),
         "holds experts in another form than transformers' `use_experts_implementation`, and the "
         f"rows that they get are not known to be of which example. {MEND}": (
-            "Experts" in name and not holds and any(p.requires_grad for p in module.parameters())
+            "Experts" in name and many and not holds
+            and any(p.requires_grad for p in module.parameters())
         ),
     }
 

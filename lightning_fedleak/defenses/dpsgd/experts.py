@@ -1,8 +1,8 @@
 """Experts of transformers and their routers: per-sample gradients by row, and what is refused.
 
-Since transformers 5 one module holds a block's experts, as matrices that are stacked to (E, ..., ...)
-(``use_experts_implementation``). It takes N rows, the numbers of the k experts of each, and k weights
-that the router gives them, and returns the weighted sum of what these experts make of the row::
+Since transformers 5 one module holds a block's E experts, as stacked matrices
+(``use_experts_implementation``). It takes N rows, the numbers of the k experts of each, and k
+weights that the router gives them, and returns the weighted sum of what these make of the row::
 
     up = x W1[e] + b1[e];    active = gate(up);    y = sum over e of score_e (active W2[e] + b2[e])
 
@@ -17,27 +17,28 @@ at setup, for one module of each class, on a random input.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fedleak.defenses.base import DefenseError
+from lightning_fedleak.defenses.base import DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
     _EmbeddingRows,
     _ExpertRows,
     weighted_sum,
+    zeros_of,
 )
 
-MEND = "Freeze it, or train a LoRA of the attention (target_modules)."
-_COEFFICIENTS = ("router_aux_loss_coef", "router_z_loss_coef")  # of a router's loss, in configs
-_ROWS, _SAMPLES, _CHOICES = 12, 3, 2  # of the random input at setup: rows, samples, experts of a row
+_MEND = "Freeze it, or train a LoRA of the attention (target_modules)."
+# Settings of configs that scale a router's loss.
+_COEFFICIENTS = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef")
+_ROWS, _SAMPLES, _CHOICES = 12, 3, 2  # of the input at setup: rows, samples, experts of a row
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -53,54 +54,59 @@ def is_router(module: nn.Module) -> bool:
     return known and weight is not None and weight.dim() == 2 and not inside
 
 
-def refusals(module: nn.Module) -> dict[str, object]:
-    """Return what of a module's experts couples examples or is not supported, and whether it is so."""
-    config, name = getattr(module, "config", None), rerun.plain_type(module).__name__
+def _refusals(module: nn.Module) -> dict[str, object]:
+    """Return what may couple examples or have no rule in a module, and whether it does."""
+    config, cls = getattr(module, "config", None), rerun.plain_type(module)
+    known, name = cls.__module__.startswith("transformers"), cls.__name__
     added = getattr(config, "output_router_logits", False)
-    holds, own = is_experts(module), [p for p in module._parameters.values() if p is not None]
+    own = [p for p in module._parameters.values() if p is not None]
     many = isinstance(module, nn.ModuleList | nn.ModuleDict) or any(p.dim() == 3 for p in own)
+    holds, trained = is_experts(module), any(p.requires_grad for p in module.parameters())
     return {
         "adds its router's auxiliary loss, which is of a whole batch, so that it couples examples. "
-        "Set `config.output_router_logits = False` on the model.": (
+        "Set `model.config.output_router_logits = False`.": (
             added and any(getattr(config, key, 0) for key in _COEFFICIENTS)
         ),
         "leaves out tokens of one example where others fill an expert. Use another model.": (
             getattr(config, "model_type", "") == "nllb-moe"
         ),
-        f"normalises what each expert returns, or splits experts over processes. {MEND}": (
+        f"normalises what each expert returns, or splits experts over processes. {_MEND}": (
             holds and (module.has_post_expert_norm or module._is_expert_parallel)
         ),
         "holds experts in another form than transformers' `use_experts_implementation`, and the "
-        f"rows that they get are not known to be of which example. {MEND}": (
-            "Experts" in name and many and not holds
-            and any(p.requires_grad for p in module.parameters())
+        f"rows that they get are not known to be of which example. {_MEND}": (
+            trained and known and "Experts" in name and many and not holds
         ),
+        "adapts a stacked parameter (PEFT's target_parameters), which has no per-sample gradients. "
+        "Use target_modules, or modules_to_save=['experts'].": trained and name == "ParamWrapper",
     }
 
 
 def of_logits(inputs: Any, output: Any) -> tuple[Any, Any]:
-    """Return a router's input (N, in) and its logits (N, E), which it returns first."""
-    if isinstance(output, tuple):
-        output = output[0]
-    return (inputs.flatten(0, -2) if isinstance(inputs, Tensor) else inputs), output
+    """Return a router's input and its logits, which it returns first, with the same rows."""
+    logits = output[0] if isinstance(output, tuple) else output
+    tensors = isinstance(inputs, Tensor) and isinstance(logits, Tensor)
+    if tensors and len(inputs) != len(logits):
+        inputs = inputs.flatten(0, -2)
+    return inputs, logits
 
 
 def by_row(
-    module: Any, source: Tensor, gradient: Tensor, samples: int, *, index: Tensor, scores: Tensor
+    module: Any, source: Sequence[Tensor], gradient: Tensor, samples: int
 ) -> dict[str, Part]:
     """Return the rows' factors of the experts' matrices, and the rows of their biases' gradients.
 
     Args:
         module: the experts.
-        source: (N, H), its input; N is samples times positions.
-        gradient: (N, H), of its output.
+        source: (N, H) rows, (N, k) numbers of the experts of each, and (N, k) weights of these. N
+            is samples times positions.
+        gradient: (N, H), of the output.
         samples: B.
-        index: (N, k) the experts of each row.
-        scores: (N, k) their weights.
 
     Raises:
         DefenseError: the matrices are shards.
     """
+    x, index, scores = source
     raising = "gate_up_proj" if module.has_gate else "up_proj"
     matrices = getattr(module, raising).detach(), module.down_proj.detach()
     if any(isinstance(matrix, DTensor) for matrix in matrices):
@@ -110,9 +116,10 @@ def by_row(
         )
     up, down = (m if module.is_transposed else m.mT for m in matrices)  # (E, in, out)
     ids, choices = index.flatten(), index.shape[-1]
-    x, upstream = (t.to(up.dtype).repeat_interleave(choices, 0) for t in (source, gradient))
+    x, upstream = (t.to(up.dtype).repeat_interleave(choices, 0) for t in (x, gradient))
     upstream = upstream * scores.to(up.dtype).reshape(-1, 1)
-    rows = [*ids.argsort().split(ids.bincount(minlength=len(up)).tolist())]
+    counts = ids.bincount(minlength=len(up)).tolist()
+    rows = torch.split(ids.argsort(), counts)
     raised = _products(x, up, rows)
     if module.has_bias:
         raised += getattr(module, f"{raising}_bias").detach()[ids]
@@ -134,7 +141,7 @@ def by_row(
     return parts
 
 
-def _products(values: Tensor, matrices: Tensor, rows: list[Tensor]) -> Tensor:
+def _products(values: Tensor, matrices: Tensor, rows: Sequence[Tensor]) -> Tensor:
     """Return the product of each row with its expert's matrix.
 
     Args:
@@ -148,71 +155,82 @@ def _products(values: Tensor, matrices: Tensor, rows: list[Tensor]) -> Tensor:
     return result
 
 
-def check_routed(root: nn.Module, rule_of: Any) -> None:
-    """Raise an error for experts or a router that compute otherwise, one module of each class.
+def check(root: nn.Module, linear: rerun.Rule) -> None:
+    """Raise an error for experts or a router without per-sample gradients, or that couple examples.
 
-    Modules without weights yet (meta), of shards, or whose gradients are not finite are left to the
+    One module of each class is run. Those without weights yet (meta) or of shards are left to the
     comparison in the first step.
 
     Args:
         root: the module that is trained.
-        rule_of: returns the rule of a layer from its name and module.
+        linear: the rule of a router's logits.
 
     Raises:
         DefenseError: names the module.
     """
     kinds: dict[object, tuple[str, nn.Module]] = {}
     for name, module in root.named_modules():
-        trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-        whole = not any(p.is_meta or isinstance(p, DTensor) for p in trained)
+        cls = rerun.plain_type(module)
+        refuse(f"DPSGD: '{name or cls.__name__}' ({cls.__name__}) ", _refusals(module))
+        trained = _trained(module)
+        whole = not any(p.is_meta or isinstance(p, DTensor) for p in trained.values())
         if trained and whole and (is_experts(module) or is_router(module)):
-            kinds[rerun.plain_type(module), len(trained)] = name, module
+            kinds[(cls, *trained)] = name, module
     for name, module in kinds.values():
-        for key, distance, size in _distances(name, module, rule_of(name, module)):
-            precise = module._parameters[key].element_size() >= 4
-            if distance > (rerun.TOLERANCE if precise else rerun.HALF_TOLERANCE) * size:
-                raise DefenseError(
-                    f"DPSGD: '{name}' ({type(module).__name__}) computes otherwise than experts and "
-                    f"routers of transformers do: the per-sample gradients of '{key}' do not add "
-                    f"up to its gradient. {MEND}"
-                )
+        _check_sums(name, module, by_row if is_experts(module) else linear)
 
 
-def _distances(
-    name: str, module: Any, rule: Any
-) -> Iterator[tuple[str, float, float]]:
-    """Yield for each trained parameter how far its parts' sum is from its gradient, and its size."""
-    trained = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own trained parameters by name."""
+    own = module._parameters.items()
+    return {key: p for key, p in own if p is not None and p.requires_grad}
+
+
+def _check_sums(name: str, module: Any, rule: Any) -> None:
+    """Raise an error unless the parts of a random input's rows add up to autograd's gradients."""
+    trained = _trained(module)
     some = next(iter(trained.values()))
     draw: Any = {"generator": torch.Generator(some.device).manual_seed(0), "device": some.device}
-    more: list[Tensor] = []
     if is_experts(module):
         stacked = module.gate_up_proj if module.has_gate else module.up_proj
         width = stacked.shape[1 if module.is_transposed else 2]
         index = torch.randint(len(stacked), (_ROWS, _CHOICES), **draw)
         more = [index, torch.rand(_ROWS, _CHOICES, dtype=some.dtype, **draw)]
-        rule = functools.partial(rule, index=index, scores=more[1])
     else:
         width = module.weight.shape[1]
         _, *arguments = inspect.signature(module.forward).parameters.values()
-        more = [some.new_zeros(len(some)) for a in arguments if a.default is a.empty or "bias" in a.name]
+        needed = [a for a in arguments if a.default is a.empty or "bias" in a.name]
+        more = [some.new_zeros(len(module.weight)) for _ in needed]
     x = torch.randn(_ROWS, width, dtype=some.dtype, **draw)
     with torch.enable_grad(), rerun.without_hooks(module), rerun.Moment(some.device).again():
         try:
             output = module(x, *more)
+            made = output if isinstance(output, tuple) else (output,)
+            outputs = [tensor for tensor in made if tensor.requires_grad]
+            first, *gradients = torch.autograd.grad(
+                outputs,
+                [made[0], *trained.values()],
+                [torch.randn(o.shape, dtype=o.dtype, **draw) for o in outputs],
+                materialize_grads=True,
+            )
         except Exception as error:
             raise DefenseError(
                 f"DPSGD: '{name}' ({type(module).__name__}) cannot be run on a random input "
                 f'({error}). Call model.set_experts_implementation("eager") if that is why '
-                f"(grouped_mm has no float64). {MEND}"
+                f"(grouped_mm has no float64). {_MEND}"
             ) from error
-        outputs = [o for o in (output if isinstance(output, tuple) else [output]) if o.requires_grad]
-        upstream = [torch.randn(o.shape, dtype=o.dtype, **draw) for o in outputs]
-        gradients = torch.autograd.grad(
-            outputs, [outputs[0], *trained.values()], upstream, materialize_grads=True
-        )
-    parts = rule(module, x, gradients[0], _SAMPLES)
-    size = max(float(g.norm()) for g in gradients[1:])
-    for (key, parameter), expected in zip(trained.items(), gradients[1:], strict=True):
-        total = weighted_sum([parts[key]], torch.ones(_SAMPLES), parameter.shape)
-        yield key, float((total - expected).norm()), size
+    parts = rule(module, (x, *more) if is_experts(module) else x, first, _SAMPLES)
+    precise = some.element_size() >= 4
+    largest = (rerun.TOLERANCE if precise else rerun.HALF_TOLERANCE) * max(
+        float(gradient.norm()) for gradient in gradients
+    )
+    for (key, parameter), expected in zip(trained.items(), gradients, strict=True):
+        known = [parts[key]] if key in parts else []
+        zeros = zeros_of(parameter)
+        total = weighted_sum(known, torch.ones(_SAMPLES), parameter.shape, zeros)
+        if not float((total - expected).norm()) <= largest:
+            raise DefenseError(
+                f"DPSGD: '{name}' ({type(module).__name__}) computes otherwise than experts and "
+                f"routers of transformers do: the per-sample gradients of '{key}' do not add up to "
+                f"its gradient. {_MEND}"
+            )

@@ -383,10 +383,9 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
             norms = _norms(part.left) * _norms(part.right)
         elif isinstance(part, _ExpertRows):
             forms = left.new_zeros(())
-            map_ = right.view(part.left.shape[2], part.right.shape[2])
-            ones = left.new_ones(len(part.ids))
-            for matrix, one, other in part.as_one_sample(ones).by_matrix():
-                forms = forms + left[matrix] * ((one @ map_) * other).sum()
+            direction = right.view(part.left.shape[2], part.right.shape[2])
+            for matrix, one, other in part.as_one_sample(left.new_ones(len(part.ids))).by_matrix():
+                forms = forms + left[matrix] * ((one @ direction) * other).sum()
             norms = _norms(part.left) * _norms(part.right)
         else:
             forms = left[part.ids] * (_wide(part.values) @ right)
@@ -438,8 +437,8 @@ def _squared_norms(parts: Parts, rows: slice) -> Tensor:
             raise AssertionError("a dense part and factors together have no ghost norm")
         if isinstance(part, _ExpertRows):
             chunk = _ExpertRows(part.ids[rows], part.left[rows], part.right[rows])
-            for _, left, right in chunk.by_matrix():
-                products = (left @ left.mT).mul_(right @ right.mT)
+            for _, one, other in chunk.by_matrix():
+                products = (one @ one.mT).mul_(other @ other.mT)
                 total, absolute = _add(total, absolute, products)
         if not isinstance(part, _EmbeddingRows):
             continue

@@ -291,9 +291,6 @@ class Recorder:
                 inputs = inputs if len(args) + len(kwargs) == 1 else None
             else:
                 rule = rule_of(name, module)
-            if experts.is_experts(module):
-                _, index, scores = *args, *kwargs.values()
-                rule = functools.partial(rule, index=index, scores=scores.detach())
             layout = self._layout(name, module, inputs, output)
         except DefenseError as error:
             self._failure = self._failure or error
@@ -301,7 +298,10 @@ class Recorder:
         self.calls.append(Call(name, get_gradient_edge(output), layout, True))
         hook: Callable[[Tensor], Tensor | None] = self._zero_gradient
         if self.counts:
-            call = module, rule, inputs.detach(), self.parts
+            source = inputs.detach()
+            if experts.is_experts(module):
+                source = [tensor.detach() for tensor in (*args, *kwargs.values())[:3]]
+            call = module, rule, source, self.parts
             hook = functools.partial(self._record_gradient, *call)
         output.register_hook(hook)
 
@@ -398,7 +398,7 @@ class Recorder:
         self,
         module: nn.Module,
         rule: rerun.Rule,
-        inputs: Tensor,
+        source: Any,
         parts: dict[Tensor, list[Part]],
         gradient: Tensor,
     ) -> None:
@@ -407,7 +407,7 @@ class Recorder:
             return
         self.half = self.half or gradient.element_size() < 4
         try:
-            for key, part in rule(module, inputs, gradient.detach(), self.samples).items():
+            for key, part in rule(module, source, gradient.detach(), self.samples).items():
                 parts.setdefault(self._parameters[module, key], []).append(part)
         except Exception as error:
             self._failure = self._failure or error

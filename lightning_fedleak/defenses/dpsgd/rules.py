@@ -1,7 +1,8 @@
 """Rules that compute the per-sample gradients of a layer from its input and output gradient.
 
-Linear layers, embeddings, layer norms and transformers' experts have a closed form. Every other layer is run again for
-each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at setup.
+Linear layers, embeddings, layer norms and transformers' experts have a closed form. Every other
+layer is run again for each sample (:mod:`~lightning_fedleak.defenses.dpsgd.rerun`), or refused at
+setup.
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ def _linear(
     if bias is not None and bias.requires_grad:
         parts["bias"] = _Dense(_wide(gradient).sum(1))
     return parts
+
+
+def check_experts(root: nn.Module) -> None:
+    """Raise an error for experts or routers without a rule, as :func:`experts.check`."""
+    experts.check(root, _linear)
 
 
 _conv1d = functools.partial(_linear, transposed=True)

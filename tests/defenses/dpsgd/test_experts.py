@@ -85,6 +85,12 @@ def model_of(name: str, **more: Any) -> Any:
     return model
 
 
+def adapted(**settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    with own_rng(1):
+        return peft.get_peft_model(tiny_mixtral(), peft.LoraConfig(r=2, **settings)).train()
+
+
 def compare(model: Any, clipping: Any = "auto", samples: int = 5) -> None:
     batch, loss = batch_of("causal", samples), loss_of("causal")
     clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
@@ -98,7 +104,7 @@ def compare(model: Any, clipping: Any = "auto", samples: int = 5) -> None:
 def test_norms_and_clipped_sums_are_exact(name: str) -> None:
     model = model_of(name).double()
     assert any(experts.is_experts(module) for module in model.modules())
-    check_model(model, "auto")
+    check_model(model, "ghost" if name == "Mixtral" else "auto")
     for clipping in CLIPPINGS:
         compare(model, clipping)
 
@@ -119,6 +125,19 @@ def test_a_part_of_the_experts_may_be_frozen(name: str, trained: str) -> None:
         parameter.requires_grad_("embed" in key or (".mlp." in key and trained in key))
     check_model(model, "auto")
     compare(model)
+
+
+@pytest.mark.parametrize("saved", ["gate", "experts"])
+def test_a_lora_beside_whole_experts_is_exact(saved: str) -> None:
+    settings = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
+    model = adapted(init_lora_weights=False, **settings).double()
+    check_model(model, "auto")
+    compare(model)
+
+
+def test_weights_in_half_precision_pass_the_check_at_setup() -> None:
+    check_model(tiny_mixtral("grouped_mm").bfloat16().train(), "auto")
+    check_model(model_of("GPT-OSS").bfloat16(), "auto")
 
 
 def test_checkpointed_blocks_are_exact() -> None:
@@ -292,8 +311,20 @@ class WarmRouter(MixtralTopKRouter):
         return logits * 2, scores, index
 
 
+class BiasedRouter(MixtralTopKRouter):
+    """A router with a parameter more, which its scores depend on."""
+
+    __module__ = "transformers_modules.own"
+
+    def forward(self, hidden: Tensor) -> Any:
+        logits, scores, index = super().forward(hidden)
+        return logits, scores * self.scale, index
+
+
 def changed(kind: type, path: str) -> Any:
     model = tiny_mixtral().train()
+    if kind is BiasedRouter:
+        model.get_submodule(path).scale = nn.Parameter(torch.ones(1))
     model.get_submodule(path).__class__ = kind
     return model
 
@@ -303,6 +334,8 @@ def test_what_computes_otherwise_is_refused_at_setup() -> None:
         check_model(changed(Scaled, "model.layers.1.mlp.experts"), "auto")
     with pytest.raises(DefenseError, match=r"gate' \(WarmRouter\) computes otherwise.*Freeze it"):
         check_model(changed(WarmRouter, "model.layers.1.mlp.gate"), "auto")
+    with pytest.raises(DefenseError, match=r"\(BiasedRouter\).*gradients of 'scale' do not add up"):
+        check_model(changed(BiasedRouter, "model.layers.1.mlp.gate"), "auto")
     model = tiny_mixtral("grouped_mm").double().train()
     with pytest.raises(DefenseError, match="grouped_mm has no float64"):
         check_model(model, "auto")
@@ -312,12 +345,14 @@ def test_what_computes_otherwise_is_refused_at_setup() -> None:
 def test_what_setup_did_not_see_is_refused_in_the_first_step(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "check_routed", lambda *_: None)
+    monkeypatch.setattr(experts, "check", lambda *_: None)
     block = ExpertBlock()
     inner = block.mlp.experts if kind is Scaled else block.mlp.gate
     inner.__class__ = kind
     run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), block)
-    with pytest.raises(DefenseError, match="is not the sum of what|came from no layer that DPSGD saw"):
+    with pytest.raises(
+        DefenseError, match=r"is not the sum of what|came from no layer that DPSGD saw"
+    ):
         run.step(a_batch(5))
 
 
@@ -334,7 +369,7 @@ def test_setup_leaves_the_random_state_and_the_model_as_they_are() -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a router's loss": (
         lambda: model_of("OLMoE", output_router_logits=True),
-        r"auxiliary loss.*couples examples. Set `config.output_router_logits = False`",
+        r"auxiliary loss.*couples examples. Set `model.config.output_router_logits = False`",
     ),
     "attention sinks": (
         lambda: model_of("GPT-OSS").requires_grad_(True),
@@ -357,6 +392,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             )
         ).train(),
         r"\(SwitchTransformersExperts\) holds experts in another form.*Freeze it",
+    ),
+    "adapted experts": (
+        lambda: adapted(target_parameters=["mlp.experts.gate_up_proj"]),
+        r"\(ParamWrapper\) adapts a stacked parameter.*modules_to_save=\['experts'\]",
     ),
     "tokens that are left out": (
         lambda: transformers.NllbMoeForConditionalGeneration(

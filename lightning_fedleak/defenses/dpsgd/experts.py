@@ -18,7 +18,9 @@ at setup, for one module of each class, on a random input.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -89,6 +91,23 @@ def of_logits(inputs: Any, output: Any) -> tuple[Any, Any]:
     if tensors and len(inputs) != len(logits):
         inputs = inputs.flatten(0, -2)
     return inputs, logits
+
+
+@contextmanager
+def routers_in_eager_mode(root: nn.Module) -> Iterator[None]:
+    """Keep routers out of compiled code within this context.
+
+    There, the gradient of the logits would lack what comes through the other outputs.
+    """
+    routers = [m for m in root.modules() if is_router(m) and "forward" not in vars(m)]
+    for router in routers:
+        forward: Any = torch.compiler.disable(type(router).forward)  # type: ignore[no-untyped-call]
+        vars(router)["forward"] = MethodType(forward, router)  # a deep copy is bound to the copy
+    try:
+        yield
+    finally:
+        for router in routers:
+            vars(router).pop("forward", None)
 
 
 def by_row(

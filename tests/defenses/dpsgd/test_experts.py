@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -290,6 +291,25 @@ def test_a_release_of_users_is_exact(form: Any) -> None:
     clipped = pairs * (0.3 / pairs.norm(dim=1).clamp(min=0.3))[:, None]
     expected, update = clipped.sum(0), run.step(taken)
     torch.testing.assert_close(update / update.norm(), expected / expected.norm())
+
+
+@pytest.mark.slow
+def test_compiled_experts_release_what_plain_ones_do() -> None:
+    """The router stays out of compiled code, also in a copy of the model."""
+    updates = []
+    for backend in ("", "aot_eager"):
+        root = ExpertBlock()
+        if backend:
+            root.compile(backend=backend)
+        run = BlockRun(DPSGD(0.3, noise_multiplier=0.0), root)
+        updates.append(run.step(a_batch(5), lr=0.0))
+    torch.testing.assert_close(*updates)
+    twin, x = copy.deepcopy(root.mlp.gate), torch.randn(3, 16)
+    torch.nn.init.zeros_(twin.weight)
+    assert not twin(x)[0].any()
+    run.defense.teardown()
+    assert "forward" not in vars(root.mlp.gate)
+    assert root.mlp.gate(x)[0].any()
 
 
 class Scaled(MixtralExperts):

@@ -31,7 +31,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
-LEAST_STRENGTH = 0.9
+MIN_STRENGTH = 0.9
 """Share of the model's gain on texts that neither was trained on, below which a reference is weak.
 
 Behind LoRA (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and .79 of
@@ -254,7 +254,7 @@ def measure_strength(
 
     A reference must have gained what texts of the kind gain in general. That shows on the
     non-members, which neither model was trained on: there the mean gain of a token over the base is
-    compared. A reference with less than :data:`LEAST_STRENGTH` of the model's gain is weak. So is
+    compared. A reference with less than :data:`MIN_STRENGTH` of the model's gain is weak. So is
     one that was trained on fewer rows than the model, whatever it gained, since such ones were
     measured to show less behind LoRA. Where the model itself has not gained there (by two standard
     errors) nothing is measured, and a reference of an unstated number of rows counts as weak. A
@@ -273,7 +273,7 @@ def measure_strength(
     share = float(its.mean() / own.mean()) if is_measured else math.nan
     if rows is not None and rows < trained:
         return _Strength(share, f"it was trained on {rows} rows, and the model on {trained}")
-    if share < LEAST_STRENGTH:
+    if share < MIN_STRENGTH:
         gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model"
         return _Strength(share, f"{gained} has")
     if math.isnan(share) and rows is None:

@@ -24,7 +24,7 @@ _DATE = (
 )
 _GROUPS = 9  # of digits and letters in an IBAN of 34, which is the longest
 _PROBE = "Mail jo@ex-1.de, +49 30 12/34, (AB1234): DE89."
-_MOST_HELD = 4  # tokens that one character is split over: the bytes of UTF-8
+_MAX_CHARACTER_TOKENS = 4  # tokens that one character is split over: the bytes of UTF-8
 
 
 def is_card_number(value: str) -> bool:
@@ -245,7 +245,7 @@ class EntityFinder:
         for token in ids:
             held = (*held, token)
             piece = self._piece(held)
-            if len(held) == _MOST_HELD or (piece and not piece.endswith("\ufffd")):
+            if len(held) == _MAX_CHARACTER_TOKENS or (piece and not piece.endswith("\ufffd")):
                 yield piece, len(held)
                 held = ()
         if held:

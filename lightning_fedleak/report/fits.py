@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from lightning_fedleak.report import records
 from lightning_fedleak.report.attacks import RELEASED, SUM, AttackSummary, Points
-from lightning_fedleak.report.composition import FPR, LARGEST_SHOWN_EPSILON
+from lightning_fedleak.report.composition import FPR, MAX_SHOWN_EPSILON
 from lightning_fedleak.report.edpb import NamedAttack, named_attacks
 from lightning_fedleak.report.logs import FitLog, grouped, merge_monitors
 from lightning_fedleak.report.privacy import (
@@ -520,7 +520,7 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     unsampled = account.without_sampling if sampled else epsilon
     if not isinstance(unsampled, int | float):
         return None, None
-    largest = min(unsampled, LARGEST_SHOWN_EPSILON)
+    largest = min(unsampled, MAX_SHOWN_EPSILON)
     return dp_tpr(FPR, largest, delta), dp_auc(largest, delta)
 
 

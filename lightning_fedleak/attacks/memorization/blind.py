@@ -18,7 +18,7 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 
 FOLDS = 5  # of the cross-fitted word counts, the usual number; more: slower
-LEAST_AUC, MOST_AUC = 0.45, 0.55  # between which the interval of each blind AUC must lie
+MIN_BLIND_AUC, MAX_BLIND_AUC = 0.45, 0.55  # limits of the interval of each blind AUC
 
 
 def blind_scores(

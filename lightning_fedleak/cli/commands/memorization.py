@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization.scores import MOST_GAIN, CombinedReference
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, three_digits
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
@@ -31,7 +31,7 @@ from lightning_fedleak.cli.studies.references import Recipe, References
 from lightning_fedleak.cli.studies.training_rows import RowReader, UnknownLabels
 from lightning_fedleak.engine.options import means_auto
 from lightning_fedleak.engine.reference import beside, describe_reference, measure_strength
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList
@@ -333,7 +333,7 @@ def _beyond(
     scores = {}
     for n, pool in by_number.items():
         rows = [indices[text.content] for text in pool.texts]
-        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MOST_GAIN)
+        scores[n] = references.scores(rows, *answers[n], None if pool.is_short else MAX_GAIN)
         before, after = (pool.list_records(*answers[n], scores=s) for s in (None, scores[n]))
         text = (
             f"Of {after.head['members']} rows with {_WORDS[pool.is_short]} {_tpr(after)} pass "
@@ -378,9 +378,9 @@ def pools_of(
 def _sizes(texts: Mapping[int, Text]) -> tuple[int, int, int]:
     """Return how many texts are long, have 1 to 7 label tokens, and have a prompt."""
     n_labels = [text.n_labels for text in texts.values()]
-    n_short = sum(0 < n < LEAST_LABELS for n in n_labels)
-    n_prompts = sum(text.prompt.n_labels >= LEAST_LABELS for text in texts.values())
-    return sum(n >= LEAST_LABELS for n in n_labels), n_short, n_prompts
+    n_short = sum(0 < n < MIN_LABELS for n in n_labels)
+    n_prompts = sum(text.prompt.n_labels >= MIN_LABELS for text in texts.values())
+    return sum(n >= MIN_LABELS for n in n_labels), n_short, n_prompts
 
 
 def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_drawn: bool) -> None:

@@ -39,7 +39,7 @@ Fitted to 32,000 tokens of width 1,024 and 2,048, and 128,000 of 512, on one cor
 """
 SECONDS = 30.0
 """After which no other set of tokens is planted; not tuned."""
-MOST_MEASURED = 250_000_000
+MAX_MEASURED = 250_000_000
 """Parameters of a block up to which one is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
 """Largest vocabulary and blocks that are run. More: slower, and what is extended is less noisy."""
@@ -252,10 +252,10 @@ def print_prices(
     """
     blocks, tokens = len(shapes.blocks), shapes.vocab_size
     block = sum(p.numel() for p in shapes.blocks[0].parameters())
-    if block > MOST_MEASURED:
+    if block > MAX_MEASURED:
         console.print(
             f"A block has {block:,} parameters: attacks besides SubspaceWords are priced up to "
-            f"{MOST_MEASURED:,}.\n",
+            f"{MAX_MEASURED:,}.\n",
             soft_wrap=True,
         )
         return

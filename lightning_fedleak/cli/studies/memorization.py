@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import memorization
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 
-LEAST_TEXTS = 10  # on either side, two for each fold of the blind word scores
+MIN_TEXTS = 10  # texts on either side, two for each fold of the blind word scores
 
 
 def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
@@ -121,16 +121,16 @@ class ReleasedPool:
             self.texts = [text.prompt for text in self.texts]
             self.times = torch.ones(len(chosen), dtype=torch.long)
         n, n_others = int((self.members & self.alone).sum()), int((~self.members).sum())
-        if min(n, n_others) < LEAST_TEXTS:
+        if min(n, n_others) < MIN_TEXTS:
             excluded = {
                 "short": "only texts that have 1 to 7 label tokens and occur once count",
-                "prompts": f"only prompts of {LEAST_LABELS} tokens that no other repeats count",
-                "long": f"after {self.short} texts of fewer than {LEAST_LABELS} tokens and "
+                "prompts": f"only prompts of {MIN_LABELS} tokens that no other repeats count",
+                "long": f"after {self.short} texts of fewer than {MIN_LABELS} tokens and "
                 f"{self.repeated} that repeat parts of others",
             }[part]
             raise ValueError(
                 f"{n} members and {n_others} others are left to compare, {excluded}: "
-                f"at least {LEAST_TEXTS} on each side are needed"
+                f"at least {MIN_TEXTS} on each side are needed"
             )
         self.compressed = compressed_bytes(self.texts, decode)
 

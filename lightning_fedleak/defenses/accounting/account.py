@@ -382,7 +382,7 @@ class RenyiFilter(_Ledger):
 
     def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
         """Return the divergence of one release at the order."""
-        if noise_multiplier < accounting.LEAST_NOISE:
+        if noise_multiplier < accounting.MIN_NOISE:
             return math.inf
         return float(renyi.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._place])
 
@@ -421,7 +421,7 @@ def best_order(
         rdp = renyi.rdp_of(noise_multiplier, sample_rate, sampling)
         releases = np.where(budget > 0, budget / rdp, 0.0)
     best = int(np.nanargmax(releases))
-    if not releases[best] >= 1 or noise_multiplier < accounting.LEAST_NOISE:
+    if not releases[best] >= 1 or noise_multiplier < accounting.MIN_NOISE:
         raise DefenseError(
             f"not one release at noise_multiplier={noise_multiplier!r}, sample_rate="
             f"{sample_rate!r} fits in (epsilon={epsilon:g}, delta={delta:g}): more noise is needed"

@@ -130,7 +130,7 @@ class Budget:
         if not self.can_harden or self.notches == self.max_hardenings:
             return None
         previous = self.noise_now
-        if previous * HARDEN_FACTOR > accounting.MOST_NOISE:
+        if previous * HARDEN_FACTOR > accounting.MAX_NOISE:
             return None
         self.notches += 1
         return f"{self.owner.lower()}: noise multiplier {previous:g} -> {self.noise_now:g}"

@@ -30,7 +30,7 @@ from lightning_fedleak.defenses.noise import NoiseGauge, standard_normal
 from lightning_fedleak.defenses.processes import SHARD_BITS, Team
 from lightning_fedleak.model.anatomy import where_whole
 
-MOST_CHANGE = 1e6  # of a clip norm by noise alone, up or down: float32 squares such a norm
+MAX_CHANGE = 1e6  # factor by which noise may change a clip norm, up or down: float32 squares it
 
 # Numbers of small parameters that are summed over processes at once. Not tuned; larger: more memory
 AT_ONCE = 1 << 20
@@ -97,10 +97,10 @@ class QuantileClip:
         """
         drawn = standard_normal(key, torch.Size([1]), torch.device("cpu"), torch.float64)
         share = (unclipped + self.count_noise * noise_multiplier * float(drawn)) / expected + 0.5
-        most = 2 * math.log(MOST_CHANGE)  # from one end of the range to the other; exp stays finite
+        most = 2 * math.log(MAX_CHANGE)  # from one end of the range to the other; exp stays finite
         change = -self.learning_rate * (share - self.quantile)
         norm *= math.exp(min(max(change, -most), most))
-        return min(max(norm, self.initial / MOST_CHANGE), self.initial * MOST_CHANGE)
+        return min(max(norm, self.initial / MAX_CHANGE), self.initial * MAX_CHANGE)
 
     def check_clients(self, clients: int) -> None:
         """Raise an error for several clients, as each would clip at a norm of its own.

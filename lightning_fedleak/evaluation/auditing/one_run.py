@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 
 
 BISECTIONS = 36  # of an interval of 0.5: epsilon to 1e-11; more: slower
-FEWEST = 16  # guesses in the smallest choice of the default; not tuned; all can show epsilon 1.6
-LEAST_FAIR = 1e-9  # chance of so uneven bits below which an audit refuses them; not tuned
+MIN_GUESSES = 16  # guesses of the default's smallest choice; not tuned; all can show epsilon 1.6
+MIN_FAIR_CHANCE = 1e-9  # probability of bits as uneven; below it an audit refuses them; not tuned
 
 
 def one_run_p_value(
@@ -269,7 +269,7 @@ def _count_right(
     """Return how many guesses each choice makes, and how many of them are right."""
     score, member = columns(scores, members)
     m, inside = score.size, int(member.sum())
-    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < LEAST_FAIR:
+    if min(bdtr(inside, m, 0.5), bdtr(m - inside, m, 0.5)) < MIN_FAIR_CHANCE:
         raise ValueError(
             f"{inside} of {m} canaries are in, which fair inclusion bits would not give: a one-run "
             "audit needs an independent fair bit for each canary"
@@ -277,7 +277,7 @@ def _count_right(
     shuffled = np.random.default_rng(seed).permutation(m)
     order = shuffled[np.argsort(score[shuffled], kind="stable")]
     check_integer("guesses", guesses, at_most=m, hint="one for each canary", optional=True)
-    choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= FEWEST]
+    choices = [m >> i for i in range(0, m.bit_length(), 2) if i == 0 or m >> i >= MIN_GUESSES]
     counts = []
     for n in choices if guesses is None else [guesses]:
         right = member[order[m - (n - n // 2) :]].sum() + (~member[order[: n // 2]]).sum()
@@ -356,8 +356,8 @@ def audit_canaries(
     )
 
 
-FEWEST_SCORES = 20  # of either kind; not tuned; with fewer the test of their form has little power
-MOST_SCORES = 5000  # of either kind in that test; Shapiro-Wilk's p-values hold up to here (Royston)
+MIN_SCORES = 20  # scores of either kind; not tuned; with fewer their form's test has little power
+MAX_SCORES = 5000  # scores of either kind in that test; Shapiro-Wilk's p-values hold up to here
 REFUSAL_RATE = 1e-5  # chance that one of the three tests refuses Gaussian scores; not tuned
 
 
@@ -380,9 +380,9 @@ def audit_gaussian_scores(
     audited = lower_bounds.AuditedClaim(delta, confidence, claim="gaussian")
     score, member = columns(scores, members)
     member_scores, other_scores = score[member], score[~member]
-    if min(member_scores.size, other_scores.size) < FEWEST_SCORES:
+    if min(member_scores.size, other_scores.size) < MIN_SCORES:
         raise ValueError(
-            f"Gaussian scores need {FEWEST_SCORES} canaries of either kind or more, got "
+            f"Gaussian scores need {MIN_SCORES} canaries of either kind or more, got "
             f"{member_scores.size} in, {other_scores.size} out: use audit_scores"
         )
     epsilon = math.nan
@@ -421,7 +421,7 @@ def _check_form(member_scores: lower_bounds.Floats, other_scores: lower_bounds.F
             "to them, or they are no scores"
         )
     p_values = [
-        float(shapiro(values[:MOST_SCORES]).pvalue) for values in (member_scores, other_scores)
+        float(shapiro(values[:MAX_SCORES]).pvalue) for values in (member_scores, other_scores)
     ]
     sizes = member_scores.size - 1, other_scores.size - 1
     ratio = _squares(member_scores) / sizes[0] / (_squares(other_scores) / sizes[1])

@@ -33,7 +33,7 @@ Place = Literal["prompt", "label"]
 """Where a value stands: among tokens that the loss is not computed on, or where it is."""
 PLACES: tuple[Place, ...] = ("prompt", "label")
 _ALPHABETS = {"#": "0123456789", "?": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
-_LEAST_VALUES = 100  # that set a sentence's room, and candidates; fewer say next to nothing
+_MIN_VALUES = 100  # values that size a sentence, and candidates; with fewer a rank says little
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _EntityKind:
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
                 "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        hint, least = f"of which {n} are planted", n + 2 * _LEAST_VALUES
+        hint, least = f"of which {n} are planted", n + 2 * _MIN_VALUES
         check_integer(f"number of values of kinds[{name!r}]", self.size, at_least=least, hint=hint)
 
 
@@ -315,12 +315,12 @@ def _values(
 
     The room is that of other values than these, so that it says nothing of them.
     """
-    numbers = _numbers(kind.size, 2 * n + _LEAST_VALUES, generator)
-    others = _tokens_of(kind, map(kind.value, numbers[:_LEAST_VALUES]), tokenizer)
+    numbers = _numbers(kind.size, 2 * n + _MIN_VALUES, generator)
+    others = _tokens_of(kind, map(kind.value, numbers[:_MIN_VALUES]), tokenizer)
     room = max((len(one[0]) for one in others if one), default=0)
-    fitted = replace(kind, room=room, lengths=frozenset(numbers[:_LEAST_VALUES]))
-    tokens = _tokens_of(fitted, map(kind.value, numbers[_LEAST_VALUES:]), tokenizer)
-    pairs = zip(numbers[_LEAST_VALUES:], tokens, strict=True)
+    fitted = replace(kind, room=room, lengths=frozenset(numbers[:_MIN_VALUES]))
+    tokens = _tokens_of(fitted, map(kind.value, numbers[_MIN_VALUES:]), tokenizer)
+    pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)
     apart = [(number, one) for number, one in pairs if one and len(one[0]) <= fitted.room]
     if len(apart) < n:
         raise ValueError(

@@ -27,7 +27,7 @@ from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, ScoredTexts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, ScoredTexts
 from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
@@ -223,7 +223,7 @@ class PoolRows:
             [[numbers[row] for row in group] for group in groups],
             torch.cat([scored.times, alone]),
             {
-                numbers[row]: "short" if texts[row].n_labels < LEAST_LABELS else "unknown"
+                numbers[row]: "short" if texts[row].n_labels < MIN_LABELS else "unknown"
                 for row in apart
                 if numbers[row] >= 0
             },

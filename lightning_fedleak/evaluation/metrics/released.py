@@ -18,7 +18,7 @@ import torch
 from scipy.stats import beta, binom, mannwhitneyu, nhypergeom, rankdata
 from torch import Tensor
 
-from lightning_fedleak.attacks.memorization.blind import LEAST_AUC, MOST_AUC
+from lightning_fedleak.attacks.memorization.blind import MAX_BLIND_AUC, MIN_BLIND_AUC
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
 from lightning_fedleak.attacks.memorization.scores import CombinedReference
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
@@ -29,9 +29,9 @@ from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
 FPR = 0.01  # FPR of the TPR in `shown`, the usual one (Carlini et al. 2022)
 FPRS = (FPR, 0.001)  # FPRs of the TPRs that a release is judged by
 RESAMPLES = 1000  # resamples in the bootstrap of an AUC, as in MembershipInference; more: slower
-LEAST_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide intervals. Not tuned
+MIN_CANARIES = 10  # canaries of a tier, and held out; fewer: very wide intervals. Not tuned
 TIERS = 1, 2, 5, 17  # smallest number of rows with a tier's texts: tiers are 1, 2-4, 5-16, more
-LEAST_REPEATED = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
+MIN_TIER_TEXTS = 10  # texts of a tier; a smaller tier joins the one below: intervals are too wide
 PERMUTATIONS = 9900  # permutations of the exact test; more: slower, and smaller p-values
 CHANCE = 1e-3  # p-value below which a reference has seen rows; 1 sound run in 1,000 is refused
 POWER = 0.8  # probability that a look shows the rate reported as visible; the usual power
@@ -345,7 +345,7 @@ def tiers_of(times: Tensor, members: Tensor) -> dict[int, Tensor]:
     remaining = members
     for min_rows in reversed(TIERS):
         tier = remaining & (times >= min_rows)
-        if int(tier.sum()) >= (LEAST_REPEATED if min_rows > 1 else 1):
+        if int(tier.sum()) >= (MIN_TIER_TEXTS if min_rows > 1 else 1):
             tiers[min_rows], remaining = tier, remaining & ~tier
     return tiers or {1: members}
 
@@ -433,10 +433,10 @@ def canary_tiers(
     for tier in times:
         planted = members & (repeats == tier)
         n = int(planted.sum())
-        if min(n, n_others) < LEAST_CANARIES:
+        if min(n, n_others) < MIN_CANARIES:
             tiers[tier] = (
                 f"{n} canaries of tier x{tier} were trained on and {n_others} were held out: "
-                f"{LEAST_CANARIES} of each are needed"
+                f"{MIN_CANARIES} of each are needed"
             )
             continue
         tiers[tier] = canary_values(guess, attack, planted, others, look=look, alpha=alpha) | {
@@ -497,11 +497,11 @@ def other_law(aucs: Mapping[str, Rate]) -> str | None:
     Args:
         aucs: The blind AUCs by name, from :func:`blind_aucs`.
     """
-    if all(rate.low >= LEAST_AUC and rate.high <= MOST_AUC for rate in aucs.values()):
+    if all(rate.low >= MIN_BLIND_AUC and rate.high <= MAX_BLIND_AUC for rate in aucs.values()):
         return None
 
     def outside(rate: Rate) -> float:
-        return max(rate.low - MOST_AUC, LEAST_AUC - rate.high)
+        return max(rate.low - MAX_BLIND_AUC, MIN_BLIND_AUC - rate.high)
 
     name, rate = max(aucs.items(), key=lambda item: abs(item[1].value - 0.5))
     finding = "too few to decide whether they are exchangeable"

@@ -25,7 +25,7 @@ Larger: several passes over memory; smaller: more calls of torch for a row of fe
 """
 DEVICE_ENTRIES_AT_ONCE = 1 << 24
 """The same on other devices: 64 MiB in float32, one block above training; each call is a wait."""
-MOST_KEPT = 1 << 22
+MAX_RESIDUAL_ENTRIES = 1 << 22
 """Entries of a call's rows that are kept as they were: 48 MiB, a thousandth of a large call's.
 
 Rounding to bfloat16 changes a thousandth. Larger: losses of any shape are made again in larger
@@ -283,7 +283,7 @@ class _RowRest(NamedTuple):
     Attributes:
         share: The norm of the residual over the norm of the gradient; NaN if the gradient is zero.
         places: (k,) indices of these entries in the flattened gradient; None if there are more than
-            :data:`MOST_KEPT`, or if the gradient has no rows.
+            :data:`MAX_RESIDUAL_ENTRIES`, or if the gradient has no rows.
         values: (k,) the gradient's entries at ``places``.
     """
 
@@ -309,11 +309,11 @@ def find_rest(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _RowRest:
         limits = tolerance * true.abs().amax(1, keepdim=True)
         places_of_block = (residual.abs() > limits).flatten().nonzero()[:, 0]
         n_entries += len(places_of_block)
-        if n_entries <= MOST_KEPT:
+        if n_entries <= MAX_RESIDUAL_ENTRIES:
             places.append(places_of_block + start * width)
             values.append(true.flatten()[places_of_block])
     share = float((rest / whole).sqrt())
-    if n_entries > MOST_KEPT or not places:
+    if n_entries > MAX_RESIDUAL_ENTRIES or not places:
         return _RowRest(share)
     return _RowRest(share, torch.cat(places), torch.cat(values))
 

@@ -381,7 +381,7 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return numbers
 
 
-MOST_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
+MAX_NODES = 256  # tokens of one forward, each beside each other one: 128 and 512 take 1.1 as long
 Prefix = tuple[int, ...]
 """Token ids that begin a candidate, without its last one."""
 
@@ -444,7 +444,7 @@ def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list
     rows, prefixes = list[int](), set[Prefix]()
     for row in sorted(range(len(words)), key=words.__getitem__):
         beginnings = {words[row][:n] for n in range(1, len(words[row]))}
-        if rows and len(prefixes | beginnings) > min(MOST_NODES, most):
+        if rows and len(prefixes | beginnings) > min(MAX_NODES, most):
             yield rows, sorted(prefixes)
             rows, prefixes = [], set()
         rows.append(row)

@@ -35,7 +35,7 @@ from lightning_fedleak.evaluation.canaries import (
     TrainingRows,
     draw_references,
 )
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
 from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.messages import rank_zero_info
@@ -397,7 +397,7 @@ def collect(
         n_short = 0 if short else len(scored.short_rows)
         mend = f": ShortAnswers() compares the {n_short} with 1 to 7" * (n_short > 0)
         raise NoNonMembers(
-            f"of {len(texts)} texts, {scored.short} have fewer than {LEAST_LABELS} label tokens "
+            f"of {len(texts)} texts, {scored.short} have fewer than {MIN_LABELS} label tokens "
             f"and {scored.repeated} are repeated by other rows, so that none is left to compare"
             f"{mend}"
         )

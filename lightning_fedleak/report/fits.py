@@ -221,7 +221,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         settings_hash=begin.settings_hash or NOT_RECORDED,
         shared=shared,
         attacks=attacks,
-        updates=len({(line.client, line.step) for line in results.of_clients}),
+        updates=len({(line.client, line.step) for line in results.client_lines}),
         withheld=len(results.withheld),
         utility=_utility(log),
         privacy=spendings,

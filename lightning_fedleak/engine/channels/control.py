@@ -254,9 +254,9 @@ class Controls:
         step = look.training_step
         controls = self._controls(step)
         share, remainder = self._remainder(look, plans)
-        rests = [head.rest for call in step.calls for head in call.read_heads]
-        share = max([share, *(rest.share for rest in rests if rest is not None)])
-        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's labels
+        residuals = [head.residual for call in step.calls for head in call.read_heads]
+        share = max([share, *(residual.share for residual in residuals if residual is not None)])
+        if self._anywhere(share > MAX_UNEXPLAINED):  # of the gradient, or of a call's logits
             step.unexplained = share
             self._fail(look, scored, _DOUBT.format(share))
             return

@@ -45,7 +45,7 @@ class Judgement:
     by_aggregation: bool = False
 
 
-def judged(
+def judge_value(
     value: float,
     control: float | None,
     *,

@@ -39,7 +39,7 @@ from lightning_fedleak.engine.channels.released.pool import (
     forwards_of,
 )
 from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
@@ -348,15 +348,15 @@ class MemorizationChannel(WeightChannel):
             names = {s: s.name for attack in attacks for s in series[attack]}
             try:
                 if unread and pool.way == "not yet seen":
-                    raise NoNonMembers(
+                    raise UnplayableGame(
                         f"{unread} batches could not be read, and may have held texts that were to "
                         "be non-members: add leave_out"
                     )
                 if self._void:
-                    raise NoNonMembers(self._void)
+                    raise UnplayableGame(self._void)
                 rows, members = pool.compared(epoch, passed, everyone=everyone, part=part)
                 now = now or self._ask()
-            except (NoNonMembers, UnusableObservation) as error:
+            except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
             values = dict[str, Answer](self._read_texts(now, rows, members, attacks))

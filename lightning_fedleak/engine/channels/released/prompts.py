@@ -16,7 +16,7 @@ from lightning_fedleak.attacks import Attack, UnusableObservation
 from lightning_fedleak.attacks.memorization import PromptAttack, RewardGain
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import FORWARD_SHARE, Pool
-from lightning_fedleak.engine.channels.released.training_rows import NoNonMembers
+from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.taps import Text
 
@@ -41,9 +41,9 @@ class PromptChannel(MemorizationChannel):
     def _draw_pool(self) -> Pool:
         rollouts = self.run.rollouts
         if rollouts is None:
-            raise NoNonMembers("there are no prompts of TRL's GRPOTrainer or RLOOTrainer")
+            raise UnplayableGame("there are no prompts of TRL's GRPOTrainer or RLOOTrainer")
         if why := "several processes train" * (self.run.processes > 1) or rollouts.why_unasked():
-            raise NoNonMembers(f"prompts are asked about where one process writes itself: {why}")
+            raise UnplayableGame(f"prompts are asked about where one process writes itself: {why}")
         pool = super()._draw_pool()
         rollouts.keep(pool.texts)
         return replace(pool, length=pool.length * rollouts.repeats)

@@ -21,7 +21,7 @@ from lightning_fedleak.engine.channels.base import Channel, Requirement, exclude
 from lightning_fedleak.engine.channels.exchange import Exchange
 from lightning_fedleak.engine.channels.released.pool import NoRows, Pool
 from lightning_fedleak.engine.channels.released.training_rows import (
-    NoNonMembers,
+    UnplayableGame,
     find_mask,
     read_tokens,
 )
@@ -130,7 +130,7 @@ class WeightChannel(Channel):
             why = f"a {kind} model writes no text"
         try:
             if why:
-                raise NoNonMembers(why)
+                raise UnplayableGame(why)
             return self.pool.check_rows(attack.part)
         except ValueError as error:
             message = f"attack '{attack.name}' {_NOBODY}{error}"
@@ -144,12 +144,12 @@ class WeightChannel(Channel):
         run, pool, refusal = self.run, None, ""
         try:
             if (kind := run.anatomy.kind) not in self.kinds:
-                raise NoNonMembers(f"a {kind} model is not asked, but one of {self.kinds}")
+                raise UnplayableGame(f"a {kind} model is not asked, but one of {self.kinds}")
             tokenizers = [self.settings.tokenizer, *run.tokenizers]
             if kind == "masked":
                 self._mask = find_mask(run.training_loader, tokenizers)
             pool = self._draw_pool()
-        except NoNonMembers as error:
+        except UnplayableGame as error:
             refusal = str(error)
         if run.on_any_process(pool is None):
             return refusal or "another process could not read the training data"
@@ -174,7 +174,7 @@ class WeightChannel(Channel):
         """Return the texts that the model is queried with.
 
         Raises:
-            NoNonMembers: there are none.
+            UnplayableGame: there are none.
         """
 
     @abstractmethod

@@ -247,7 +247,7 @@ class SubspaceTexts(TextAttack):
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
-        return TextGuess(tokens, finished, search.tried, certain)
+        return TextGuess(tokens, finished, search.n_tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""

@@ -135,7 +135,7 @@ class Results:
             return ()
         return self.headlines(family)
 
-    def judge_value(self, name: str, value: float, at_most: float) -> records.Judgement:
+    def judge(self, name: str, value: float, at_most: float) -> records.Judgement:
         """Return how a gate interprets a logged value at its threshold.
 
         See :func:`~lightning_fedleak.report.records.judge_value`.

@@ -17,8 +17,8 @@ from lightning_fedleak.attacks.words import aligned_rows, row_summary
 from lightning_fedleak.attacks.words.aligned_readout import (
     HeadCalibration,
     best_count,
+    refit_direction,
     rehearse,
-    turn,
 )
 from lightning_fedleak.attacks.words.aligned_updates import (
     normalize_update,
@@ -334,7 +334,7 @@ class AlignedFlatChat(base.Attack):
         calibration = self._calibration_on(gradient.device)
         directions, expected = calibration.directions, calibration.expected
         summary = row_summary.RowSummary.read(gradient, directions.u)
-        summary, _ = turn(gradient, summary, directions.u, expected.reference)
+        summary, _ = refit_direction(gradient, summary, directions.u, expected.reference)
         units = aligned_rows.Units.estimate(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:

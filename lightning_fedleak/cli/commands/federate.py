@@ -218,7 +218,7 @@ class _RoundsTable(printing.LinesTable):
 
     def add_round(self, round_: Round) -> None:
         """Add a round, with a line for each family of attacks."""
-        first = [str(round_.number), printing.three_digits(round_.loss)]
+        first = [str(round_.number), printing.format_number(round_.loss)]
         last: list[str] = []
         if self._private:
             last = ["-" if round_.noise is None else f"{round_.noise:.3g}x"]
@@ -232,14 +232,14 @@ class _RoundsTable(printing.LinesTable):
 
     def _cells(self, values: Values, round_: Round) -> list[str]:
         """Return the cells of clients, in brackets where an update did not leave, and the sum."""
-        total = printing.three_digits(values[SUM]) if SUM in values else "-"
+        total = printing.format_number(values[SUM]) if SUM in values else "-"
         if self._clients > _MAX_COLUMNS:
             rates = [v for c, v in values.items() if c != SUM and not math.isnan(v)] or [math.nan]
             return [
-                *map(printing.three_digits, (min(rates), statistics.median(rates), max(rates))),
+                *map(printing.format_number, (min(rates), statistics.median(rates), max(rates))),
                 total,
             ]
         cells = [
-            printing.three_digits(values[c]) if c in values else "-" for c in range(self._clients)
+            printing.format_number(values[c]) if c in values else "-" for c in range(self._clients)
         ]
         return [*(f"({x})" if c in round_.withheld else x for c, x in enumerate(cells)), total]

@@ -21,7 +21,7 @@ from lightning_fedleak import attacks
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.cli import finetuning
-from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
+from lightning_fedleak.cli.printing import format_share, model_name, print_table, text_name
 from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
@@ -248,7 +248,7 @@ def _is_known(rate: Rate) -> bool:
 def _interval(rate: Rate) -> str:
     if not _is_known(rate):
         return "unknown"
-    return f"{short(rate.value)} [{short(rate.low)}, {short(rate.high)}]"
+    return f"{format_share(rate.value)} [{format_share(rate.low)}, {format_share(rate.high)}]"
 
 
 def explain_games(results: Sequence[GameResult], fitted: bool = False) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
-from lightning_fedleak.cli.printing import print_table, three_digits
+from lightning_fedleak.cli.printing import format_number, print_table
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, used_up_mark
 from lightning_fedleak.cli.studies.models import (
     load_trained,
@@ -109,12 +109,12 @@ def run(options: Namespace, console: Console | None = None) -> int:
     alpha = 0.05 / scores  # of which the worst one counts
     results = _compare(console, pools, answers, references, beyond, alpha, options, len(members))
     pool = pools[0]
-    laws = _laws(pools, results, options)
-    if USED_UP in laws.values():
+    shifts = _shifts(pools, results, options)
+    if USED_UP in shifts.values():
         console.print(USED_UP)
-    is_known = all(law is None for part, law in laws.items() if part != "prompts")
+    is_known = all(shift is None for part, shift in shifts.items() if part != "prompts")
     trained = torch.tensor([trains for _, trains in rows])
-    by_kind = _values_found(entities, answers[-1], trained, laws)
+    by_kind = _values_found(entities, answers[-1], trained, shifts)
     entity_values = {name: rates for name, rates in by_kind.items() if not isinstance(rates, str)}
     tables = [table_of(result.values) for result in results]
     if entity_values:
@@ -141,7 +141,9 @@ def run(options: Namespace, console: Console | None = None) -> int:
         for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
             part = pool_of_part.part
             name = {"short": "short_answers"}.get(part, part)
-            content[name] = content_of(result_of_part, pool_of_part) | {"known": laws[part] is None}
+            content[name] = content_of(result_of_part, pool_of_part) | {
+                "known": shifts[part] is None
+            }
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}
@@ -150,7 +152,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     about_reference = reference_in_words(reference, values)
     for sentence in about_reference:
         console.print(f"{sentence}.")
-    values |= {"prompt_ratio": {}} if laws.get("prompts") is not None else {}
+    values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
     values |= entity_values
     evidence = values if is_known else {}
@@ -184,7 +186,7 @@ def _compare(
         with refuse_errors(unread, UnusableObservation):
             reference = references[number] if references else None
             result = pool.compare(*answer, reference=reference, alpha=alpha)
-        alike = options.drawn or result.other_law is None
+        alike = options.drawn or result.distribution_shift is None
         if reference is not None and pool.part == "long" and alike:
             once = pool.alone
             sides = pool.compressed[once], pool.members[once]
@@ -209,25 +211,25 @@ def _compare(
     return results
 
 
-def _laws(
+def _shifts(
     pools: Sequence[ReleasedPool], results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
-    """Return why the sides of each pool are not exchangeable; None where nothing says so."""
-    differences = [None if options.drawn else result.other_law for result in results]
-    laws = dict(zip([pool.part for pool in pools], differences, strict=True))
-    return dict.fromkeys(laws, USED_UP) if used_up_mark(options.members).exists() else laws
+    """Return why the two sides of each pool may not be exchangeable; None if nothing says so."""
+    differences = [None if options.drawn else result.distribution_shift for result in results]
+    shifts = dict(zip([pool.part for pool in pools], differences, strict=True))
+    return dict.fromkeys(shifts, USED_UP) if used_up_mark(options.members).exists() else shifts
 
 
 def _values_found(
-    entities: FoundEntities, answer: Answer, trained: Tensor, laws: Mapping[Part, str | None]
+    entities: FoundEntities, answer: Answer, trained: Tensor, shifts: Mapping[Part, str | None]
 ) -> dict[str, Mapping[str, float] | str]:
     """Return the values of each kind and place, or why they are unknown."""
     base, now = answer
     by_kind: dict[str, Mapping[str, float] | str] = dict(
         entities.compare(now, base, torch.arange(len(trained)), trained)
     )
-    if law := laws.get("prompts"):
-        by_kind |= {name: f"prompts are {law}" for name in by_kind if "/prompt" in name}
+    if shift := shifts.get("prompts"):
+        by_kind |= {name: f"prompts are {shift}" for name in by_kind if "/prompt" in name}
     return by_kind
 
 
@@ -399,7 +401,7 @@ def print_pool(console: Console, pool: ReleasedPool, result: Comparison, *, is_d
         f"A TPR below {result.visible:.3f} could stay unseen with so many. Results compare on the "
         f"same texts only: pool {pool.digest}."
     )
-    if (reason := result.other_law) is not None:
+    if (reason := result.distribution_shift) is not None:
         advice = (
             "--drawn says that the others were chosen at random, so that this is chance."
             if is_drawn
@@ -547,8 +549,8 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
         if "auc" in values:
             rows.add_row(
                 name,
-                three_digits(values["auc"]),
-                f"{values['auc_low']:.3f} to {three_digits(values['auc_high'])}",
+                format_number(values["auc"]),
+                f"{values['auc_low']:.3f} to {format_number(values['auc_high'])}",
                 f"{values['p_value']:.1g}",
                 *(tpr_in_words(values, rate_name(fpr)) for fpr in FPRS),
             )
@@ -558,10 +560,10 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> Table:
                 continue
             rows.add_row(
                 f"{name}: excess of members{words}",
-                three_digits(values[excess]),
-                " to ".join(three_digits(values[f"{excess}_{end}"]) for end in ("low", "high")),
+                format_number(values[excess]),
+                " to ".join(format_number(values[f"{excess}_{end}"]) for end in ("low", "high")),
                 "",
-                f"greedy {three_digits(values[f'greedy{tier}'])}",
+                f"greedy {format_number(values[f'greedy{tier}'])}",
                 "",
             )
     return rows

@@ -61,7 +61,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         alpha = 0.05 / len(gated)  # of which the worst one counts
         result, copied = compare_generated(pool, answers, generated, alpha)
         memorization.print_pool(console, pool, result, is_drawn=options.drawn)
-        known &= options.drawn or result.other_law is None
+        known &= options.drawn or result.distribution_shift is None
         values |= result.values
         tables.append(memorization.table_of(result.values))
         of_pool = memorization.content_of(result, pool) | {"kind": "synthetic", "copied": copied}

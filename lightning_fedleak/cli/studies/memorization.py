@@ -36,17 +36,17 @@ def all_attacks() -> tuple[memorization.MemorizationAttack, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the members' scores show beside the others'.
+    """How well attacks distinguish the members of a pool from its non-members.
 
     Attributes:
-        values: by attack, what
+        values: The result by attack, from
             :func:`~lightning_fedleak.evaluation.metrics.released.membership_values` or
-            :func:`~lightning_fedleak.evaluation.metrics.released.extraction_values` returns.
-        blind: AUC of each score that knows nothing of the training.
-        n_members: members that were scored.
-        n_others: others that were scored.
-        visible: the least TPR at 1% FPR that so many texts show with probability 0.8.
-        needed: others that each TPR needs, by its FPR.
+            :func:`~lightning_fedleak.evaluation.metrics.released.extraction_values`.
+        blind: The AUC of each score that does not use the trained model.
+        n_members: The number of members that were scored.
+        n_others: The number of non-members that were scored.
+        visible: The smallest TPR at 1% FPR that so many texts show with probability 0.8.
+        needed: The number of non-members that a TPR needs, by its FPR.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -57,9 +57,9 @@ class Comparison:
     needed: Mapping[float, int]
 
     @property
-    def other_law(self) -> str | None:
-        """Return why members and others may follow different laws; None where they follow one."""
-        return released.other_law(self.blind)
+    def distribution_shift(self) -> str | None:
+        """Why members and non-members may be from different distributions; None if they are not."""
+        return released.distribution_shift(self.blind)
 
 
 class ReleasedPool:
@@ -194,7 +194,7 @@ class ReleasedPool:
             n_members,
             n_others,
             released.visible_tpr(n_members, n_others, look=look, alpha=alpha),
-            {fpr: released.others_needed(look, alpha, fpr) for fpr in released.FPRS},
+            {fpr: released.min_non_members(look, alpha, fpr) for fpr in released.FPRS},
         )
 
     def list_records(

@@ -20,7 +20,7 @@ from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.studies.memorization import Comparison, ReleasedPool, all_attacks
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
 from lightning_fedleak.cli.studies.references import Recipe, fit_texts
-from lightning_fedleak.evaluation.metrics.copies import COPIES, copy_values, find_copies
+from lightning_fedleak.evaluation.metrics.copies import COPY_SCORES, copy_values, find_copies
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text, token_log_probs
 
@@ -64,7 +64,10 @@ def ask_auxiliary(
 def gated_scores(pool: ReleasedPool) -> list[str]:
     """Return the names of the scores of a pool that a gate takes the worst of."""
     end = "_short" * pool.is_short
-    return ["loss_ratio_short" if pool.is_short else "combined", *(name + end for name in COPIES)]
+    return [
+        "loss_ratio_short" if pool.is_short else "combined",
+        *(name + end for name in COPY_SCORES),
+    ]
 
 
 def compare_generated(

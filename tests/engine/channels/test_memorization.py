@@ -47,7 +47,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import (
     FPRS,
     highest_auc,
-    others_needed,
+    min_non_members,
     visible_tpr,
 )
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -492,8 +492,8 @@ def test_the_default_asks_about_enough_texts_for_the_smallest_rate_at_five_looks
     """Where the data and max_overhead allow it."""
     settings = Memorization(max_overhead=1e6)
     asked = affordable(10**6, settings, 40, forwards_of(settings, last_step=True))
-    assert asked // 2 >= others_needed(5, settings.alpha, min(FPRS))
-    few = Memorization(max_overhead=1e6, most_texts=2 * others_needed(1, fpr=min(FPRS)))
+    assert asked // 2 >= min_non_members(5, settings.alpha, min(FPRS))
+    few = Memorization(max_overhead=1e6, most_texts=2 * min_non_members(1, fpr=min(FPRS)))
     assert affordable(10**6, few, 40, 4) == 8760
     with pytest.raises(UnplayableGame, match=r"Memorization\(most_texts=200\)"):
         affordable(10**6, Memorization(max_overhead=1e6, most_texts=199), 200, 4)

@@ -73,9 +73,9 @@ class CanaryChannel(MemorizationChannel):
         super()._check_settings()
         shortest = min(map(len, self._planted.token_ids))
         for attack in self.attacks:
-            if shortest <= (attack.suffix or 1):
+            if shortest <= (attack.n_scored or 1):
                 raise ValueError(
-                    f"Canaries(tokens={attack.suffix}) reads the last tokens of each canary but "
+                    f"Canaries(tokens={attack.n_scored}) reads the last tokens of each canary but "
                     f"not its first, and one has {shortest} tokens: ask for at most {shortest - 1}"
                 )
 

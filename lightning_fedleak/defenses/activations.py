@@ -370,7 +370,7 @@ class _Remembered:
         That is the order in which backward comes to them.
 
         Args:
-            states: of the recomputation.
+            states: The states of the recomputation.
             layer: where they pass, for the message.
             exact: whether kernels repeat themselves, so that other states are a mistake. Otherwise
                 the nearest states count, whatever they hold.

@@ -47,7 +47,7 @@ def ask_reference(
     Args:
         reference: a model, or the folder of one or of PEFT's adapters.
         rows: how many it was trained on; None: not known.
-        run: of the model that trains, on its device.
+        run: The run of the model that trains, on its device.
         ask: asks the model of a run about the texts.
 
     Raises:
@@ -77,7 +77,7 @@ def describe_reference(reference: Any, rows: int | None, anatomy: Anatomy) -> Re
     Args:
         reference: a model, or a folder.
         rows: how many it was trained on; None: not known.
-        anatomy: of its model.
+        anatomy: The anatomy of its model.
     """
     kind = "module"
     if not isinstance(reference, nn.Module):
@@ -146,7 +146,7 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
     """Say at setup which references are trained, and what that takes.
 
     Args:
-        run: of the model that trains.
+        run: The run of the model that trains.
         sizes: rows of each of them.
         row_seconds: that training on a row is estimated to take.
     """
@@ -181,9 +181,9 @@ def train_references(
             set and returns a model.
         data: what each is trained on.
         seen: (N,) bool, the texts that the first is trained on, so that the last answers.
-        run: of the model that trains, before its first step.
+        run: The run of the model that trains, before its first step.
         ask: asks the model of a run about the N texts.
-        seed: of the order of the rows, and of dropout.
+        seed: The seed of the order of the rows, and of dropout.
 
     Raises:
         ValueError: the recipe is not known, the training fails, or what the function returns cannot
@@ -239,7 +239,7 @@ class _Strength(NamedTuple):
     """How far a reference was trained, beside the model that it is compared with.
 
     Attributes:
-        share: of the model's gain, what the reference has gained; NaN where that is not known.
+        share: The share of the model's gain that the reference has; NaN if it is unknown.
         weak: why the reference is weak, in words; empty where it is not.
     """
 

@@ -25,7 +25,7 @@ class Comparison:
         step, unit: the last step at which all have it; None without one. What is counted.
         lengths: how many steps or rounds each had, where a gate stopped one; else empty.
         columns, rows: a table of them.
-        readings: of the family, by the runs' names.
+        readings: The readings of the family, by the runs' names.
         utilities: at the step, by the runs' names.
     """
 

@@ -73,7 +73,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
     """Return everything that a report says.
 
     Args:
-        logs: of the runs.
+        logs: The logs of the runs.
         people: what only people know, by the names of ``report.toml``.
     """
     problems = list(logs.problems)

@@ -30,7 +30,7 @@ class NamedAttack:
     Attributes:
         name: as in the Opinion.
         tried: what it was tried on; or that it was not, or is unknown.
-        results: of each attack of the run.
+        results: The results of each attack of the run.
         visible: the smallest rate that each could have seen.
     """
 

@@ -33,7 +33,7 @@ class FitLog:
         looks: one for each look.
         metrics: one for each change of the user's metrics or of an account between looks.
         results: one for each look, stage and attack.
-        decisions: of gates.
+        decisions: The decisions of gates.
         checkpoints: in the order in which they were written.
         end: how it ended; None where it was cut off, or that was not recorded.
         reference: the model that the trained one was compared with; None without one.

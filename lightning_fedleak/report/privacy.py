@@ -33,7 +33,7 @@ class Account:
         defense: its name.
         series: epsilon over the steps.
         delta, epsilon, noise_multiplier, sample_rate, releases, history: the latest.
-        settings: of the defence, without its ledger, which names a place.
+        settings: The settings of the defence, without its ledger, which names a place.
         guarantee: what it promises, in its own words.
         accountant: which composed the releases.
         target_epsilon: what was asked for.
@@ -43,11 +43,11 @@ class Account:
         poisson: whether sampling by chance counts; None where that was not recorded.
         unit: whose data one unit of privacy is.
         clients: how many there are.
-        class_name: of the defence.
+        class_name: The class name of the defence.
         holds: whether there is a guarantee: a finite epsilon at a known delta.
         ledger: SHA-256 of each ledger by its name; None where no settings were recorded.
         ledger_releases: releases that each ledger counts.
-        last_step: of what was recorded.
+        last_step: The last step of what was recorded.
         whole: whether no release came after it.
         without_sampling: epsilon of the same releases if every unit were in all of them.
         largest_tpr, largest_auc: the most that it allows any test of one unit, by all pairs
@@ -428,7 +428,8 @@ def _read_ledgers(
     """Return SHA-256 and releases of ledgers, by their names.
 
     Args:
-        paths: of one defence, of which each client may have a ledger of its own; None has none.
+        paths: The paths of one defence, of which each client may have a ledger of its own; None has
+            none.
         problems: gets a sentence for each ledger with lines that are no releases.
     """
     hashes: dict[str, str] = {}

@@ -84,7 +84,7 @@ class Reported:
         """Display the report of the newest run in a notebook, while it goes on too.
 
         Args:
-            height: of the frame, in pixels.
+            height: The height of the frame, in pixels.
 
         Raises:
             ImportError: IPython is not installed.

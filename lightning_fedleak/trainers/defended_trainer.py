@@ -485,7 +485,7 @@ def _changed(change: Callable[[Tensor], Tensor], batch: Any, rows: int | None = 
     """Return a mapping with its tensors of rows changed; numbers of a pair stay.
 
     Args:
-        change: of the rows.
+        change: The change of the rows.
         batch: the mapping.
         rows: how many there are; None: as many as there are ids.
     """

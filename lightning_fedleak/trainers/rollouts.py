@@ -95,9 +95,9 @@ class Rollouts:
         Random states and the model are left as they were. The same seed draws the same numbers.
 
         Args:
-            anatomy: of the model that writes.
+            anatomy: The anatomy of the model that writes.
             prompts: N prompts.
-            seed: of the draws.
+            seed: The seed of the draws.
         """
         config, answers = self._trainer.generation_config, dict[int, Completions]()
         ends = torch.tensor([] if config.eos_token_id is None else config.eos_token_id).view(-1)

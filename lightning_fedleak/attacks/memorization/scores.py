@@ -62,7 +62,7 @@ class MemorizationAttack(Attack):
     Subclasses implement :meth:`score`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Attributes:
         part: the texts that it compares: those with 8 label tokens or more, shorter ones, the
@@ -144,7 +144,7 @@ class LossRatio(MemorizationAttack):
     Args:
         most_gain: of a token, ``lp - lp0`` in nats; what is above it is not counted. None counts
             all, as published.
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a cap that is not above 0.
@@ -328,8 +328,8 @@ class MinK(MemorizationAttack):
     score is the mean of the lowest of them.
 
     Args:
-        share: of a text's tokens that are averaged.
-        name: as in the logs.
+        share: The share of a text's tokens that are averaged.
+        name: The name in the logs.
 
     Raises:
         ValueError: a share outside (0, 1].

@@ -49,7 +49,7 @@ class LinearMap:
     """A matrix that multiplies an input; equal to another one with the same name and modules.
 
     Attributes:
-        name: of the parameter, in ``anatomy.root``.
+        name: The name of the parameter, in ``anatomy.root``.
         reader: the module that is called with the input.
         layer: the module whose output the map's is a part of, with its adapters.
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of

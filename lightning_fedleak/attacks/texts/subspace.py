@@ -60,8 +60,8 @@ class SubspaceTexts(TextAttack):
     Args:
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
-        seed: of the contexts in which tokens are tried, and of encoders' descents.
-        name: in the logs.
+        seed: The seed of the contexts in which tokens are tried, and of encoders' descents.
+        name: The name in the logs.
 
     Raises:
         ValueError: a number out of range.

@@ -62,7 +62,7 @@ class EncoderSearch:
         whitening: (d, d) of each block's states.
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
-        seed: of the starts.
+        seed: The seed of the starts.
 
     Raises:
         UnusableObservation: the rows fill the space of the hidden states.

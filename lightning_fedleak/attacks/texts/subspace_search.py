@@ -44,7 +44,7 @@ class SubspaceSearch:
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
         beam: prefixes that are continued side by side where none is exact.
-        seed: of random prefixes.
+        seed: The seed of random prefixes.
     """
 
     def __init__(

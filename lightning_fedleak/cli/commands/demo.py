@@ -165,7 +165,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Run the trainings, and print what they show.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:

@@ -59,7 +59,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Play and print.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -117,7 +117,7 @@ def _make_adversaries(
     """Return the attacks, the passive ones last. Each other one is called ``name@layer``.
 
     Args:
-        options: of the command; its seed is that of the calibration.
+        options: The options of the command; its seed is that of the calibration.
         layers: blocks whose output the active ones read.
         public: the server's public text, for attacks that calibrate; None where none does.
         randomised: whether the client's tokens are replaced before training. FCMembership then
@@ -218,7 +218,7 @@ def game_table(results: Sequence[GameResult], fitted: bool = False) -> Table:
     """Return each adversary's rates with their 95% intervals; once more without collisions, if any.
 
     Args:
-        results: of the same games.
+        results: The results of the same games.
         fitted: accuracy and advantage of a threshold that is fitted on other games.
     """
     title = "the game of Fig. 2: fair bit, random target"

@@ -34,7 +34,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Attack, print and write.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:

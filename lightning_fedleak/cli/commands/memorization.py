@@ -68,7 +68,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Compare, print, and write JSON where ``--out`` asks for it.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -467,7 +467,7 @@ def breaches_of(
     """Return a sentence for each result that is above a threshold, or may be.
 
     Args:
-        values: of each attack, and of ``records``; one is empty where it is unknown.
+        values: The values of each attack, and of ``records``; empty if they are unknown.
         metric: one that ``--metric`` takes.
         at_most: the threshold.
     """

@@ -51,7 +51,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     """Measure and print.
 
     Args:
-        options: of the command.
+        options: The options of the command.
         console: where to print; stdout by default.
 
     Returns:
@@ -93,7 +93,7 @@ def print_costs(console: Console, anatomy: Anatomy, runs: Anatomy, batch: tuple[
 
     Args:
         console: where to print.
-        anatomy: of the model, which may be without numbers.
+        anatomy: The anatomy of the model, which may be without numbers.
         runs: the same, or a block of it that can be run.
         batch: texts, and tokens of each.
     """
@@ -152,9 +152,9 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
     """Return how many distinct tokens the rows of an update reveal, in sentences.
 
     Args:
-        anatomy: of the model, with its adapters.
+        anatomy: The anatomy of the model, with its adapters.
         length: tokens of a text.
-        seed: of the planted sets.
+        seed: The seed of the planted sets.
     """
     known_inputs = row_space.find_known_inputs(anatomy, row_space.find_linear_maps(anatomy))
     for known_input in known_inputs:

@@ -73,7 +73,7 @@ class ReleasedPool:
         members: texts that were trained on.
         others: texts that were not.
         decode: returns the words of token ids, for zlib.
-        numbers: of the members' rows, for a list of records; None counts them.
+        numbers: The numbers of the members' rows, for a list of records; None counts them.
         part: ``"short"``: the pool is of the texts with 1 to 7 label tokens, which
             :class:`ShortAnswers` reads; ``"prompts"``: of the tokens that the loss is not computed
             on, as labels, which :class:`PromptRatio` reads.

@@ -35,7 +35,8 @@ def ask_auxiliary(
     Args:
         texts: the texts that are asked about.
         generated: the texts that are trained on, at least one.
-        options: of the command, which hold the base, the recipe of the training and the LoRA.
+        options: The options of the command, which hold the base, the recipe of the training and the
+            LoRA.
 
     Raises:
         SourceError: the base cannot be loaded, is no causal language model or reads fewer tokens
@@ -83,7 +84,7 @@ def compare_generated(
 
     Args:
         pool: rows that were trained on, and others.
-        answers: of the base and of the auxiliary model, on the pool's texts.
+        answers: The answers of the base and of the auxiliary model, on the pool's texts.
         generated: the generated texts.
         alpha: probability of error of each score.
 

@@ -34,7 +34,8 @@ class _Ledger:
     missing, and at worst one is counted that was not made.
 
     Args:
-        path: of a :class:`~lightning_fedleak.defenses.accounting.ledger.LedgerFile`; None for none.
+        path: The path of a :class:`~lightning_fedleak.defenses.accounting.ledger.LedgerFile`; None
+            for none.
 
     Raises:
         DefenseError: the file cannot be used.
@@ -273,8 +274,8 @@ class RenyiFilter(_Ledger):
     PRV does not apply: its composition is proven for noise that was fixed before the run.
 
     Args:
-        epsilon: of the whole run.
-        delta: of the whole run.
+        epsilon: The epsilon of the whole run.
+        delta: The delta of the whole run.
         ledger: as for :class:`Accountant`. It stores releases, not the budget: begin again with the
             same budget.
         sampling: how batches are drawn.

@@ -190,10 +190,10 @@ class EmptyCollate:
     the batch and stays.
 
     Args:
-        collate: of the loader. It may have an attribute ``rows_per_example``, of a trainer whose
-            examples are pairs; 1 without.
-        dataset: of the example.
-        index: of the example; no number of it is in an empty batch.
+        collate: The collate function of the loader. It may have an attribute ``rows_per_example``,
+            of a trainer whose examples are pairs; 1 without.
+        dataset: The dataset of the example.
+        index: The index of the example; no number of it is in an empty batch.
 
     Raises:
         DefenseError: in a call, another number of rows than of examples.
@@ -268,7 +268,7 @@ class Sampling:
         loader: yields the batches.
         rate: chance of each example to be in a batch, as it is to be accounted.
         expected: number of examples by which a clipped sum is divided.
-        examples: of all clients; where users are drawn, the number of users.
+        examples: The number of examples of all clients; where users are drawn, the number of users.
         users: the rows of each user by key; None where examples are drawn.
     """
 

@@ -46,7 +46,7 @@ def check_no_other_noise(host: Host, names: Sequence[str]) -> None:
 
     Args:
         host: has the optimizers.
-        names: of the defences that change gradients after DPSGD.
+        names: The names of the defences that change gradients after DPSGD.
 
     Raises:
         DefenseError: names the defence.

@@ -109,7 +109,7 @@ class WatchedStep:
         Args:
             step: passes a batch to ``training_step``, with :meth:`run` around it.
             batch: the logical one.
-            max_rows: of a piece.
+            max_rows: The largest number of rows of a piece.
             releases: how many were made.
             context: where the step runs.
 
@@ -540,7 +540,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     weight of torchao counts by the tensors that it consists of.
 
     Args:
-        tensor: of any type; of a DTensor this process's part.
+        tensor: A tensor of any type; of a DTensor, this process's part.
     """
     part = tensor.detach()
     if isinstance(part, DTensor):

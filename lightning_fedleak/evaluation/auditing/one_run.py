@@ -85,8 +85,8 @@ def one_run_p_value(
         guesses: r, canaries on which the auditor did not abstain. Which they are, and how many,
             may depend on the scores, but not on the inclusion bits.
         right: v of them.
-        epsilon: of the claim, for adding or removing one canary.
-        delta: of the claim.
+        epsilon: The epsilon of the claim, for adding or removing one canary.
+        delta: The delta of the claim.
 
     Raises:
         ValueError: impossible counts.
@@ -207,12 +207,12 @@ def audit_one_run(
     Args:
         scores: (m,) higher is more likely included.
         members: (m,) bool, the inclusion bits.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
         guesses: how many, half of them at either end. Default: all canaries, a fourth of them, a
             sixteenth, and so on down to 16, which share the error (Bonferroni).
         claim: as for :func:`~lightning_fedleak.evaluation.auditing.audit_scores`.
-        seed: of the order of equal scores.
+        seed: The seed of the order of equal scores.
 
     Raises:
         ValueError: lengths differ, more guesses than canaries, no guesses, inclusion bits that are
@@ -240,7 +240,7 @@ def refutes(scores: Tensor, members: Tensor, curve: Curve, *, confidence: float 
         scores: (m,) higher is more likely included, as for :func:`audit_one_run`.
         members: (m,) bool, the inclusion bits.
         curve: pairs (epsilon, delta) that are claimed to hold for adding or removing one canary.
-        confidence: of the refutation.
+        confidence: The confidence of the refutation.
 
     Raises:
         ValueError: a score that is NaN, or as :func:`audit_one_run`.
@@ -322,10 +322,11 @@ def audit_canaries(
         True
 
     Args:
-        canaries: of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or their record.
+        canaries: The canaries of :func:`~lightning_fedleak.evaluation.canaries.with_canaries`, or
+            their record.
         scores: (m,) for the m canaries in their order, higher is more likely included.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
         claim: as in :func:`~lightning_fedleak.evaluation.auditing.audit_one_run`.
 
     Raises:
@@ -370,8 +371,8 @@ def audit_gaussian_scores(
         scores: (n,) higher is more likely a member. Linear in what was released: for instance its
             inner product with the canary's gradient, summed over steps.
         members: (n,) bool, the inclusion bits.
-        delta: of the bound.
-        confidence: of the bound.
+        delta: The delta of the bound.
+        confidence: The confidence of the bound.
 
     Raises:
         ValueError: lengths differ, fewer than 20 scores of a kind, scores that are not normal or

@@ -71,7 +71,7 @@ class PrivacyClaim:
         sample_rate: chance of an example to be in a batch, by Poisson sampling.
         divisor: what the noisy sum is divided by before the optimizer's step: the expected batch
             size where the loss is a mean (Opacus' ``expected_batch_size``), 1 where it is a sum.
-        delta: of epsilon.
+        delta: The delta of epsilon.
         epsilon: returns what the training's account shows at the end; None: not checked.
         client: ``"rank"``: what each process releases has a noise of its own; ``"world"``: the
             processes release one sum.
@@ -100,7 +100,7 @@ class Check:
     """What one test shows.
 
     Attributes:
-        name: of the test.
+        name: The name of the test.
         result: *refuted*, *not refuted* or *unknown*.
         evidence: what was measured, or why nothing was.
         visible: the smallest fault that would have been refuted with a chance of 95%.
@@ -181,7 +181,7 @@ class Observations:
         rate_changes: steps before which they changed.
         schedulers: kinds of the optimizers' schedulers, and whether their steps take a metric.
         evaluations: how often the model ran without gradients.
-        examples: of the data set; None: unknown.
+        examples: The number of examples of the data set; None: unknown.
         draws: steps whose examples are known.
         inclusions: in how many of them each example is.
     """

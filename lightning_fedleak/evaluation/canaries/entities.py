@@ -105,7 +105,7 @@ class _Entity:
     Attributes:
         kind: name of its kind.
         place: ``"prompt"`` or ``"label"``.
-        number: of the value in the set.
+        number: The number of the value in the set.
         start: its first token in the row, without padding.
         ids: (k,) its tokens.
     """
@@ -131,8 +131,8 @@ class EntitySet(CanarySet):
 
     Args:
         planted: the rows.
-        record: of which rows are in the data.
-        tokenizer: of the rows.
+        record: The record of which rows are in the data.
+        tokenizer: The tokenizer of the rows.
 
     Attributes:
         entities: the value of each row.
@@ -217,11 +217,11 @@ def with_entities(
             another's, and no two kinds share one.
         places: where values stand.
         times: how often an included row stands in the data, drawn for each.
-        tokenizer: of the rows.
+        tokenizer: The tokenizer of the rows.
         count: values of each kind and place, in the data or not.
         seed: at least 0, for reproducible experiments; None draws from the operating system, and
             ``record`` is then needed to resume, and wherever several processes train.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         record: file, of mode 0600, that keeps the draw. It holds no value.
 
     Raises:

@@ -59,7 +59,7 @@ class ScoredTexts:
             they are in the pool.
         short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
             and answer together; they are a pool of their own.
-        short_copies: of each such text that two rows or more were trained on, the places of its
+        short_copies: For each such text that two rows or more were trained on, the places of its
             rows in the pool and the number of all that were trained on.
         prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
             row's prompt repeats as a whole or, in the pool, in part.
@@ -199,8 +199,8 @@ class _Index:
 
     Attributes:
         runs: the hashes, sorted, each once.
-        owners: of each place, the text.
-        places: of each place, the run.
+        owners: For each place, the text.
+        places: For each place, the run.
     """
 
     def __init__(self, pool: Sequence[Text], size: int) -> None:

@@ -34,7 +34,7 @@ def client_states(
     separately.
 
     Args:
-        anatomy: of the model.
+        anatomy: The anatomy of the model.
         layers: 0 for the blocks' input, k for the output of block k.
         ids: (B, L).
         mask: (B, L), or None where the client has none.
@@ -62,12 +62,12 @@ class _PooledStates:
     is computed when the first of its sentences is needed.
 
     Args:
-        anatomy: of the model.
+        anatomy: The anatomy of the model.
         layers: as in :func:`client_states`.
         rows: ids of all sentences that will be needed, all different.
         batch: sentences in a group.
         pad_id: written after the end of a row.
-        generator: of the grouping.
+        generator: The generator of the grouping.
         length: None to pad a group to its longest sentence and mask the rest; a number of columns
             to pad to without a mask, so that the model reads padding (as the authors' code does).
     """
@@ -242,7 +242,7 @@ def play(
     that the whole batch gives the model's own trained parameters.
 
     Args:
-        anatomy: of the model, which is not changed.
+        anatomy: The anatomy of the model, which is not changed.
         attacks: the adversaries.
         pool: the sentences that data and targets are drawn from.
         config: how the games are played; default :class:`GameConfig`.

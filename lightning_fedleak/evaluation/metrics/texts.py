@@ -275,9 +275,9 @@ def reconstruction_rates(
     sentences read [.69, 1].
 
     Args:
-        scores: of all sentences.
-        resamples: of the bootstrap.
-        seed: of the bootstrap; no global random numbers are used.
+        scores: The scores of all sentences.
+        resamples: The number of resamples of the bootstrap.
+        seed: The seed of the bootstrap; no global random numbers are used.
 
     Returns:
         Rates by the names in ``RECONSTRUCTION_RATES``; NaN where there is nothing to count.
@@ -318,7 +318,7 @@ def _mean(top: Floats, bottom: Floats, times: Floats, share: float, alpha: float
         bottom: (n,) its weight.
         times: (resamples, n) how often it is drawn.
         share: the sum of the squared weights of all tokens, one over their number if all are equal.
-        alpha: of the interval.
+        alpha: The error probability of the interval.
     """
     n = top.size
     value = float(top.sum() / bottom.sum())

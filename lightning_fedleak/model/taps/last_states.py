@@ -58,7 +58,7 @@ class HeadMap:
     Attributes:
         weight: (V, d), with a LoRA on the head in it.
         bias: (V,), or None.
-        cap: of the logits (Gemma 2); None without one.
+        cap: The cap of the logits (Gemma 2); None without one.
         temperature: that the loss divides logits by, over the model's own scale of them.
     """
 

@@ -214,7 +214,7 @@ def unmasked(batch: TokenBatch, mask_id: int, special: Collection[int]) -> Token
 
     Args:
         batch: with the labels of the tokens that were masked or exchanged.
-        mask_id: of the token that masks.
+        mask_id: The id of the mask token.
         special: ids of special tokens.
 
     Raises:
@@ -278,7 +278,7 @@ def token_log_probs(
         anatomy: a causal language model; a classifier, which is asked for the class of each text or
             token; or a masked model.
         texts: N texts, at least one.
-        mask_id: of the token that masks; of a masked model.
+        mask_id: The id of the mask token; only for a masked model.
 
     Returns:
         The snapshot on the CPU, in float32.

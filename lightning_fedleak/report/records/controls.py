@@ -64,7 +64,7 @@ def judge_value(
     can distinguish; else it is unknown.
 
     Args:
-        value: of a metric; NaN is unknown.
+        value: The value of a metric; NaN is unknown.
         control: what the attack reads in the same step where the truth is known; NaN where that
             could not be read, None where it is given no control.
         at_most: the limit; 1 allows everything.

@@ -305,7 +305,7 @@ def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
         kind: the type.
         bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
             an object a TypedDict of the keys.
-        value: of JSON.
+        value: The value of JSON.
         path: to it.
     """
     if is_typeddict(bounds[0]):

@@ -161,7 +161,7 @@ class BeginLine(RunLine):
     Attributes:
         fit: the same for all monitors of one fit.
         resumed: the fit that it goes on from; None where it begins with no checkpoint.
-        versions: of the packages that a number may depend on.
+        versions: The versions of the packages that a number may depend on.
         machine: processor and device.
         model: the model.
         training: how it is trained.

@@ -52,7 +52,7 @@ class Federation:
         column: the field that holds the text; None as ``read_texts`` finds it.
         lora_r: rank of the LoRA that is trained; 0 for the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
-        optimizer: of the clients, a key of ``OPTIMIZERS``.
+        optimizer: The optimizer of the clients, a key of ``OPTIMIZERS``.
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
@@ -61,9 +61,9 @@ class Federation:
         watch: what the gate watches; None for the worst of the families that can be known.
         epsilon: what all rounds together may cost; None for no budget.
         clip: largest norm of a client's update.
-        delta: of the guarantee.
+        delta: The delta of the guarantee.
         trust: who adds the noise.
-        seed: of split, order, adapters and calibration.
+        seed: The seed of split, order, adapters and calibration.
     """
 
     clients: int = 4
@@ -221,7 +221,7 @@ class Federation:
         """Return an observer that attacks the updates of this federation.
 
         Args:
-            folder: of its files.
+            folder: The folder of its files.
         """
         return federation.RoundObserver(
             self.make_model(),
@@ -267,8 +267,8 @@ class Federation:
         """Return client-level differential privacy; None where the options set none.
 
         Args:
-            ledger: of the server, or of one client where each adds noise of its own; None where
-                nothing is released by it.
+            ledger: The ledger of the server, or of one client where each adds noise of its own;
+                None where nothing is released by it.
 
         Raises:
             DefenseError: settings that hold no guarantee.
@@ -303,7 +303,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
     Args:
         n: texts.
         clients: to deal them to.
-        seed: of the order.
+        seed: The seed of the order.
 
     Returns:
         The numbers of each client's texts.

@@ -27,7 +27,7 @@ class Round:
     """What a round showed; round 0 is the model that the first one begins with.
 
     Attributes:
-        number: of the round.
+        number: The number of the round.
         loss: validation loss of the model after it.
         leakage: what was recovered, by family and headline.
         withheld: clients whose update a gate held back.
@@ -73,10 +73,10 @@ class _Server:
 
     Args:
         federation: what is trained.
-        folder: of the ledgers.
+        folder: The folder of the ledgers.
 
     Attributes:
-        state: of what is trained, as it is sent in the next round.
+        state: The state of what is trained, as it is sent in the next round.
         loss: the validation loss of ``state``.
         dp: its account where it adds the noise; None elsewhere.
     """
@@ -176,7 +176,7 @@ def train_in_process(
 
     Args:
         federation: what is trained.
-        folder: of logs and ledgers.
+        folder: The folder of logs and ledgers.
         closed: called with each round, and with round 0 at first.
 
     Raises:

@@ -106,7 +106,7 @@ def too_few_non_members(
     """Return at which look a TPR has too few non-members, the farthest one; None: at none.
 
     Args:
-        counts: of non-members, at look 1, 2, and so on.
+        counts: The numbers of non-members at look 1, 2, and so on.
         alpha: probability of error over all looks together.
         metric: its name.
         fpr: the FPR of it.

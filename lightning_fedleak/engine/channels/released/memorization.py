@@ -225,7 +225,7 @@ class MemorizationChannel(WeightChannel):
 
         Args:
             epoch: counted from 0.
-            share: of the epoch's batches that are done, up to 1.
+            share: The share of the epoch's batches that are done, up to 1.
         """
         if share >= 1:
             self._due = 0
@@ -305,7 +305,7 @@ class MemorizationChannel(WeightChannel):
         """Return a model's answers to the pool; each process queries it with its part.
 
         Args:
-            run: of the model; by default the one that trains.
+            run: The run of the model; by default the one that trains.
 
         Raises:
             UnusableObservation: it cannot be queried, on this process or on another one.

@@ -58,9 +58,9 @@ class WeightChannel(Channel):
 
     Attributes:
         absent: what attacks that choose themselves lack here, where none of them is a candidate.
-        kinds: of the models that can be queried.
+        kinds: The kinds of the models that can be queried.
         planted: the setting of :class:`Games` that holds what the user planted; empty for none.
-        prefix: of the names of its series.
+        prefix: The prefix of the names of its series.
         folder: keeps what a resumed run needs.
         owes_list: rows are to be listed, and were not at the newest look.
     """
@@ -219,7 +219,7 @@ class WeightChannel(Channel):
 
         Args:
             epoch: counted from 0.
-            share: of the epoch's batches that are done, up to 1.
+            share: The share of the epoch's batches that are done, up to 1.
         """
         return share >= 1
 
@@ -275,7 +275,7 @@ class WeightLooks:
 
     Args:
         run: the run.
-        channels: of which those that read weights are taken.
+        channels: The channels; those that read weights are used.
         series: the channel of each series, in the order of the logs.
         folder: keeps what a resumed run needs besides its checkpoint.
 
@@ -404,7 +404,7 @@ class WeightLooks:
         """Return why attacks on the weights say nothing of this run; None: they do.
 
         Args:
-            names: of the attacks; None: all of them.
+            names: The names of the attacks; None: all of them.
         """
         played = {attack.name for attack in self.attacks}
         if played if names is None else played.issuperset(names):

@@ -203,7 +203,7 @@ def train_references(
     unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
     weights = facts[0].weights
     if len(facts) > 1:
-        weights = hashlib.sha256("".join(one.weights for one in facts).encode()).hexdigest()
+        weights = hashlib.sha256("".join(x.weights for x in facts).encode()).hexdigest()
     kind = "auto" if source == "auto" else "function"
     return unseen, replace(facts[0], kind=kind, weights=weights, models=len(facts))
 

@@ -25,7 +25,7 @@ def composed_epsilon(
     history: Sequence[records.Releases], delta: float | None, accountant: str, sampling: str | None
 ) -> float | str | None:
     """Return the epsilon of releases, or in words why it is no number; None without noise."""
-    if not history or not delta or any(not one.noise_multiplier for one in history):
+    if not history or not delta or any(not releases.noise_multiplier for releases in history):
         return None
     try:
         from lightning_fedleak.defenses.accounting.accounting import MAX_EPSILON, epsilon_of
@@ -53,7 +53,7 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
     pair = min(epsilon, MAX_SHOWN_EPSILON), delta
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
     least = MIN_EXPLAINED * epsilon
-    if any(all(one[0] >= least for one in curve if one[1] <= delta) for curve in curves):
+    if any(all(pair[0] >= least for pair in curve if pair[1] <= delta) for curve in curves):
         tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
         aucs.append(max(curve_auc(curve) for curve in curves))
     return min(tprs), min(aucs)
@@ -90,14 +90,14 @@ def _largest_histories(
 
 
 def _is_part(history: Iterable[records.Releases], other: Iterable[records.Releases]) -> bool:
-    counts = {one[:2]: one.number for one in other}
-    return all(one.number <= counts.get(one[:2], 0) for one in history)
+    counts = {releases[:2]: releases.number for releases in other}
+    return all(releases.number <= counts.get(releases[:2], 0) for releases in history)
 
 
 @functools.lru_cache(maxsize=64)
 def _curve(history: tuple[records.Releases, ...], accountant: str, sampling: str) -> Curve:
     """Return the pairs of releases; none where an accountant cannot compose them."""
-    if any(not one.noise_multiplier for one in history):
+    if any(not releases.noise_multiplier for releases in history):
         return ()
     try:
         from lightning_fedleak.defenses.accounting.accounting import curve_of

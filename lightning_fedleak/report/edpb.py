@@ -68,7 +68,7 @@ def _named_attack(
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
     """Return the attacks on canaries, the least repeated first."""
     canaries = [attack for attack in attacks if attack.family.name == CANARIES.name]
-    return sorted(canaries, key=lambda one: (len(one.name), one.name))  # as x4 before x16
+    return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
 
 
 def _is_on_texts(attack: AttackSummary) -> bool:

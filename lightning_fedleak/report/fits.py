@@ -512,7 +512,7 @@ def _in_a_batch(account: Account) -> tuple[float, float] | tuple[None, None]:
     """
     from lightning_fedleak.evaluation.auditing import dp_auc, dp_tpr, gaussian_auc, gaussian_tpr
 
-    least = min((one.noise_multiplier for one in account.history), default=0.0)
+    least = min((x.noise_multiplier for x in account.history), default=0.0)
     if least > 0:
         return gaussian_tpr(FPR, least), gaussian_auc(least)
     sampled = not account.is_of_tokens and account.poisson is not False

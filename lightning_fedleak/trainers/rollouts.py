@@ -62,11 +62,11 @@ class Rollouts:
             BatchError: an example has no prompt, or images.
         """
         examples = dict[object, Any]()
-        for one in batch:
-            if not isinstance(one, Mapping) or "prompt" not in one or "image" in one:
+        for example in batch:
+            if not isinstance(example, Mapping) or "prompt" not in example or "image" in example:
                 raise BatchError("an example has no prompt of text alone")
-            examples.setdefault(repr(one["prompt"]), one)
-        rows = [torch.tensor(self._tokenize(one["prompt"])) for one in examples.values()]
+            examples.setdefault(repr(example["prompt"]), example)
+        rows = [torch.tensor(self._tokenize(example["prompt"])) for example in examples.values()]
         if not self._is_drawn:
             named = zip(rows, examples.values(), strict=True)
             self._examples |= {Text(ids, ids).content: one for ids, one in named}
@@ -113,7 +113,7 @@ class Rollouts:
                 mask = left([torch.ones_like(start) for start in starts]).to(anatomy.device)
                 inputs = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
                 whole = writer.generate(**inputs).cpu()
-                parts = [_until_end(one, ends) for one in whole[:, ids.shape[1] :]]
+                parts = [_until_end(row, ends) for row in whole[:, ids.shape[1] :]]
                 for place, row in enumerate(rows):
                     group = parts[place * self.count : (place + 1) * self.count]
                     answers[row] = Completions.of_prompt(prompts[row].ids, group)
@@ -127,13 +127,13 @@ class Rollouts:
         """
         trainer = self._trainer
         examples = [self._examples[p.content] for p in prompts for _ in range(self.count)]
-        ids = [one.ids[one.labels != IGNORE_INDEX] for row in written for one in row.alone]
+        ids = [text.ids[text.labels != IGNORE_INDEX] for row in written for text in row.alone]
         answers = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(examples[0]["prompt"], str):
             answers = [[{"role": "assistant", "content": text}] for text in answers]
         arguments = {
-            **{n: [one[n] for one in examples] for n in examples[0].keys() - _OWN_COLUMNS},
-            "prompts": [one["prompt"] for one in examples],
+            **{n: [x[n] for x in examples] for n in examples[0].keys() - _OWN_COLUMNS},
+            "prompts": [x["prompt"] for x in examples],
             "completions": answers,
             "completion_ids": [row.tolist() for row in ids],
             "trainer_state": copy.deepcopy(trainer.state),
@@ -142,7 +142,7 @@ class Rollouts:
         try:
             with preserve_process():
                 rows = [function(**arguments) for function in trainer.reward_funcs]
-            numbers = [[torch.nan if one is None else float(one) for one in row] for row in rows]
+            numbers = [[torch.nan if x is None else float(x) for x in row] for row in rows]
             values = torch.tensor(numbers, dtype=torch.float64).view(len(rows), -1, self.count)
         except Exception as error:  # of the user's function, whose message may quote a text
             raise UnusableObservation(f"a reward function fails: {type(error).__name__}") from error

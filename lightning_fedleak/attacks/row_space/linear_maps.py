@@ -411,9 +411,9 @@ def vocabulary_size(anatomy: Anatomy) -> int:
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
 
-def _same_states(one: Tensor, other: Tensor) -> bool:
-    scale = float(one.abs().max())
-    return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
+def _same_states(first: Tensor, other: Tensor) -> bool:
+    scale = float(first.abs().max())
+    return scale > 0 and float((first - other).abs().max()) <= _TOLERANCE * scale
 
 
 def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:

@@ -279,11 +279,11 @@ def print_prices(
             for key, price in measured.items():
                 prices[key] += times * max(0.0, price - smaller.get(key, price))
     names = list(dict.fromkeys(name for name, _ in prices if name))
-    set_up, look = (sum(prices[name, one] for name in names) for one in ("set-up", "look"))
+    set_up, look = (sum(prices[name, part] for name in names) for part in ("set-up", "look"))
     control = prices["", "control"]
     table = Table("seconds of computation", "set-up", "a look", "its control, at most")
     for name in names:
-        table.add_row(name, *(f"{prices[name, one]:.2g}" for one in ("set-up", "look")))
+        table.add_row(name, *(f"{prices[name, part]:.2g}" for part in ("set-up", "look")))
     table.add_row("two gradients", "", "", f"{control:.2g}")
     table.add_row("all", f"{set_up:.2g}", f"{look:.2g}", f"{control + look:.2g}")
     print_table(console, table)

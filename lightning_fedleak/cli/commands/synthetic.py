@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -80,7 +80,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     names = (*not_compared, *score_names)
-    breaches = _breaches({n: values.get(n, {}) if is_known else {} for n in names}, options)
+    breaches = _breaches(names, values if is_known else {}, options)
     for breach in breaches:
         console.print(f"BREACH: {breach}")
     outcome = memorization.FAILED if breaches else "no breach" if is_known else "UNKNOWN"
@@ -89,12 +89,14 @@ def run(options: Namespace, console: Console | None = None) -> int:
     return memorization.BREACH if breaches else 0
 
 
-def _breaches(values: Mapping[str, Mapping[str, float]], options: Namespace) -> list[str]:
+def _breaches(
+    names: Sequence[str], values: Mapping[str, Mapping[str, float]], options: Namespace
+) -> list[str]:
     """Return a sentence for each score that is above ``--at-most``, may be, or is unknown."""
     if options.at_most is None:
         return []
     limit = options.metric, options.at_most
-    reasons = {name: memorization.breach_of(rates, *limit) for name, rates in values.items()}
+    reasons = {name: memorization.breach_of(values.get(name, {}), *limit) for name in names}
     return [f"{name}/{limit[0]} {why}" for name, why in reasons.items() if why is not None]
 
 

@@ -129,8 +129,8 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
     """Return whether a line says of a run that its defences guarantee something."""
     facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
-    promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
-    spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
+    promises = [defense.guarantee or "" for defense in facts if defense.class_name != "Freeze"]
+    spent = [getattr(x, "privacy", None) for x in (line, getattr(line, "resumed", None))]
     return any(spent) or not all(promise.startswith("none") for promise in promises)
 
 

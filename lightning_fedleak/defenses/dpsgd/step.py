@@ -548,7 +548,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     flatten = getattr(part, "__tensor_flatten__", None)
     if flatten is not None:
         inner = (getattr(part, name) for name in flatten()[0])
-        return torch.stack([fingerprint(one) for one in inner]).sum()
+        return torch.stack([fingerprint(part) for part in inner]).sum()
     if part.is_meta or part.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)
     if part.is_complex():

@@ -147,7 +147,7 @@ class EntitySet(CanarySet):
     @property
     def groups(self) -> list[tuple[str, Place]]:
         """Return the kinds and places, each once."""
-        return list(dict.fromkeys((one.kind, one.place) for one in self.entities))
+        return list(dict.fromkeys((entity.kind, entity.place) for entity in self.entities))
 
     def candidates(self, row: int, n: int) -> list[Tensor]:
         """Return the tokens of a value, and of n others of its set that were not planted.
@@ -156,12 +156,12 @@ class EntitySet(CanarySet):
         """
         entity = self.entities[row]
         kind = self.kinds[entity.kind]
-        absent = kind.lengths | {one.number for one in self.entities if one.kind == entity.kind}
+        absent = kind.lengths | {x.number for x in self.entities if x.kind == entity.kind}
         generator = random.Random(self.record.key + row.to_bytes(8, "big"))
         numbers = _numbers(kind.size, n + len(absent), generator)
         others = [number for number in numbers if number not in absent][:n]
         tokens = _tokens_of(kind, map(kind.value, others), self._tokenizer)
-        fitting = (one for one in tokens if one and len(one[0]) <= kind.room)
+        fitting = (ids for ids in tokens if ids and len(ids[0]) <= kind.room)
         return [entity.ids, *(ids[start:end] for ids, start, end in fitting)]
 
 
@@ -285,7 +285,7 @@ def _plant(
         ids = token_ids_of(item, f"rows[{row}]").tolist()
         is_label = _label_places(item, f"rows[{row}]")
         groups = sorted(missing, key=missing.__getitem__, reverse=True)
-        for name, place in (one for one in groups if missing[one]):
+        for name, place in (group for group in groups if missing[group]):
             free = [
                 token not in special and labelled is (place == "label")
                 for token, labelled in zip(ids, is_label, strict=True)
@@ -317,7 +317,7 @@ def _values(
     """
     numbers = _numbers(kind.size, 2 * n + _MIN_VALUES, generator)
     others = _tokens_of(kind, map(kind.value, numbers[:_MIN_VALUES]), tokenizer)
-    room = max((len(one[0]) for one in others if one), default=0)
+    room = max((len(ids[0]) for ids in others if ids), default=0)
     fitted = replace(kind, room=room, lengths=frozenset(numbers[:_MIN_VALUES]))
     tokens = _tokens_of(fitted, map(kind.value, numbers[_MIN_VALUES:]), tokenizer)
     pairs = zip(numbers[_MIN_VALUES:], tokens, strict=True)

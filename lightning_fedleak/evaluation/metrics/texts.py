@@ -110,8 +110,8 @@ def in_true_order(
     hits = (guess_tokens[:, None] == truth) & real
     anywhere = torch.tensor(
         [
-            [(Counter(one) & Counter(other)).total() for other in _real_tokens(truth, real)]
-            for one in _real_tokens(guess_tokens, guess_tokens >= 0)
+            [(Counter(guess) & Counter(other)).total() for other in _real_tokens(truth, real)]
+            for guess in _real_tokens(guess_tokens, guess_tokens >= 0)
         ],
         dtype=torch.int64,
     ).view(len(guess_tokens), len(truth))

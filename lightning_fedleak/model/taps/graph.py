@@ -387,7 +387,7 @@ def _placed(call: ModelCall, kind: Kind, labels: Tensor | None) -> PlacedRows:
     placed = replace(first, place=place + (length - width))  # or the last positions
     if width == length or kept:
         return placed
-    matches = [_share_of_next(one, ids) for one in (first, placed)]
+    matches = [_share_of_next(rows, ids) for rows in (first, placed)]
     if kind != "causal" or max(matches) < MIN_MATCHES or matches[0] == matches[1]:
         raise BatchError(
             f"the head gave {width} logits for texts of {length} tokens: for which is not known"

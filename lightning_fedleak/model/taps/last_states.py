@@ -196,7 +196,7 @@ def read_states(
     for start in range(0, len(places), step):
         block = places[start : start + step]
         rows = _prepare(states[block], gradient[block], head, weight)
-        of_rows, is_label = _labels(rows, weight, [one[block].to(device) for one in claims])
+        of_rows, is_label = _labels(rows, weight, [labels[block].to(device) for labels in claims])
         factors, rest = _fit_labels(rows, weight, of_rows)
         is_label &= rest <= MAX_REST
         p_y = rows.p.gather(1, of_rows[:, None])[:, 0]
@@ -285,12 +285,12 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
     low, high = map(math.log, TEMPERATURES)
     width = (high - low) / (GRID - 1)
     tried = {low + i * width: rest_of(math.exp(low + i * width)) for i in range(GRID)}
-    middle = min(tried, key=lambda one: tried[one][0])
+    middle = min(tried, key=lambda log_t: tried[log_t][0])
     labels = tried[middle][1]
     while width > ACCURACY:
         width /= 2
         near = (middle - width, middle, middle + width)
-        middle = min(near, key=lambda one: rest_of(math.exp(one), labels)[0])
+        middle = min(near, key=lambda log_t: rest_of(math.exp(log_t), labels)[0])
     best = math.exp(middle)
     is_better = rest_of(best)[0] < min(MAX_REST, rest_of(head.temperature)[0] / 2)
     return replace(head, temperature=best) if is_better else head

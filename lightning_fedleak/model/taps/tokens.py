@@ -119,10 +119,10 @@ class Completions(Text):
             prompt: (P,) int64 token ids, at least one.
             written: The token ids of each completion.
         """
-        ids = torch.cat([part for one in written for part in (prompt, one)])
+        ids = torch.cat([part for answer in written for part in (prompt, answer)])
         hidden = torch.full_like(prompt, IGNORE_INDEX)
-        labels = torch.cat([part for one in written for part in (hidden, one)])
-        return cls(ids, labels, len(ids), tuple(len(prompt) + len(one) for one in written))
+        labels = torch.cat([part for answer in written for part in (hidden, answer)])
+        return cls(ids, labels, len(ids), tuple(len(prompt) + len(answer) for answer in written))
 
     @property
     def alone(self) -> list[Text]:
@@ -290,7 +290,7 @@ def token_log_probs(
         return TokenSnapshot(*sums)  # each token has a label in one copy
     columns = max(1, max(len(text.labels) for text in texts) - 1)
     if any(text.split is not None for text in texts):
-        alone = token_log_probs(anatomy, [one for text in texts for one in text.alone])
+        alone = token_log_probs(anatomy, [part for text in texts for part in text.alone])
         return _joined(alone, texts, columns)
     shape = (len(texts), columns)
     snapshot = TokenSnapshot(
@@ -316,10 +316,10 @@ def token_log_probs(
 def _joined(alone: TokenSnapshot, texts: Sequence[Text], columns: int) -> TokenSnapshot:
     """Return the snapshot of pairs, (N, columns), of one with a row for each text alone."""
     snapshot = TokenSnapshot(*(value.new_zeros(len(texts), columns) for value in alone))
-    owners = ((row, one) for row, text in enumerate(texts) for one in text.alone)
+    owners = ((row, part) for row, text in enumerate(texts) for part in text.alone)
     ends = [0] * len(texts)
-    for place, (row, one) in enumerate(owners):
-        start, n = ends[row], len(one.ids) - 1
+    for place, (row, part) in enumerate(owners):
+        start, n = ends[row], len(part.ids) - 1
         for whole, value in zip(snapshot, alone, strict=True):
             whole[row, start : start + n] = value[place, :n]
         ends[row] = start + n + 1  # nothing predicts a text's first token
@@ -408,7 +408,7 @@ def candidate_log_probs(
         first candidate.
     """
     context = context.to(anatomy.device)[None]
-    words = [tuple(one.tolist()) for one in candidates]
+    words = [tuple(candidate.tolist()) for candidate in candidates]
     log_probs, greedy = torch.zeros(len(words)), True
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         first, cache = _run_context(anatomy, model, context)
@@ -505,7 +505,7 @@ def _run_whole(
     at_once = max(1, LOGITS_OF_FORWARD // ((context.shape[1] + width) * anatomy.vocab_size))
     logits = dict[Prefix, Tensor]()
     for some in (leaves[n : n + at_once] for n in range(0, len(leaves), at_once)):
-        ids = pad_sequence([context.new_tensor(one) for one in some], batch_first=True)
+        ids = pad_sequence([context.new_tensor(prefix) for prefix in some], batch_first=True)
         whole = torch.cat([context.expand(len(ids), -1), ids], 1)  # nothing sees what is behind it
         for leaf, scores in zip(
             some, model_runs.logits_in(model(input_ids=whole))[:, -ids.shape[1] :], strict=True

@@ -268,7 +268,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read_one_of(arguments, value, path)
     if kind is tuple:
         _expect(isinstance(value, list), path)
-        return tuple(_read(arguments[0], one, path) for one in value)
+        return tuple(_read(arguments[0], item, path) for item in value)
     if kind is Annotated:
         return _read_annotated(*arguments, value=value, path=path)
     if kind is not None:

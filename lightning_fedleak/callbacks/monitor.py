@@ -242,9 +242,7 @@ class LeakageMonitor(EitherCallback, Reported):
         """Store the number of earlier looks and the first step of this fit."""
         self.engine.training_begins()
         for optimizer in map(real_optimizer, trainer.optimizers):
-            if (
-                optimizer not in trainer.optimizers
-            ):  # a DP optimizer wraps it, and may skip its step
+            if optimizer not in trainer.optimizers:  # a DP optimizer wraps it, and may skip steps
                 steps = partial(self.engine.optimizer_steps, optimizer)
                 self._removers.append(before_real_step(optimizer, steps))
 

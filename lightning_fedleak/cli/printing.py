@@ -75,10 +75,7 @@ def print_comparison(console: Console, content: Findings) -> None:
         console.print(plain(content.overviews[0].sentence), markup=False, soft_wrap=True)
         return
     claims = ["\n".join(account.claim for account in fit.privacy) for fit in content.runs]
-    titles = [
-        title.replace(comparison.metric, title_of(comparison.metric))
-        for title in comparison.columns
-    ]
+    titles = [x.replace(comparison.metric, title_of(comparison.metric)) for x in comparison.columns]
     table = Table(show_lines=True)
     width = max(20, (console.width - _LABEL_WIDTH) // len(content.runs) - 3)
     table.add_column("run")

@@ -393,8 +393,7 @@ def _bought(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
         if not of_family or reading.verdict == "unknown":
             continue
         pair, kind = max(of_family, key=lambda p: p.before.value or 0.0), reading.title.lower()
-        rates = pair.after, reading.rate
-        if reading.silent or not all(are_apart(pair.before, rate) for rate in rates):
+        if reading.silent or not all(are_apart(pair.before, x) for x in (pair.after, reading.rate)):
             same.append(kind)
             continue
         start = " and" if fell else "The defence brought"

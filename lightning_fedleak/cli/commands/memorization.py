@@ -138,12 +138,10 @@ def run(options: Namespace, console: Console | None = None) -> int:
         optional: dict[str, object] = {"records": counts, "not_compared": absent}
         optional |= {"entities": by_kind, "reference": reference}
         content |= {name: entries for name, entries in optional.items() if entries}
-        for pool_of_part, result_of_part in zip(pools[1:], results[1:], strict=True):
-            part = pool_of_part.part
+        for part_pool, part_result in zip(pools[1:], results[1:], strict=True):
+            part = part_pool.part
             name = {"short": "short_answers"}.get(part, part)
-            content[name] = content_of(result_of_part, pool_of_part) | {
-                "known": shifts[part] is None
-            }
+            content[name] = {**content_of(part_result, part_pool), "known": shifts[part] is None}
         options.out.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
         console.print(str(options.out))
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in absent}

@@ -64,11 +64,9 @@ def ask_auxiliary(
 
 def gated_scores(pool: ReleasedPool) -> list[str]:
     """Return the names of the scores of a pool that a gate takes the worst of."""
-    end = "_short" * pool.is_short
-    return [
-        "loss_ratio_short" if pool.is_short else "combined",
-        *(name + end for name in COPY_SCORES),
-    ]
+    if pool.is_short:
+        return ["loss_ratio_short", *(f"{name}_short" for name in COPY_SCORES)]
+    return ["combined", *COPY_SCORES]
 
 
 def compare_generated(

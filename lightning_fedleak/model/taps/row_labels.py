@@ -34,7 +34,7 @@ larger batches, for more memory; smaller: rounding counts as a change of the gra
 MAX_OTHERS = 0.2
 """Largest sum of the other entries with a label's sign, in units of the label's own entry.
 
-Above it the label is found by fitting the row's shape (:func:`_fit_other_entries`). Larger: soft
+Above it the label is found by fitting the row's shape (:func:`_fit_others`). Larger: soft
 targets of a confident teacher pass for labels; smaller: more rows of smoothed labels need a fit.
 """
 MAX_DEVIATION = 0.01
@@ -156,7 +156,7 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
     mixed, one_each = (n_below > 1) & (n_above > 1), (n_below == 1) & (n_above == 1)
     is_lowest = (n_below == 1) & (n_above > 1) | (mixed & is_low & ~is_high)
     labels = lowest.masked_fill(~is_lowest, IGNORE_INDEX)
-    shape = _fit_other_entries(gradient, logits, lowest).shape
+    shape = _fit_others(gradient, logits, lowest).shape
     pushed, ambiguous, soft = torch.zeros(3, len(low), device=low.device).bool()
     rows = (live & finite & ~is_lowest).nonzero()[:, 0]
     if len(rows):
@@ -205,16 +205,13 @@ def _labels_by_shape(
         relative to the highest entry for -100; whether the loss makes the label less likely, (n,);
         and whether any label fits, (n,).
     """
-    claim = _fit_other_entries(
-        gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True
-    )
-    low, high = (_fit_other_entries(gradient, logits, entry) for entry in (lowest, highest))
+    claim = _fit_others(gradient, logits, claims.clamp(0, gradient.shape[1] - 1), is_claim=True)
+    low, high = (_fit_others(gradient, logits, entry) for entry in (lowest, highest))
     is_claim = claim.explains & (claims >= 0)
-    is_low = low.explains & ~high.explains & ~is_claim
-    is_high = high.explains & ~low.explains & ~is_claim
+    is_low, is_high = low.explains & ~high.explains, high.explains & ~low.explains
     labels, shape, sizes = torch.full_like(lowest, IGNORE_INDEX), high.shape, high.sizes
-    candidates = (is_claim, claims, claim), (is_low, lowest, low), (is_high, highest, high)
-    for is_label, entry, fit in candidates:
+    candidates = (is_low, lowest, low), (is_high, highest, high), (is_claim, claims, claim)
+    for is_label, entry, fit in candidates:  # a claim that fits is preferred
         labels = torch.where(is_label, entry, labels)
         shape = torch.where(is_label, fit.shape, shape)
         sizes = torch.where(is_label, fit.sizes, sizes)
@@ -222,7 +219,7 @@ def _labels_by_shape(
     return labels, shape, has_label & (sizes < 0), has_label | low.explains | high.explains
 
 
-def _fit_other_entries(
+def _fit_others(
     gradient: Tensor, logits: Tensor, labels: Tensor, *, is_claim: bool = False
 ) -> _RowFit:
     """Fit the entries of each row except its label's by least squares.

@@ -112,9 +112,7 @@ def too_few_non_members(
         fpr: the FPR of it.
         mend: what to do; by default to leave out and ask about more rows.
     """
-    lacks = [
-        min_non_members(look, alpha, fpr) - count for look, count in enumerate(counts, start=1)
-    ]
+    lacks = [min_non_members(look, alpha, fpr) - n for look, n in enumerate(counts, 1)]
     if max(lacks, default=0) <= 0:
         return None
     look = 1 + lacks.index(max(lacks))

@@ -213,8 +213,8 @@ class LeakageMonitor(EitherCallback, Reported):
                 names &= {series.log_name for series in monitor.engine.series}
                 if names:
                     raise ValueError(
-                        f"another LeakageMonitor of this run logs {first_of(sorted(names), 1)}: "
-                        "use one for all attacks, or other names: BagOfWords(name='other')"
+                        f"another LeakageMonitor of this run logs {first_of(sorted(names), 1)} "
+                        "too: use one for all attacks, or other names: BagOfWords(name='other')"
                     )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

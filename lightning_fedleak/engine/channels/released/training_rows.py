@@ -30,7 +30,7 @@ def check_loader(loader: Any) -> None:
         UnplayableGame: The loader is missing, is no DataLoader, or reads a stream.
     """
     if loader is None:
-        raise UnplayableGame("rows of the training data are read again: pass their loader=")
+        raise UnplayableGame("rows of the training data are read again: pass loader=")
     if not isinstance(loader, DataLoader):
         raise UnplayableGame(
             f"the training data come from a {type(loader).__name__}, and one torch DataLoader is "

@@ -156,7 +156,7 @@ def check_same_data(loader: DataLoader[Any], team: Team) -> None:
         team: The processes of this client.
 
     Raises:
-        DefenseError: The datasets differ.
+        DefenseError: The datasets differ, or another process cannot load an example.
     """
     if team.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Attacks: what an adversary would see of a step in, a guess out.
+"""Attacks: each takes what an adversary observes of a step and returns a guess.
 
 The names below are loaded when they are first used.
 """

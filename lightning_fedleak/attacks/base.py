@@ -117,8 +117,8 @@ class RunFacts:
         local_steps: optimizer steps whose weight change is shared; None if single gradients are.
         defended: the data that the run's defences change.
         step: optimizer step that the fit begins at; above 0 if it was resumed.
-        compression: of each tensor before it is shared; None without one, or where what it leaves
-            out is sent in later steps.
+        compression: The compression of each tensor before it is shared; None without one, or where
+            what it leaves out is sent in later steps.
     """
 
     precision: str | None = None
@@ -214,7 +214,7 @@ class Attack(ABC):
         """Raise an error for rounds of local steps whose updates cannot be read at all.
 
         Args:
-            facts: of the run, with its local steps and the optimizer's settings.
+            facts: The facts of the run, with its local steps and the optimizer's settings.
 
         Raises:
             UnusableObservation: says what to change; :class:`Inapplicable` if the method is not
@@ -292,7 +292,7 @@ def check_readable(largest: Tensor, name: str) -> None:
 
     Args:
         largest: () size of its largest number, or of a number that is NaN if one of them is.
-        name: of the gradient, which begins the message.
+        name: The name of the gradient, which begins the message.
 
     Raises:
         UnusableObservation: nothing can be read.

@@ -35,7 +35,7 @@ class ActivationCompression(ActivationDefense):
         layer: 0 for the input of the first block, k for the output of block k; of an
             encoder-decoder, of the encoder.
         keep_dims: dimensions that are kept.
-        seed: of the basis; client and server must have the same.
+        seed: The seed of the basis; client and server must have the same.
         anatomy: names of parts of the model that are not found, see
             :func:`~lightning_fedleak.model.anatomy.find_anatomy`.
 

@@ -159,7 +159,7 @@ class ActivationDefense(Defense):
 
 _REMEMBERED = 4096  # forwards of one step that a recomputation may repeat; older ones are refused
 _SAMPLES = 64  # entries that distinguish hidden states; not tuned
-_LARGEST = 1e28  # number of a state that is told from larger ones; 10 billion add up in float32
+_MAX_STATE = 1e28  # limit of a state's numbers, of which 10 billion add up in float32
 
 
 class ActivationNoise(ActivationDefense, noise.HardenedNoise):
@@ -370,7 +370,7 @@ class _Remembered:
         That is the order in which backward comes to them.
 
         Args:
-            states: of the recomputation.
+            states: The states of the recomputation.
             layer: where they pass, for the message.
             exact: whether kernels repeat themselves, so that other states are a mistake. Otherwise
                 the nearest states count, whatever they hold.
@@ -398,7 +398,7 @@ class _Remembered:
 def _marks(states: Tensor) -> Tensor:
     """Return a few numbers that distinguish hidden states (B, L, d): sums, and some entries."""
     # Bounded, so that no sum of them overflows: infinity less infinity would be near nothing.
-    flat = states.detach().reshape(-1).float().clamp(-_LARGEST, _LARGEST).nan_to_num()
+    flat = states.detach().reshape(-1).float().clamp(-_MAX_STATE, _MAX_STATE).nan_to_num()
     if not flat.numel():
         return flat
     rows = flat.view(states.shape[0] * states.shape[1], -1).mean(1)

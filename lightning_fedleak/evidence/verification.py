@@ -345,7 +345,7 @@ def _check_weights(fits: Sequence[FitLog], place: Path, verdict: Verdict) -> Non
 def _checkpoints_of(fits: Sequence[FitLog], saved: Mapping[str, str]) -> tuple[list[str], bool]:
     """Return in words whose checkpoints these tensors are, and whether one was not compared."""
     checkpoints, is_unclear = [], False
-    for line in [one for fit in fits for one in fit.checkpoints]:
+    for line in [checkpoint for fit in fits for checkpoint in fit.checkpoints]:
         names = line.trained or ()
         if not names or line.weights is None or not saved.keys() >= {*names}:
             is_unclear = True

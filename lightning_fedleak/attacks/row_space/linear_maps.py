@@ -49,7 +49,7 @@ class LinearMap:
     """A matrix that multiplies an input; equal to another one with the same name and modules.
 
     Attributes:
-        name: of the parameter, in ``anatomy.root``.
+        name: The name of the parameter, in ``anatomy.root``.
         reader: the module that is called with the input.
         layer: the module whose output the map's is a part of, with its adapters.
         axis: the parameter's axis along the input: 1 of ``nn.Linear`` and of LoRA's factors, 0 of
@@ -411,9 +411,9 @@ def vocabulary_size(anatomy: Anatomy) -> int:
     return anatomy.vocab_size if weight is None else int(weight.shape[0])
 
 
-def _same_states(one: Tensor, other: Tensor) -> bool:
-    scale = float(one.abs().max())
-    return scale > 0 and float((one - other).abs().max()) <= _TOLERANCE * scale
+def _same_states(first: Tensor, other: Tensor) -> bool:
+    scale = float(first.abs().max())
+    return scale > 0 and float((first - other).abs().max()) <= _TOLERANCE * scale
 
 
 def text_for(anatomy: Anatomy, ids: Tensor) -> dict[str, object]:

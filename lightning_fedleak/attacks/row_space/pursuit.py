@@ -68,7 +68,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     """Return the atoms that shared rows are combinations of.
 
     Args:
-        atoms: of all tokens.
+        atoms: The atoms of all tokens.
         shared: the rows.
         log_odds: (V,) prior of each token being in the batch.
     """

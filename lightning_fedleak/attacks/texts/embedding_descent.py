@@ -149,7 +149,7 @@ class EmbeddingDescent(base.InversionAttack):
         initial: where the descent starts: ``"readout"``, a regression that :meth:`prepare` learns
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.StateReadout`), ``"mean"``,
             the vocabulary's mean, or the id of a token, whose embedding all positions start from.
-        likeness: of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
+        likeness: The likeness of embeddings and tokens, ``"whitened"`` or ``"cosine"``, see
             :class:`~lightning_fedleak.attacks.texts.descent.TokenTable`.
         sweeps: times, evenly spread over the steps, that tokens are corrected by verified changes
             (:func:`~lightning_fedleak.attacks.texts.descent.sweep`). For encoders; 0 is
@@ -159,7 +159,7 @@ class EmbeddingDescent(base.InversionAttack):
         descent: rarely changed settings
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
         budget_seconds: for one observation, divided evenly among its texts.
-        name: in the logs.
+        name: The name in the logs.
 
     Raises:
         ValueError: a setting out of range; at :meth:`prepare`, token ids that the model lacks.

@@ -60,8 +60,8 @@ class SubspaceTexts(TextAttack):
     Args:
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
             so far are returned, and the guess says that it is not finished.
-        seed: of the contexts in which tokens are tried, and of encoders' descents.
-        name: in the logs.
+        seed: The seed of the contexts in which tokens are tried, and of encoders' descents.
+        name: The name in the logs.
 
     Raises:
         ValueError: a number out of range.
@@ -247,7 +247,7 @@ class SubspaceTexts(TextAttack):
         if not texts:
             raise UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
-        return TextGuess(tokens, finished, search.tried, certain)
+        return TextGuess(tokens, finished, search.n_tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
         """Return whether the block that names texts has maps that show every token."""

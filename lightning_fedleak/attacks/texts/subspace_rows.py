@@ -69,8 +69,8 @@ class BlockInputs(BottomModel):
     The hidden states that it gives are those of all blocks side by side: (B, L, blocks * d).
 
     Attributes:
-        row_places: of a compressed gradient, for each row that is read the number of its block and
-            the (k,) coordinates that were sent. Each row then counts as a block of its own.
+        row_places: The number of the block and the (k,) coordinates that were sent, for each row of
+            a compressed gradient. Each row then counts as a block of its own.
     """
 
     row_places: Sequence[tuple[int, Tensor]] = ()
@@ -127,7 +127,7 @@ def shared_rows(
 
     Args:
         block: the input of the maps.
-        anatomy: of the live model.
+        anatomy: The anatomy of the live model.
         view: the newest gradients or update are read.
         autocast: dtype of the client's autocast region, or None.
 

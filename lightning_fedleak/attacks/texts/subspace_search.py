@@ -44,7 +44,7 @@ class SubspaceSearch:
         shared: the rows of each block.
         bag: (n,) token ids that the texts are made of.
         beam: prefixes that are continued side by side where none is exact.
-        seed: of random prefixes.
+        seed: The seed of random prefixes.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class SubspaceSearch:
         self.measure = Measure(whitenings, none, contexts)
 
     @property
-    def tried(self) -> int:
+    def n_tried(self) -> int:
         """Return how many candidates were compared with the rows."""
-        return self.candidates.tried
+        return self.candidates.n_tried
 
     def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
         """Return the texts, whether the search has ended, and whether the texts are certain."""
@@ -126,13 +126,13 @@ class _TextWalk:
         ]
         texts: list[PartialText] = []
         failures: list[PartialText] = []
-        while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.failures:
+        while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.max_failures:
             text, finished = self._next(branches, remainders, deadline)
             if text is None:
                 return texts or failures[:1], finished
             if self.precise and not (text.exact or self.few_rows):  # after a wrong token
                 failures.append(text)
-                prefix = text.tokens[: text.inherited + 1]
+                prefix = text.tokens[: text.n_inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]
             else:
                 texts = add_text(texts, text)
@@ -220,13 +220,13 @@ class _TextWalk:
             self._children(text, states, likely[row])
             for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
-        canonical = [self.candidates.canonical(text.tokens) for text in beams]
+        prefixes = [self.candidates.drop_repeats(text.tokens) for text in beams]
         ways: dict[tuple[int, ...], tuple[Branch, ...]] = {}
-        for prefix, (_, branches) in zip(canonical, further, strict=True):
+        for prefix, (_, branches) in zip(prefixes, further, strict=True):
             ways[prefix] = ways.get(prefix, ()) + branches
         continued: list[tuple[PartialText, int | None]] = []
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
-            branches = ways[canonical[row]]
+            branches = ways[prefixes[row]]
             if not children:
                 ended = replace(text, alternatives=text.alternatives + branches)
                 continued.append((ended, None))
@@ -257,7 +257,7 @@ class _TextWalk:
 
     def _most(self, text: PartialText) -> int:
         """Return the length at which a text is given up, or is as long as it can be."""
-        longest = self.candidates.longest
+        longest = self.candidates.max_length
         if text.exact or not self.precise:
             return longest
         return min(longest, 2 * len(self.bag) + SEARCH.slack)
@@ -290,9 +290,9 @@ class _TextWalk:
         exact = [text for text in texts if text.exact][:1]
         first = [text for text in exact if len(text.tokens) == 1]
         return exact + [
-            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, copies=n)
+            replace(text, tokens=(n + 1) * text.tokens, fits=(n + 1) * text.fits, n_repeats=n)
             for text in first
-            for n in range(1, self.candidates.copies + 1)
+            for n in range(1, self.candidates.n_repeats + 1)
         ]
 
     def _children(
@@ -418,17 +418,17 @@ class _Certificate:
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
         if not necessary or share > CERTIFICATE.largest_share:
             return False
-        canonical = self.candidates.canonical
+        drop_repeats = self.candidates.drop_repeats
         ways = {text.tokens[:n] for text in texts for n in range(1, len(text.tokens) + 1)}
         number = 0
         for text in texts:
-            places = range(text.inherited, len(text.tokens))
-            for place in (*places[:1], *places[1 + text.copies :]):
-                before = canonical(text.tokens[:place])
+            places = range(text.n_inherited, len(text.tokens))
+            for place in (*places[:1], *places[1 + text.n_repeats :]):
+                before = drop_repeats(text.tokens[:place])
                 others = [
                     branch.states[0]
                     for branch in text.rivals + text.alternatives
-                    if canonical(branch.prefix) == before and branch.text not in ways
+                    if drop_repeats(branch.prefix) == before and branch.text not in ways
                 ]
                 if others:
                     states = self.measure.restore(torch.stack(others), 0)

@@ -1,8 +1,8 @@
 """A small classifier of the rows of a head's gradient: is the row's type in the batch?
 
 :func:`rehearse` fits it on gradients of simulated batches of public text, whose words are known.
-Before a gradient is classified, :func:`turn` refits to it the direction that its rows are projected
-on, because the direction of public text may not suit the client's text.
+Before a gradient is classified, :func:`refit_direction` fits the direction of its projection to it,
+because the direction of public text may not suit the client's text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.words.row_summary import RowSummary, projections
 from lightning_fedleak.model.compression import Compression
 from lightning_fedleak.progress import track
 
-# For the direction in `turn`. None of these constants is tuned.
+# For `refit_direction`. None of these constants is tuned.
 _MAX_ROWS = 512  # longest unused rows that the direction is fitted to: a limit of time
 _MIN_ROWS = 64  # rows, below which the direction of public text is kept
 _STEPS = 12  # directions tried; more cost time at every look
@@ -32,7 +32,7 @@ _MIN_USED = 0.3  # norm from which a row is a used type's, in norms of a token's
 _MAX_UNUSED = 0.1  # norm up to which a row is an unused type's, in norms of a token's row
 
 
-def turn(
+def refit_direction(
     gradient: Tensor, summary: RowSummary, u: Tensor, rows: Tensor | None = None
 ) -> tuple[RowSummary, Tensor]:
     """Return a direction on which the hidden states that made this gradient are positive.
@@ -284,7 +284,7 @@ def rehearse(
             row_of_type = torch.full((len(weight),), -1, device=types.device)
             row_of_type[types] = torch.arange(len(types), device=types.device)
             reference = row_of_type[other_half.reference]
-            summary, _ = turn(gradient, summary, directions.u, reference)
+            summary, _ = refit_direction(gradient, summary, directions.u, reference)
             units = aligned_rows.Units.estimate(summary, other_half, reference)
             if units is None:
                 continue

@@ -161,7 +161,7 @@ class ExpectedRows:
         """Return the expectations over all tokens of ``parts``.
 
         Args:
-            parts: of public text.
+            parts: The parts of public text.
             weight: (V, d) of the head.
             bias: (V,) or None.
             directions: to project on.
@@ -310,8 +310,9 @@ class Units:
         """Return the units of a gradient; None if no row is negative along ``u``.
 
         Args:
-            summary: of the gradient, or of a subset of its rows that holds every used type.
-            expected: of public text.
+            summary: The summary of the gradient, or of a subset of its rows that holds every used
+                type.
+            expected: The expected rows of public text.
             reference: indices of the reference types in ``summary``.
         """
         noise = (summary.select(reference) if len(reference) else summary).noise()
@@ -367,10 +368,10 @@ def row_features(
 
     Args:
         rows: (k, d) of the shared gradient.
-        summary: of these rows.
-        units: of the whole gradient.
+        summary: The summary of these rows.
+        units: The units of the whole gradient.
         directions: to project on.
-        expected: of the same types.
+        expected: The expected rows of the same types.
     """
     rows = (rows.float() - summary.common) / units.token
     noise = units.noise / units.token

@@ -58,7 +58,7 @@ def one_step_updates(
     """Yield updates of one step, from the gradients of public sentences.
 
     Args:
-        parts: of public sentences.
+        parts: The parts of public sentences.
         weight: (V, d) of the head.
         bias: (V,) or None.
         steps: the round.
@@ -113,7 +113,7 @@ def _train_copies(
 
     Args:
         anatomy: the model.
-        batches: of each step.
+        batches: The batches of each step.
         steps: the optimizer of the round, which begins fresh.
     """
     names = {id(p): name for name, p in anatomy.root.named_parameters()}
@@ -169,7 +169,7 @@ def rehearse_updates(
 
     Args:
         anatomy: the model, which is not changed.
-        parts: of at least 4 public sentences.
+        parts: The parts of at least 4 public sentences.
         steps: the round.
         batch: draws a batch of that many texts of one length.
         generator: CPU generator.

@@ -68,7 +68,7 @@ class BagOfWords(base.Attack):
     earlier rounds gives *unknown*. See :func:`bag_of_words`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
         ThreatModelError: at setup, if head and embedding are one matrix.
@@ -219,7 +219,7 @@ class BiasSign(base.Attack):
     BERT-style masked models do, GPT-2 and Llama do not. See :func:`bias_sign`.
 
     Args:
-        name: as in the logs.
+        name: The name in the logs.
 
     Raises:
         ThreatModelError: at setup, if the head has no bias.

@@ -218,8 +218,8 @@ class FlatChat(base.Attack):
         tokenizer: for strings; a masked language model needs its ``mask_token_id``.
         n_types: ``"predicted"``, or a number the adversary assumes.
         shapes: (sentences, length) of the public batches.
-        seed: of the public batches.
-        name: as in the logs.
+        seed: The seed of the public batches.
+        name: The name in the logs.
 
     Raises:
         ValueError: ``n_types`` is another word than ``"predicted"``.

@@ -43,7 +43,7 @@ ORDERS: tuple[float, ...] = (
 )
 """Renyi orders that are tried."""
 
-MOST_NODES = 1 << 17  # of the integral; orders that need more cost as much as without sampling
+MAX_NODES = 1 << 17  # nodes of an integral; an order that needs more costs as without sampling
 NODES = 8  # of Gauss and Legendre in a panel, which is at most sigma wide. Not tuned
 TAIL = 12  # standard deviations beyond the last peak where the integral ends; the rest is 1e-32
 
@@ -157,7 +157,7 @@ def rdp_without_replacement(
     rdp = orders / 2 / noise_multiplier**2 if noise_multiplier else np.full(len(orders), np.inf)
     width = min(noise_multiplier, noise_multiplier**2)
     ends = NODES * np.ceil((orders + TAIL * noise_multiplier) / width) if width else orders * np.inf
-    usable = np.flatnonzero(ends <= MOST_NODES)
+    usable = np.flatnonzero(ends <= MAX_NODES)
     if len(usable):
         nodes, weights = np.polynomial.legendre.leggauss(NODES)
         panels = int(ends[usable[-1]]) // NODES

@@ -209,7 +209,7 @@ class Recorder:
 
         Args:
             loss: with its graph.
-            calls: of layers in this step.
+            calls: The calls of layers in this step.
         """
         trained = [call for call in calls if call.trained]
         modules = {self.root.get_submodule(call.name) for call in trained}

@@ -166,10 +166,10 @@ def rerun(
     Args:
         module: the layer, which takes one tensor and returns one.
         source: (B, ...) or (B rows, ...) its input.
-        gradient: of its output, likewise.
+        gradient: The gradient of its output, likewise.
         samples: B.
-        moment: of the call; None for a layer that may draw nothing at random.
-        values: of the trained parameters by name; None for their own.
+        moment: The moment of the call; None for a layer that may draw nothing at random.
+        values: The values of the trained parameters by name; None for their own.
 
     Raises:
         DefenseError: it cannot be run again.

@@ -20,9 +20,9 @@ class ClipSettings:
     """How gradients are clipped.
 
     Attributes:
-        form: of per-sample gradients in memory: ``"ghost"`` for factors, ``"per_sample"`` for all
-            numbers, ``"auto"`` for the smaller one in each layer.
-        gamma: of automatic clipping, ``max_grad_norm="auto"``.
+        form: The form of per-sample gradients in memory: ``"ghost"`` for factors, ``"per_sample"``
+            for all numbers, ``"auto"`` for the smaller one in each layer.
+        gamma: The gamma of automatic clipping, ``max_grad_norm="auto"``.
         loss: ``"trusted"`` if you have proved that the loss is a mean over samples of terms that
             depend on one sample each, ``"checked"`` to let DPSGD check it.
 
@@ -203,8 +203,8 @@ def guarantee_of(trust: Trust, seed: int | None, unit: str, *, fixed_budget: boo
 
     Args:
         trust: in the server.
-        seed: of noise that can be guessed; None: none can.
-        unit: of privacy.
+        seed: The seed of noise that can be guessed; None: none can.
+        unit: The unit of privacy.
         fixed_budget: whether the account is a filter's.
     """
     if seed is not None:

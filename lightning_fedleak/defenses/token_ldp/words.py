@@ -150,7 +150,7 @@ def special_of(
         config = getattr(anatomy.model, "config", None) if anatomy else None
         values = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
         lists = [value if isinstance(value, list | tuple) else [value] for value in values]
-        ids = {int(i) for one in lists for i in one if i is not None and int(i) >= 0}
+        ids = {int(i) for ids in lists for i in ids if i is not None and int(i) >= 0}
     elif hasattr(source, "all_special_ids"):
         # The unknown token stands for words, unless it is another special token too.
         unknown = getattr(source, "unk_token_id", None)

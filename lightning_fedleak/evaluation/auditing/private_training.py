@@ -285,7 +285,7 @@ class PrivateTrainingCheck:
         Args:
             copies: the batch.
             ones: a number for each row; zeros where another process plants.
-            length: of a gradient that is not scaled.
+            length: The length of a gradient that is not scaled.
             n_opposed: how many rows.
         """
         observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROUNDING = 8.0  # units in the last place of a tensor's norm, up to which a change may be rounding
-FEW = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
+MIN_NUMBERS = 16  # numbers in a tensor; the norm of a smaller tensor of noise varies more
 CHANCE = 10.0, 1e4
 """Allowed difference of two draws of the same noise, in norms of the first draw.
 
-The first is for tensors of at least :data:`FEW` numbers. The second is for smaller ones, because a
-draw of a single number is often near 0, so that the next draw is many times as long.
+The first is for tensors of at least :data:`MIN_NUMBERS` numbers. The second is for smaller ones,
+because a draw of a single number is often near 0, so that the next draw is many times as long.
 """
 
 
@@ -104,14 +104,15 @@ def far_apart(
         second: The side effects of another step from the same weights.
         share: The allowed norm of the difference in norms of the first side effect, in addition to
             rounding.
-        share_of_few: The same for tensors of fewer than :data:`FEW` numbers. None: ``share``.
+        share_of_few: The same for tensors below :data:`MIN_NUMBERS`. None: ``share``.
     """
     names = []
     for name, present in (first | second).items():
         none = SideEffect(torch.zeros_like(present.change), 0.0)
         reference, effect = first.get(name, none), second.get(name, none)
         few = share if share_of_few is None else share_of_few
-        allowed = float(reference.change.norm()) * (few if present.change.numel() < FEW else share)
+        limit = few if present.change.numel() < MIN_NUMBERS else share
+        allowed = limit * float(reference.change.norm())
         difference = float((reference.change - effect.change).norm())
         if difference > allowed + max(reference.rounding, effect.rounding):
             names.append(name)

@@ -48,7 +48,7 @@ TESTS = 8  # tests that share ERROR, by Bonferroni; those without chance are non
 SLACK = 0.02  # of epsilon; accountants differ by less, rounding upwards
 POWER = float(norm.ppf(0.95))
 KINDS = 4  # of pairs of noises: of looks, parameters, processes, and steps in a row
-LEAST_NUMBERS = 16  # of a parameter; fewer are not compared with those of another one
+MIN_NUMBERS = 16  # numbers of a parameter; a smaller one is not compared with another
 PREFIX = 4096  # numbers of each parameter's noise that are compared; a cosine of .07 is visible
 Result = Literal["refuted", "not refuted", "unknown"]
 
@@ -71,7 +71,7 @@ class PrivacyClaim:
         sample_rate: chance of an example to be in a batch, by Poisson sampling.
         divisor: what the noisy sum is divided by before the optimizer's step: the expected batch
             size where the loss is a mean (Opacus' ``expected_batch_size``), 1 where it is a sum.
-        delta: of epsilon.
+        delta: The delta of epsilon.
         epsilon: returns what the training's account shows at the end; None: not checked.
         client: ``"rank"``: what each process releases has a noise of its own; ``"world"``: the
             processes release one sum.
@@ -100,7 +100,7 @@ class Check:
     """What one test shows.
 
     Attributes:
-        name: of the test.
+        name: The name of the test.
         result: *refuted*, *not refuted* or *unknown*.
         evidence: what was measured, or why nothing was.
         visible: the smallest fault that would have been refuted with a chance of 95%.
@@ -181,7 +181,7 @@ class Observations:
         rate_changes: steps before which they changed.
         schedulers: kinds of the optimizers' schedulers, and whether their steps take a metric.
         evaluations: how often the model ran without gradients.
-        examples: of the data set; None: unknown.
+        examples: The number of examples of the data set; None: unknown.
         draws: steps whose examples are known.
         inclusions: in how many of them each example is.
     """
@@ -247,7 +247,7 @@ class Observations:
             torch.cat([value.flatten()[:PREFIX].double() for value in noise.values()])
             for noise in (first, second)
         ]
-        if len(vectors[0]) >= LEAST_NUMBERS:
+        if len(vectors[0]) >= MIN_NUMBERS:
             one, other = (torch.nn.functional.normalize(v, dim=0) for v in vectors)
             cosine = float(one @ other)
             self.pairs.append((cosine, len(vectors[0])))
@@ -335,7 +335,7 @@ def _fresh_noise(observations: Observations) -> Check:
         else []
     )
     looks = [torch.cat([look[name][2] for name in names]) for look in observations.noise if names]
-    large = [name for name in names if observations.noise[0][name][1] >= LEAST_NUMBERS]
+    large = [name for name in names if observations.noise[0][name][1] >= MIN_NUMBERS]
     least = min((len(observations.noise[0][name][2]) for name in large), default=0)
     parameters = [
         torch.cat([look[name][2][:least] for look in observations.noise]) for name in large

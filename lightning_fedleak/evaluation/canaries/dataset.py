@@ -31,11 +31,11 @@ class CanarySet:
     """Canaries with their tokens, and the secret of which are in the data.
 
     Args:
-        token_ids: of each canary, (L_i,).
+        token_ids: The token ids of each canary, (L_i,).
         record: their coins.
 
     Attributes:
-        token_ids: of each canary, included or not.
+        token_ids: The token ids of each canary, included or not.
         record: the secret.
     """
 
@@ -161,7 +161,7 @@ def with_canaries(
         seed: at least 0. The same seed and canaries always give the same inclusion, hence whoever
             guesses the seed knows it: for reproducible experiments. None draws from the operating
             system; then ``record`` is needed to resume, and wherever several processes train.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         times: how often an included canary stands in the data. Of several numbers one is drawn for
             each canary, whatever its coin is: a tier, as in ``times=(1, 4, 16)``.
         record: file, of mode 0600, that keeps which canaries are included. If it exists, the run

@@ -164,7 +164,7 @@ def leave_out(
         dataset: any data set with a length and items by index that reads the same twice.
         n: rows that are left out, fewer than there are. 437 others are needed before a rate at 1%
             FPR can be shown, 706 for five looks
-            (:func:`~lightning_fedleak.evaluation.metrics.released.others_needed`).
+            (:func:`~lightning_fedleak.evaluation.metrics.released.min_non_members`).
         seed: at least 0: the draw is then reproducible, and whoever guesses the seed knows it.
             None draws from the operating system; then ``record`` is needed to resume, and wherever
             several processes train.

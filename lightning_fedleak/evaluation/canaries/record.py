@@ -125,7 +125,7 @@ class InclusionRecord(Secret):
     Attributes:
         key: 32 bytes that all else follows from.
         digests: SHA-256 of each canary, in order.
-        probability: of inclusion.
+        probability: The probability of inclusion.
         times: how often a canary may be repeated, each equally likely, whatever its coin is.
         included: whether each canary is in the data.
         repeats: how often each canary stands in the data if it is included.

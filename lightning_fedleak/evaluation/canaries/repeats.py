@@ -28,7 +28,7 @@ from lightning_fedleak.model.taps import Text
 
 Part = Literal["long", "short", "prompts", "pairs"]
 """What is compared: texts of 8 label tokens or more, of 1 to 7, prompts, or pairs of answers."""
-LEAST_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
+MIN_LABELS = 8  # label tokens of a long text; shorter ones are a pool of their own. Not tuned
 RUN = 13  # label tokens in a row, as GPT-3's check of contamination has it; fewer: more texts leave
 PIECE = 8  # label tokens in a row that near copies share: one word in ten may differ. Not tuned
 COPY_SHARE = 0.8  # of a text's label tokens in common pieces; lower: forms with a gap are copies
@@ -59,7 +59,7 @@ class ScoredTexts:
             they are in the pool.
         short_rows: places of the texts with 1 to 7 label tokens that occur nowhere else, prompt
             and answer together; they are a pool of their own.
-        short_copies: of each such text that two rows or more were trained on, the places of its
+        short_copies: For each such text that two rows or more were trained on, the places of its
             rows in the pool and the number of all that were trained on.
         prompt_rows: places of the texts whose prompt has 8 tokens or more, and which no other
             row's prompt repeats as a whole or, in the pool, in part.
@@ -88,7 +88,7 @@ def scored_texts(
         trained: whether each of them was trained on.
         elsewhere: all other rows of the data, and whether each was trained on.
     """
-    long = [row for row, text in enumerate(texts) if text.n_labels >= LEAST_LABELS]
+    long = [row for row, text in enumerate(texts) if text.n_labels >= MIN_LABELS]
     pool = [texts[row] for row in long]
 
     contents: Counter[bytes] = Counter()
@@ -97,20 +97,20 @@ def scored_texts(
 
     def rows() -> Iterator[tuple[Text, bool]]:
         for text, side in chain(zip(texts, trained, strict=True), elsewhere):
-            if text.n_labels < LEAST_LABELS:
+            if text.n_labels < MIN_LABELS:
                 contents[text.content] += 1
                 trained_on[text.content] += side
-            if text.n_labels < len(text.ids) - LEAST_LABELS:
+            if text.n_labels < len(text.ids) - MIN_LABELS:
                 prompts[_name(text.prompt)] += 1
             yield text, side
 
     stream = rows()
     repeats = find_repeats(pool, stream)
     deque(stream, 0)  # where no text is long, nothing has read the rows
-    short = [row for row, text in enumerate(texts) if 0 < text.n_labels < LEAST_LABELS]
+    short = [row for row, text in enumerate(texts) if 0 < text.n_labels < MIN_LABELS]
     chosen = [row for row, again in zip(long, repeats.again.tolist(), strict=True) if not again]
     asked = [(row, text.prompt) for row, text in enumerate(texts)]
-    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= LEAST_LABELS]
+    asked = [(row, prompt) for row, prompt in asked if prompt.n_labels >= MIN_LABELS]
     parts = find_repeats([p for _, p in asked], [(p, trained[row]) for row, p in asked]).again
     prompt_rows = [
         row
@@ -199,8 +199,8 @@ class _Index:
 
     Attributes:
         runs: the hashes, sorted, each once.
-        owners: of each place, the text.
-        places: of each place, the run.
+        owners: For each place, the text.
+        places: For each place, the run.
     """
 
     def __init__(self, pool: Sequence[Text], size: int) -> None:

@@ -27,7 +27,7 @@ from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
-from lightning_fedleak.evaluation.canaries.repeats import LEAST_LABELS, ScoredTexts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, ScoredTexts
 from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text
@@ -64,7 +64,7 @@ def listed(p_values: Floats, rate: float) -> NDArray[np.bool_]:
     P-values that share their others keep the rate (Bates et al. 2023, arXiv 2104.08279, section 2).
 
     Args:
-        p_values: of all members.
+        p_values: The p-values of all members.
         rate: expected share of records in the list that chance explains.
     """
     chosen: NDArray[np.bool_] = false_discovery_control(p_values, method="bh") <= rate
@@ -79,7 +79,7 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
     Args:
         n_members: that are tested.
         n_others: m, that they are compared with.
-        rate: of the list's false discoveries.
+        rate: The rate of the list's false discoveries.
 
     Examples:
         >>> from lightning_fedleak.evaluation.metrics.record_list import smallest_list
@@ -117,8 +117,8 @@ def most_provable(n_members: int, n_others: int, alpha: float) -> int:
     """Return what :func:`at_least` says where every member scores above all others.
 
     Args:
-        n_members: of the pool.
-        n_others: of the pool.
+        n_members: The number of members of the pool.
+        n_others: The number of non-members of the pool.
         alpha: probability that the bound is too high.
     """
     return max(0, n_members - int(_envelope(n_members, n_others, alpha)[1].min()))
@@ -212,7 +212,8 @@ class PoolRows:
         Args:
             texts: that might have been scored.
             scored: those of them that are.
-            numbers: of the row that each of the texts is; -1 where it was not trained on.
+            numbers: The number of the row that each of the texts is; -1 where it was not trained
+                on.
             short: the short ones stand behind the scored ones in the pool.
         """
         groups = scored.copies + [[row] for row in scored.short_rows if short]
@@ -223,7 +224,7 @@ class PoolRows:
             [[numbers[row] for row in group] for group in groups],
             torch.cat([scored.times, alone]),
             {
-                numbers[row]: "short" if texts[row].n_labels < LEAST_LABELS else "unknown"
+                numbers[row]: "short" if texts[row].n_labels < MIN_LABELS else "unknown"
                 for row in apart
                 if numbers[row] >= 0
             },
@@ -277,7 +278,7 @@ class RecordList:
 
     Attributes:
         head: the counts, what they rest on, and what may not be concluded.
-        lines: of each row.
+        lines: The lines of each row.
     """
 
     head: Mapping[str, Any]
@@ -302,7 +303,7 @@ class RecordList:
             members: (N,) bool, those that were trained on.
             labels: (N,) tokens that the loss is computed on.
             rows: which rows the texts are.
-            rate: of false discoveries.
+            rate: The rate of false discoveries.
             alpha: probability that ``at_least`` is too high.
             **facts: of the run, for the head.
 

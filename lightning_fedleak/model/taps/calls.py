@@ -140,9 +140,7 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
     place = place_of(anatomy, len(text_blocks(anatomy)))
     with model_runs.undisturbed(anatomy) as model, model_runs.only_needed_hooks(anatomy.root):
         run = model_runs.stop_at(model, place)
-        states = [
-            run(**{**inputs, "input_ids": each})[:, -ids.shape[1] :] for each in (ids, new_ids)
-        ]
+        states = [run(**{**inputs, "input_ids": x})[:, -ids.shape[1] :] for x in (ids, new_ids)]
     compared = ~replaced
     if batch.attention_mask is not None:
         compared &= (batch.attention_mask != 0).to(ids.device)

@@ -134,7 +134,7 @@ def _permutation(moves: Tensor, texts: Tensor | None, generator: torch.Generator
         moves: the places whose tokens are shuffled.
         texts: (B, L) the number of each token's text in its row, within which it stays; None:
             tokens move over all texts.
-        generator: of the shuffling.
+        generator: The generator of the shuffling.
     """
     source = torch.arange(moves.numel())
     places = moves.flatten().cpu().nonzero()[:, 0]

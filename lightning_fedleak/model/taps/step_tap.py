@@ -216,7 +216,7 @@ class StepTap:
             return None
         if kept:
             return view
-        return replace(view, tensors={role: one.clone() for role, one in view.tensors.items()})
+        return replace(view, tensors={role: x.clone() for role, x in view.tensors.items()})
 
     # ---- the ground truth -------------------------------------------------------------------
 

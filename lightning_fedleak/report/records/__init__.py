@@ -6,7 +6,7 @@ from lightning_fedleak.report.records.controls import WEAK as WEAK
 from lightning_fedleak.report.records.controls import WEAK_REFERENCE as WEAK_REFERENCE
 from lightning_fedleak.report.records.controls import Judgement as Judgement
 from lightning_fedleak.report.records.controls import default_limit as default_limit
-from lightning_fedleak.report.records.controls import judged as judged
+from lightning_fedleak.report.records.controls import judge_value as judge_value
 from lightning_fedleak.report.records.families import CANARIES as CANARIES
 from lightning_fedleak.report.records.families import ENTITIES as ENTITIES
 from lightning_fedleak.report.records.families import MEMBERSHIP as MEMBERSHIP

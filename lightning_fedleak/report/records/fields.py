@@ -46,7 +46,7 @@ HASH = "hash"
 """Last key of each line: :func:`hash_line` of the line without it."""
 BLOCK = 2**14
 """Bytes of a file's end that are read at once: more than most lines have."""
-LARGEST = 2**53
+MAX_NUMBER = 2**53
 """Largest size of a number that is read: above it floats are not exact, and no run gets there.
 
 Limits and the user's own metrics may be larger, such as the loss of a run that diverged.
@@ -268,7 +268,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read_one_of(arguments, value, path)
     if kind is tuple:
         _expect(isinstance(value, list), path)
-        return tuple(_read(arguments[0], one, path) for one in value)
+        return tuple(_read(arguments[0], item, path) for item in value)
     if kind is Annotated:
         return _read_annotated(*arguments, value=value, path=path)
     if kind is not None:
@@ -282,7 +282,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         hints = _hints(hint).values()
         _expect(isinstance(value, list) and len(value) == len(hints), path)
         return hint(*(_read(one, part, path) for one, part in zip(hints, value, strict=True)))
-    return _read_annotated(hint, -LARGEST, LARGEST, value=value, path=path)
+    return _read_annotated(hint, -MAX_NUMBER, MAX_NUMBER, value=value, path=path)
 
 
 def _read_one_of(hints: Sequence[Any], value: Any, path: str) -> Any:
@@ -305,7 +305,7 @@ def _read_annotated(kind: type, *bounds: Any, value: Any, path: str) -> Any:
         kind: the type.
         bounds: the least and the largest number, and :data:`INFINITE` where infinity may be too; of
             an object a TypedDict of the keys.
-        value: of JSON.
+        value: The value of JSON.
         path: to it.
     """
     if is_typeddict(bounds[0]):
@@ -326,13 +326,13 @@ INFINITE = "infinite"
 """The word for infinity in JSON, which has no number for it."""
 Share = Annotated[float, 0, 1]
 """A number from 0 to 1."""
-Size = Annotated[float, 0, LARGEST]
+Size = Annotated[float, 0, MAX_NUMBER]
 """A number of 0 or above."""
 Amount = Annotated[Size, INFINITE]
 """A number of 0 or above, or infinity."""
 Limit = Annotated[float, -math.inf, math.inf, INFINITE]
 """A number, or infinity."""
-Count = Annotated[int, 0, LARGEST]
+Count = Annotated[int, 0, MAX_NUMBER]
 """An integer of 0 or above."""
 
 

@@ -14,7 +14,7 @@ from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
 
-MOST_DIGITS = 20
+MAX_DIGITS = 20
 """Longer integers of JSON are unknown: to parse one takes time that grows with its square."""
 
 
@@ -87,7 +87,7 @@ def parse_json(text: str) -> Any:
     """
 
     def integer(digits: str) -> int | None:
-        return int(digits) if len(digits) <= MOST_DIGITS else None
+        return int(digits) if len(digits) <= MAX_DIGITS else None
 
     def real(digits: str) -> float | None:
         value = float(digits)

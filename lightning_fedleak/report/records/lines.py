@@ -328,7 +328,7 @@ class GateLine(GateDecision, RunLine):
     def decision(self) -> GateDecision:
         """What the gate did."""
         return GateDecision(
-            **{one.name: getattr(self, one.name) for one in dataclasses.fields(GateDecision)}
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(GateDecision)}
         )
 
 

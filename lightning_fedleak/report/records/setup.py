@@ -161,7 +161,7 @@ class BeginLine(RunLine):
     Attributes:
         fit: the same for all monitors of one fit.
         resumed: the fit that it goes on from; None where it begins with no checkpoint.
-        versions: of the packages that a number may depend on.
+        versions: The versions of the packages that a number may depend on.
         machine: processor and device.
         model: the model.
         training: how it is trained.
@@ -203,6 +203,6 @@ class BeginLine(RunLine):
 
     def family_of(self, attack: str) -> Family | None:
         """Return the family of an attack by its name; None where it is not recorded."""
-        name = next((one.family for one in self.attacks if one.name == attack), "")
+        name = next((facts.family for facts in self.attacks if facts.name == attack), "")
         recorded = {family.name: family for family in self.families}
         return recorded.get(name) or standard_family(name) if name else None

@@ -365,7 +365,7 @@ def test_blocks_are_spread_where_there_is_no_memory_for_all(
     anatomy = find_anatomy(model)
     attack = GradientMembership(texts(4, LENGTH))
     every = attack.needs(anatomy).gradients
-    module = "lightning_fedleak.attacks.membership.gradients.MOST_NUMBERS"
+    module = "lightning_fedleak.attacks.membership.gradients.MAX_NUMBERS"
     monkeypatch.setattr(module, 1)
     some = attack.needs(anatomy).gradients
     assert 0 < len(some) < len(every)

@@ -88,7 +88,7 @@ class Task:
         prefixes: the texts' layout, their prefixes so far, and the bottom model.
         table: ranks candidates.
         observed: (B, N, d) float32 states by real token.
-        prior: of the next token.
+        prior: The prior of the next token.
         noise: (B, N) distance by which two computations of a state may differ.
         deadline: checked before each forward.
         computed: tokens that went through the bottom model, without those of ``prefixes``.

@@ -32,9 +32,9 @@ OPTIMIZERS = {
 WORDS, MEMBERSHIP = "leakage/worst/words", "leakage/worst/membership"
 
 _HELD_OUT = 5  # one text in 5 calibrates the attacks, one in 5 is in no batch; not tuned
-_MOST_PUBLIC = 200  # texts that the attacks calibrate on; not tuned, more take longer
-_MOST_VALIDATED = 64  # texts of the validation loss; not tuned, more take longer
-_LEAST_TEXTS = 10  # below it a fifth would be one text
+_MAX_PUBLIC_TEXTS = 200  # texts that the attacks calibrate on; not tuned, more take longer
+_MAX_VALIDATION_TEXTS = 64  # texts of the validation loss; not tuned, more take longer
+_MIN_TEXTS = 10  # texts; a fifth of fewer is one text
 _ANY_PRICE = 1e9  # seconds of a look, more than any takes: no attack is dropped for it
 
 
@@ -52,7 +52,7 @@ class Federation:
         column: the field that holds the text; None as ``read_texts`` finds it.
         lora_r: rank of the LoRA that is trained; 0 for the whole model.
         targets: modules with adapters, see :func:`~lightning_fedleak.cli.studies.models.with_lora`.
-        optimizer: of the clients, a key of ``OPTIMIZERS``.
+        optimizer: The optimizer of the clients, a key of ``OPTIMIZERS``.
         lr: its learning rate; None for the default in ``OPTIMIZERS``.
         batch_size: texts a batch.
         length: tokens a text, at most.
@@ -61,9 +61,9 @@ class Federation:
         watch: what the gate watches; None for the worst of the families that can be known.
         epsilon: what all rounds together may cost; None for no budget.
         clip: largest norm of a client's update.
-        delta: of the guarantee.
+        delta: The delta of the guarantee.
         trust: who adds the noise.
-        seed: of split, order, adapters and calibration.
+        seed: The seed of split, order, adapters and calibration.
     """
 
     clients: int = 4
@@ -114,9 +114,9 @@ class Federation:
         """Return the numbers of each client's texts, and texts: clients', public, in no batch."""
         source = self.text or finetuning.EMBEDDED_MESSAGES
         texts = finetuning.read_texts(source, self.column)
-        if len(texts) < _LEAST_TEXTS:
+        if len(texts) < _MIN_TEXTS:
             raise finetuning.SourceError(
-                f"'{source}' holds {len(texts)} texts; at least {_LEAST_TEXTS} are needed, of "
+                f"'{source}' holds {len(texts)} texts; at least {_MIN_TEXTS} are needed, of "
                 "which a fifth calibrates the attacks and a fifth is in no client's batch."
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.seed))
@@ -125,7 +125,7 @@ class Federation:
         return (
             alike(len(training), self.clients, self.seed),
             [texts[i] for i in training],
-            [texts[i] for i in public[:_MOST_PUBLIC]],
+            [texts[i] for i in public[:_MAX_PUBLIC_TEXTS]],
             [texts[i] for i in outside],
         )
 
@@ -205,7 +205,7 @@ class Federation:
         """Return the mean loss per token on text that is in no client's batch."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
-        rows = self.outside[:_MOST_VALIDATED]
+        rows = self.outside[:_MAX_VALIDATION_TEXTS]
         total = tokens = 0.0
         for start in range(0, len(rows), self.batch_size):
             batch = self._padded(rows[start : start + self.batch_size])
@@ -221,7 +221,7 @@ class Federation:
         """Return an observer that attacks the updates of this federation.
 
         Args:
-            folder: of its files.
+            folder: The folder of its files.
         """
         return federation.RoundObserver(
             self.make_model(),
@@ -267,8 +267,8 @@ class Federation:
         """Return client-level differential privacy; None where the options set none.
 
         Args:
-            ledger: of the server, or of one client where each adds noise of its own; None where
-                nothing is released by it.
+            ledger: The ledger of the server, or of one client where each adds noise of its own;
+                None where nothing is released by it.
 
         Raises:
             DefenseError: settings that hold no guarantee.
@@ -303,7 +303,7 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
     Args:
         n: texts.
         clients: to deal them to.
-        seed: of the order.
+        seed: The seed of the order.
 
     Returns:
         The numbers of each client's texts.

@@ -16,25 +16,22 @@ from lightning_fedleak.federation.updates import State
 from lightning_fedleak.report.records import STANDARD_FAMILIES
 
 Values = Mapping[str | int, float]
-"""The highest headline of any attack of one family, by client (``"sum"``: of all together).
-
-NaN where all are unknown.
-"""
+"""The highest headline of a family's attacks, by client or ``"sum"``; NaN if all are unknown."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round showed; round 0 is the model that the first one begins with.
+    """The result of a round; round 0 is the model before the first one.
 
     Attributes:
-        number: of the round.
-        loss: validation loss of the model after it.
-        leakage: what was recovered, by family and headline.
-        withheld: clients whose update a gate held back.
-        absent: why clients sent nothing that counts, by client.
-        epsilon: what was spent so far; None without differential privacy.
-        noise: its norm over the largest norm that the mean of clipped updates can have; None
-            without differential privacy.
+        number: The number of the round.
+        loss: The validation loss of the model after the round.
+        leakage: The highest headlines, by family and headline.
+        withheld: The clients whose update a gate held back.
+        absent: The reasons for which clients' updates were not averaged, by client.
+        epsilon: The epsilon spent so far; None without differential privacy.
+        noise: The norm of the noise over the largest possible norm of the mean of clipped updates;
+            None without differential privacy.
     """
 
     number: int
@@ -47,13 +44,13 @@ class Round:
 
 
 def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
-    """Return what was recovered in a round, by family and headline.
+    """Return the highest headlines of a round, by family and headline.
 
     Args:
-        looks: at each client's update, and at their sum.
+        looks: The looks at each client's update, and at their sum.
     """
     values: dict[str, dict[str | int, float]] = {}
-    families = {family.name: family for family in STANDARD_FAMILIES}  # whose order is a table's
+    families = {family.name: family for family in STANDARD_FAMILIES}  # in the order of the table
     for look in looks:
         for series, channel in look.engine.series.items():
             families[channel.leak.name] = channel.leak
@@ -69,16 +66,16 @@ def leakage_of(looks: Iterable[fed.RoundLook]) -> dict[str, Values]:
 
 
 class _Server:
-    """Holds the model, closes rounds, and looks at the sum of what came back.
+    """The server: it holds the model, averages the updates of a round, and looks at their sum.
 
     Args:
-        federation: what is trained.
-        folder: of the ledgers.
+        federation: The federation.
+        folder: The folder of the ledgers.
 
     Attributes:
-        state: of what is trained, as it is sent in the next round.
-        loss: the validation loss of ``state``.
-        dp: its account where it adds the noise; None elsewhere.
+        state: The trained parameters, as they are sent in the next round.
+        loss: The validation loss of ``state``.
+        dp: The server's privacy account; None unless the server adds the noise.
     """
 
     def __init__(self, federation: Federation, folder: Path) -> None:
@@ -93,7 +90,7 @@ class _Server:
 
     @property
     def epsilon(self) -> float | None:
-        """Return epsilon so far; where clients add the noise, of the one that has released most."""
+        """The epsilon so far; if clients add the noise, that of the client with most releases."""
         if self._terms is None:
             return None
         if self.dp is not None:
@@ -102,7 +99,7 @@ class _Server:
 
     @property
     def noise(self) -> float | None:
-        """Return the norm of the noise over the largest norm of the mean of clipped updates.
+        """The norm of the noise over the largest possible norm of the mean of clipped updates.
 
         It depends on no data. None without differential privacy.
         """
@@ -120,24 +117,24 @@ class _Server:
     def close(
         self, round_: int, returned: Mapping[int, State | None], observer: fed.RoundObserver
     ) -> tuple[dict[int, str], fed.RoundLook]:
-        """Compute the next model; return why clients count for nothing, and a look at the sum.
+        """Compute the next model; return why updates were not averaged, and a look at the sum.
 
         Args:
-            round_: number of the round.
-            returned: state by client that was drawn; None for one that sent nothing.
-            observer: looks at the sum.
+            round_: The number of the round.
+            returned: The state of each client that was drawn; None if it sent nothing.
+            observer: The observer that looks at the sum.
         """
         sent = self.state
         updates: dict[int, State] = {}
-        silent: dict[int, str] = {}
+        absent: dict[int, str] = {}
         for client, state in returned.items():
             if state is None:
-                silent[client] = "sent nothing"
+                absent[client] = "sent nothing"
                 continue
             try:
                 updates[client] = fed.difference(sent, state)
             except fed.UpdateError as error:
-                silent[client] = str(error)
+                absent[client] = str(error)
         if self.dp is not None:
             mean = self.dp.mean(dict.fromkeys(returned) | updates, sent).update
         else:
@@ -148,12 +145,12 @@ class _Server:
                     tensor.add_(update[name].double(), alpha=1 / expected)
         self.state = fed.moved(sent, mean)
         self.loss = self._federation.validation_loss(self._model, self.state)
-        return silent, self._look(round_, sent, list(updates), observer)
+        return absent, self._look(round_, sent, list(updates), observer)
 
     def _look(
         self, round_: int, sent: State, clients: list[int], observer: fed.RoundObserver
     ) -> fed.RoundLook:
-        """Attack the sum: all that a server sees behind a secure aggregation."""
+        """Attack the sum, which is all that a server sees with secure aggregation."""
         batches = [b for client in clients for b in self._federation.batches(client, round_)]
         utility = {} if math.isnan(self.loss) else {"val_loss": self.loss}
         observer.begin(round_, sent)
@@ -170,21 +167,21 @@ class _Server:
 
 
 def train_in_process(
-    federation: Federation, folder: Path, closed: Callable[[Round], None]
+    federation: Federation, folder: Path, show_round: Callable[[Round], None]
 ) -> _Server:
     """Train all rounds, the clients of a round one after the other.
 
     Args:
-        federation: what is trained.
-        folder: of logs and ledgers.
-        closed: called with each round, and with round 0 at first.
+        federation: The federation.
+        folder: The folder of logs and ledgers.
+        show_round: A function that is called with round 0 at first, then with each round.
 
     Raises:
-        ValueError: a gate that watches what is not logged.
-        BudgetSpent: the account allows no more.
+        ValueError: A gate watches a value that is not logged.
+        BudgetSpent: The account allows no further round.
     """
     server = _Server(federation, folder)
-    closed(Round(0, server.loss))
+    show_round(Round(0, server.loss))
     model = federation.make_model()
     ledgers = [folder / f"client_{c}.ledger" for c in range(federation.clients)]
     central = federation.trust == "central"
@@ -209,7 +206,7 @@ def train_in_process(
                 withheld += [client] if leaving.withheld else []
             absent, sum_look = server.close(round_, returned, observer)
             leakage = leakage_of(look for look in (*looks, sum_look) if look is not None)
-            closed(
+            show_round(
                 Round(round_, server.loss, leakage, withheld, absent, server.epsilon, server.noise)
             )
     return server

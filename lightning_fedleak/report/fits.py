@@ -151,7 +151,7 @@ class FitSummary:
     withheld: int
     utility: Mapping[str, Points]
     privacy: Sequence[Account]
-    implied: Sequence[Allowance]
+    implied: Sequence[_Allowance]
     defenses: Sequence[records.DefenseFacts] | None
     gates: Sequence[_GateRule] | None
     decisions: Sequence[records.GateDecision]
@@ -442,7 +442,7 @@ def _not_tested(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allowance:
+class _Allowance:
     """The most that an epsilon allows a test of membership, beside what was measured.
 
     Attributes:
@@ -468,7 +468,7 @@ class Allowance:
 
 def allowances(
     accounts: Sequence[Account], attacks: Sequence[AttackSummary], clients: int
-) -> list[Allowance]:
+) -> list[_Allowance]:
     """Return the most that each epsilon that holds allows a test of membership.
 
     Epsilon bounds a test of whether an example was in the training data. What is measured is
@@ -488,7 +488,7 @@ def allowances(
         epsilon, delta = account.bound
         tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
         limits.append(
-            Allowance(
+            _Allowance(
                 defense=account.defense,
                 stage=stage,
                 epsilon=epsilon,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -95,6 +95,12 @@ def _recorded(begin: records.BeginLine) -> records.JsonObject:
     return {name: records.as_json(getattr(begin, name)) for name in names}
 
 
+def _decisions(lines: Sequence[records.GateLine]) -> list[records.JsonObject]:
+    """Return what a report's JSON contains of the decisions of gates."""
+    shared = {attribute.name for attribute in fields(records.RunLine)}
+    return [{n: v for n, v in records.as_json(one).items() if n not in shared} for one in lines]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """The content of a report on one fit, or on one federation.
@@ -154,7 +160,7 @@ class FitSummary:
     implied: Sequence[_Allowance]
     defenses: Sequence[records.DefenseFacts] | None
     gates: Sequence[_GateRule] | None
-    decisions: Sequence[records.GateDecision]
+    decisions: Sequence[records.GateLine] = field(metadata={"write": _decisions})
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
@@ -228,7 +234,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         implied=allowances(spendings, attacks, shared.clients or 1),
         defenses=_defenses(begin.defenses) if log.begin else None,
         gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
-        decisions=[line.decision for line in log.decisions],
+        decisions=log.decisions,
         not_played=not_played,
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),

@@ -83,7 +83,7 @@ class DefendedStrategy(EitherStrategy):
         DefenseError: the strategy is not supported, is not from the Trainer's package, or does not
             fit the defences. Some errors are raised only when a Trainer takes the strategy, or at
             ``trainer.fit``.
-        StepError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
+        RuntimeError: at ``trainer.fit`` an optimizer has no moment between its gradients and its
             update (LBFGS, or a fused optimizer under a GradScaler).
     """
 

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from lightning_fedleak import BagOfWords
 from lightning_fedleak.evidence import CONTRADICTED, HOLDS, OPEN, verify_run
-from lightning_fedleak.evidence.chain import ChainedFile, Verdict, read_chain
-from lightning_fedleak.evidence.verification import check_plans
+from lightning_fedleak.evidence.chain import Verdict, _ChainedFile, check_plans, read_chain
 from lightning_fedleak.private_files import hash_weights, plain_name
 from lightning_fedleak.report import ReportError, read, write
 from lightning_fedleak.report.records import (
@@ -223,7 +222,7 @@ def plans(
     monitor = {"client": "rank", "looks": looks}
     start = begin("a", schema=4, monitor=monitor, next_look=0)
     start["resumed"] = {"run": "b", "privacy": []} if goes_on else None
-    record = ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
+    record = _ChainedFile(RECORD, contents=[start, *({"run": "a"} | line for line in lines)])
     verdict = Verdict()
     assert check_plans(record, verdict)
     return verdict

@@ -134,10 +134,6 @@ def _dense(tensor: Tensor) -> Tensor:
 _CHAIN = "_fedleak_before_step"
 
 
-class StepError(RuntimeError):
-    """This optimizer does not have one moment between its gradients and its update."""
-
-
 _NO_ONE_GRADIENT = (
     "{} {} in one step, so that no one gradient leaves the client. Use another optimizer, such as "
     "AdamW or SGD."
@@ -167,9 +163,9 @@ def before_real_step(optimizer: Optimizer, fn: Callable[[], None]) -> Callable[[
         A function that removes ``fn``; may be called twice.
 
     Raises:
-        StepError: LBFGS. And in a step: an optimizer that runs its closure twice (sharpness-aware
-            ones) or not at all, or a fused one under a GradScaler, whose gradients are still scaled
-            and which skips steps inside its kernel.
+        RuntimeError: LBFGS. And in a step: an optimizer that runs its closure twice
+            (sharpness-aware ones) or not at all, or a fused one under a GradScaler, whose gradients
+            are still scaled and which skips steps inside its kernel.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and isinstance(optimizer, type(inner)):
@@ -200,7 +196,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
         scaler: the precision plugin's GradScaler, None without one.
 
     Raises:
-        StepError: LBFGS, or a fused optimizer under a GradScaler.
+        RuntimeError: LBFGS, or a fused optimizer under a GradScaler.
     """
     problem = None
     if isinstance(optimizer, LBFGS):
@@ -208,7 +204,7 @@ def check_optimizer(optimizer: Optimizer, scaler: object | None = None) -> None:
     elif scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         problem = _FUSED.format(type(optimizer).__name__)
     if problem:
-        raise StepError(problem)
+        raise RuntimeError(problem)
 
 
 _FUSED = (
@@ -256,7 +252,7 @@ class _Chain:
             return self._original(*args, **kwargs)
         name = type(self._optimizer).__name__
         if getattr(self._optimizer, "found_inf", None) is not None:
-            raise StepError(_FUSED.format(name))
+            raise RuntimeError(_FUSED.format(name))
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
             self._run()
@@ -266,7 +262,7 @@ class _Chain:
         def closure_then_run() -> Any:
             nonlocal called
             if called:
-                raise StepError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
+                raise RuntimeError(_NO_ONE_GRADIENT.format(name, "evaluates its closure twice"))
             result = closure()
             called = True
             self._run()
@@ -278,5 +274,5 @@ class _Chain:
             kwargs["closure"] = closure_then_run
         result = self._original(*args, **kwargs)
         if not called:
-            raise StepError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
+            raise RuntimeError(_NO_ONE_GRADIENT.format(name, "did not run its closure"))
         return result

@@ -55,7 +55,8 @@ from transformers.integrations import activate_neftune
 from benchmarks import shared
 from lightning_fedleak.attacks import PublicText, SubspaceTexts
 from lightning_fedleak.callbacks import Games, LeakageMonitor, WatchSettings
-from lightning_fedleak.cli.studies.sweep import parse_defenses, quiet
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
+from lightning_fedleak.cli.studies.sweep import quiet
 from lightning_fedleak.federation import RoundObserver, RoundSettings, trained_state
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_WEIGHT, find_anatomy
 from lightning_fedleak.strategies import DefendedStrategy

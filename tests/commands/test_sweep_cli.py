@@ -9,7 +9,8 @@ import pytest
 
 from lightning_fedleak.cli import main
 from lightning_fedleak.cli.finetuning.assets import SourceError
-from lightning_fedleak.cli.studies.sweep import _DefenseSpec, parse_defenses, run_name
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec, parse_defenses
+from lightning_fedleak.cli.studies.sweep import run_name
 from tests.helpers.commands import options_of, printed_by
 from tests.helpers.folders import TEXTS
 from tests.report.lines import begin, end, result, written
@@ -79,7 +80,7 @@ def test_an_interrupt_keeps_what_is_done(
 ) -> None:
     trained: list[str] = []
 
-    def train_and_attack(options: Namespace, defense: _DefenseSpec, folder: Path) -> list[str]:
+    def train_and_attack(options: Namespace, defense: DefenseSpec, folder: Path) -> list[str]:
         trained.append(str(defense))
         if len(trained) == 2:
             written(folder, [result(0, f1=0.1)], [begin()])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_fedleak.cli.finetuning import SourceError
-from lightning_fedleak.cli.studies.sweep import _DefenseSpec, parse_defenses
+from lightning_fedleak.cli.studies.defense_specs import DefenseSpec, parse_defenses
 from lightning_fedleak.defenses import Freeze, GradientNoise
 
 
@@ -29,7 +29,7 @@ def test_words_and_none() -> None:
     (defense,) = spec.build()
     assert isinstance(defense, Freeze)
     assert defense.part == "head+embeddings"
-    assert parse_defenses("none") == [_DefenseSpec("none", {})]
+    assert parse_defenses("none") == [DefenseSpec("none", {})]
     assert parse_defenses("none")[0].build() == []
 
 

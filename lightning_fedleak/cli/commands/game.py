@@ -22,8 +22,8 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.printing import model_name, print_table, short, text_name
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.cli.studies.models import check_context, find_model, with_lora
-from lightning_fedleak.cli.studies.sweep import parse_defenses
 from lightning_fedleak.defenses import BatchForm, DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
 from lightning_fedleak.evaluation.games.play import Adversary, Defend

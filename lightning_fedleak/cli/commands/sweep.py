@@ -10,7 +10,7 @@ from rich.console import Console
 from lightning_fedleak.cli import printing
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.cli.studies import sweep
-from lightning_fedleak.cli.studies.sweep import parse_defenses
+from lightning_fedleak.cli.studies.defense_specs import parse_defenses
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report import findings, read, write
 

@@ -21,7 +21,6 @@ from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli import finetuning
 from lightning_fedleak.cli.studies.models import with_lora
 from lightning_fedleak.engine import Games
-from lightning_fedleak.federation.updates import State
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.report.records import STANDARD_FAMILIES
 
@@ -179,7 +178,7 @@ class Federation:
     # ---- a round ----------------------------------------------------------------------------
 
     def train(
-        self, model: nn.Module, sent: Mapping[str, Tensor], client: int, round_: int
+        self, model: nn.Module, sent: State, client: int, round_: int
     ) -> tuple[dict[str, Tensor], float]:
         """Train a client's round; return its state and the mean loss of its steps.
 
@@ -204,7 +203,7 @@ class Federation:
         return fed.trained_state(model), math.fsum(losses) / len(losses)
 
     @torch.no_grad()
-    def validation_loss(self, model: nn.Module, state: Mapping[str, Tensor]) -> float:
+    def validation_loss(self, model: nn.Module, state: State) -> float:
         """Return the mean loss per token on text that is in no client's batch."""
         model.load_state_dict(dict(state), strict=False)
         model.eval()
@@ -315,6 +314,8 @@ def alike(n: int, clients: int, seed: int) -> list[list[int]]:
     return [order[client::clients] for client in range(clients)]
 
 
+State = Mapping[str, Tensor]
+"""Tensors of a model by their names."""
 Values = Mapping[str | int, float]
 """The highest headline of any attack of one family, by client (``"sum"``: of all together).
 

@@ -130,8 +130,9 @@ def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
     """Return whether a line says of a run that its defences guarantee something."""
     facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
     promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
-    spent = [getattr(one, "privacy", None) for one in (line, getattr(line, "resumed", None))]
-    return any(spent) or not all(promise.startswith("none") for promise in promises)
+    resumed = getattr(line, "resumed", None) or {}
+    spent = getattr(line, "privacy", None) or resumed.get("privacy")
+    return bool(spent) or not all(promise.startswith("none") for promise in promises)
 
 
 def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[str, Any] | None:

@@ -26,9 +26,9 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     FIT,
     BlockInputs,
     Explained,
-    Fits,
     RecoveredText,
     Remainder,
+    measure_fits,
 )
 
 
@@ -269,7 +269,7 @@ class _TextWalk:
         if not branches:
             return []
         states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
-        fits = Fits.measure(remainders, states)
+        fits = measure_fits(remainders, states)
         evidence, least = fits.evidence, -math.inf
         if not fits.exact and not deadline.passed:
             least = float(self._anywhere(remainders)[0].max())
@@ -304,7 +304,7 @@ class _TextWalk:
         token fits better than at places that are not its own, and of few rows than the best of all
         tokens does there.
         """
-        fits = Fits.measure(text.remainders, states)
+        fits = measure_fits(text.remainders, states)
         evidence = ranked = fits.evidence
         if not fits.exact:
             mean, best_elsewhere = self._anywhere(text.remainders)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
@@ -24,9 +26,8 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage
+from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
 from lightning_fedleak.model.taps.calls import MEDIA, PackedRows
-from lightning_fedleak.model.taps.gradients import GradientTap
 from lightning_fedleak.model.taps.graph import GraphTap, read_call, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.rounds import plain_call
@@ -109,6 +110,112 @@ _NO_GRADIENT = (
 )
 
 
+class _GradientTap:
+    """The gradients of some parameters, also a client's local one that DDP overwrites.
+
+    Where ``p.grad`` holds a stage's gradient, :meth:`view` returns views of it without a copy. A
+    DDP process's local gradient exists only until DDP reduces it inside backward: while the tap is
+    armed, :meth:`keep_local` copies it into one buffer per parameter, which is allocated once.
+
+    Args:
+        parameters: parameter by role. A tied matrix with two roles is read once.
+        gradient_of: returns what a parameter's next step is taken with.
+        tied: recorded in the snapshots.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad"),
+        *,
+        tied: bool = False,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._gradient_of = gradient_of
+        self._tied = tied
+        self._buffers: dict[int, Tensor] = {}
+        self._scales: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        self.armed = False
+        self.error: Exception | None = None
+
+    def keep_local(self) -> None:
+        """Copy each gradient as autograd accumulates it, before DDP's reduction, when armed.
+
+        Under gradient accumulation the last copy is the sum over micro-batches, as it is shared.
+        """
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            handle = parameter.register_post_accumulate_grad_hook(self._copy_gradient)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    @raised_when_read
+    def _copy_gradient(self, parameter: Tensor) -> None:
+        if not self.armed or parameter.grad is None:
+            return
+        grad = _dense(parameter.grad)
+        buffer = self._buffers.get(id(parameter))
+        if buffer is None:
+            buffer = self._buffers[id(parameter)] = torch.empty_like(grad)
+        buffer.copy_(grad)
+        self._scales[id(parameter)] = 1.0
+
+    def arm(self) -> None:
+        """Start a look: drop earlier copies and let the hooks copy."""
+        self.error = None
+        self._scales.clear()
+        self.armed = True
+
+    def disarm(self) -> None:
+        """Stop a look: let the hooks return at once."""
+        self.armed = False
+
+    def view(
+        self, step: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1.0
+    ) -> GradientSnapshot:
+        """Return views of the present gradients.
+
+        Args:
+            step: optimizer step that they lead to.
+            stage: the stage that they are at.
+            copies: read the copies of :meth:`keep_local` in place of ``p.grad``.
+            client: rank of the client.
+            scale: loss scale still in the copies (fp16's GradScaler); divided out.
+
+        Returns:
+            A snapshot without the roles that have no gradient.
+
+        Raises:
+            Exception: what a hook has raised since :meth:`arm`.
+        """
+        raise_kept(self)
+        gradients: dict[int, Tensor] = {}
+        for key, parameter in {id(p): p for p in self._parameters.values()}.items():
+            if copies and key in self._scales:
+                gradients[key] = self._buffers[key]
+                if self._scales[key] != scale:
+                    gradients[key].div_(scale / self._scales[key])
+                    self._scales[key] = scale
+            elif not copies and (gradient := self._gradient_of(parameter)) is not None:
+                gradients[key] = _dense(gradient)
+        keys = {role: id(p) for role, p in self._parameters.items()}
+        tensors = {role: gradients[key] for role, key in keys.items() if key in gradients}
+        return GradientSnapshot(step, stage, tensors, self._tied, client)
+
+    def close(self) -> None:
+        """Remove every hook, and free the buffers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buffers.clear()
+        self._scales.clear()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, dense also where it is sparse."""
+    tensor = whole_tensor(tensor)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 class StepTap:
     """Make a :class:`Step` while the user's forward and backward run.
 
@@ -164,7 +271,7 @@ class StepTap:
         self._rows: PackedRows | None = None
         self._random: tuple[Tensor, ...] = ()
         self._said: set[str] = set()
-        self._gradients = GradientTap({})
+        self._gradients = _GradientTap({})
 
     def close(self) -> None:
         """Remove every hook."""
@@ -189,7 +296,7 @@ class StepTap:
             keeps_local: Whether to copy each gradient before DDP reduces it.
         """
         self._gradients.close()
-        self._gradients = GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
+        self._gradients = _GradientTap(parameters, gradient_of, tied=self._anatomy.tied)
         if keeps_local:
             self._gradients.keep_local()
 
@@ -277,7 +384,7 @@ class StepTap:
     def gradients(
         self, number: int, stage: Stage, *, copies: bool = False, client: int = 0, scale: float = 1
     ) -> GradientSnapshot:
-        """Return views of the current gradients, see :meth:`GradientTap.view`."""
+        """Return views of the current gradients, see :meth:`_GradientTap.view`."""
         return self._gradients.view(number, stage, copies=copies, client=client, scale=scale)
 
     def local_copy(self, number: int, *, kept: bool) -> GradientSnapshot | None:

@@ -21,11 +21,19 @@ class Verdict:
         contradictions: what cannot be so in the logs of an honest run.
         open: what cannot be decided.
         notes: what a reader should know.
+        lines: number of lines by file.
+        heads: hash of the last line by file; a run's end can be held against it later.
+        checked: what was checked, each in a few words.
+        not_checked: what was not, and what would check it.
     """
 
     contradictions: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
+    checked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
 
     def contradict(self, text: str) -> None:
         """Add what cannot be so."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.attacks.shared_work import stored_work
-from lightning_fedleak.model.anatomy import Anatomy, Kind, matrix_shape
+from lightning_fedleak.model.anatomy import Anatomy, Kind, cache_argument, matrix_shape
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_runs import context_length, logits_in, undisturbed
 from lightning_fedleak.model.whole_models import whole_model
@@ -354,14 +354,14 @@ def _sample(anatomy: Anatomy, n: int, length: int, seed: int) -> list[Tensor]:
     ids, cache = first, None
     with undisturbed(anatomy) as model, torch.no_grad():
         # Trainers switch the cache off in the config, for training alone.
-        cached = getattr(config, "use_cache", None) is not None
+        argument = cache_argument(model)
         for _ in track(range(length - 1), "the model writes public text"):
-            arguments = {"use_cache": True} if cached else {}
-            if cache is not None:
-                arguments["past_key_values"] = cache
+            arguments = {"use_cache": True} if argument else {}
+            if argument and cache is not None:
+                arguments[argument] = cache
             new = ids if cache is None else ids[:, -1:]
             output = model(input_ids=new.to(device), **arguments)
-            cache = getattr(output, "past_key_values", None) if cached else None
+            cache = getattr(output, argument, None) if argument else None
             probabilities = logits_in(output)[:, -1].float().softmax(-1).cpu()
             ids = torch.cat([ids, _draw(probabilities, generator)], 1)
     ends_text = torch.isin(ids[:, 1:], end_ids)

@@ -75,6 +75,7 @@ def test_what_cannot_be_tried_is_said() -> None:
     for call, why in (
         ({"inputs_embeds": embedded}, "not on the batch's input_ids"),
         ({"input_ids": batch.input_ids, "past_key_values": object()}, "cannot be repeated"),
+        ({"input_ids": batch.input_ids, "cache": object()}, "cannot be repeated"),
     ):
         with pytest.raises(UnusableObservation, match=why):
             crosses(find_anatomy(model), batch, call)

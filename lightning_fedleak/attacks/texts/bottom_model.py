@@ -22,6 +22,7 @@ from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
     Place,
+    cache_argument,
     matrix_shape,
     place_of,
     text_blocks,
@@ -230,7 +231,7 @@ class BottomModel:
             new: (B, n) token ids.
             visible: (B, 1, n, P + n) bool, which of P cached and n new tokens a new one attends to.
             position_ids: (B, n).
-            cache: in the form that the model takes as ``past_key_values``.
+            cache: of the model's own class.
         """
         config = getattr(without_peft(self.anatomy.model), "config", None)
         # Eager attention adds its mask, where others take booleans.
@@ -238,14 +239,16 @@ class BottomModel:
             lowest = torch.finfo(self.dtype).min
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
             visible = zeros.masked_fill(~visible, lowest)
+        argument = cache_argument(self.anatomy.model)
+        caches = {} if argument is None else {argument: cache}
         with self.session(), torch.no_grad():
             states = copy_context().run(
                 self._run,
                 input_ids=new,
                 attention_mask=visible,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=True,
+                **caches,
             )
             return model_runs.states_of_text(states, new.shape[1], self.anatomy, self.layer)
 

@@ -21,7 +21,9 @@ from lightning_fedleak.model.anatomy.parts import head_adapter as head_adapter
 from lightning_fedleak.model.anatomy.parts import head_surface as head_surface
 from lightning_fedleak.model.anatomy.parts import where_whole as where_whole
 from lightning_fedleak.model.anatomy.wrappers import accepts as accepts
+from lightning_fedleak.model.anatomy.wrappers import cache_argument as cache_argument
 from lightning_fedleak.model.anatomy.wrappers import find_path as find_path
+from lightning_fedleak.model.anatomy.wrappers import has_cache as has_cache
 from lightning_fedleak.model.anatomy.wrappers import ids_argument as ids_argument
 from lightning_fedleak.model.anatomy.wrappers import leaf as leaf
 from lightning_fedleak.model.anatomy.wrappers import matrix_shape as matrix_shape

@@ -6,7 +6,7 @@ backend is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module")
+_CACHES = ("past_key_values", "cache")  # the argument's name before transformers 5.24, and since
 
 
 def transparent_child(module: nn.Module) -> str | None:
@@ -139,6 +140,17 @@ def accepts(model: nn.Module, argument: str) -> bool:
     if getattr(forward, "__qualname__", "") == "LightningModule.forward":  # which computes nothing
         return False
     return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the argument of the forward that takes what earlier tokens left; None without one."""
+    parameters = signature(without_peft(model).forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
+
+
+def has_cache(arguments: Mapping[str, object]) -> bool:
+    """Return whether a call's arguments hold a cache, which a second call would change."""
+    return any(arguments.get(name) is not None for name in _CACHES)
 
 
 def hears(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fedleak.model import model_runs
 from lightning_fedleak.model.anatomy import (
     Anatomy,
+    has_cache,
     ids_argument,
     matrix_shape,
     place_of,
@@ -126,7 +127,7 @@ def crosses(anatomy: Anatomy, batch: TokenBatch, call: Mapping[str, object]) -> 
     """
     ids, documents = call.get("input_ids"), batch.documents
     is_batch = documents is not None and isinstance(ids, Tensor) and ids.shape == documents.shape
-    if not is_batch or call.get("past_key_values") is not None or not text_blocks(anatomy):
+    if not is_batch or has_cache(call) or not text_blocks(anatomy):
         why = "cannot be repeated" if is_batch else "was not on the batch's input_ids"
         raise UnusableObservation(NOT_TESTED.format(f"the model's call {why}"))
     assert isinstance(ids, Tensor)

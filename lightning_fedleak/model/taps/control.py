@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy, backbone_of, last_states_in
+from lightning_fedleak.model.anatomy import Anatomy, backbone_of, has_cache, last_states_in
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.model_state import modules_of
 from lightning_fedleak.model.snapshots import (
@@ -344,8 +344,7 @@ def run_backward(
         is_training = id(module) in call.training
         if module.training is not is_training:  # setting an attribute of a module is slow
             module.training = is_training
-    has_cache = any(v is not None for n, v in call.arguments.items() if "past_key_values" in n)
-    if fails(has_cache):
+    if fails(has_cache(call.arguments)):
         raise UnusableObservation("the model's call has a cache, which a second call would change")
     device, dtype = anatomy.device, call.autocast
     set_random_states(call.random, device)

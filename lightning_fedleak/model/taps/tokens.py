@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import Anatomy
+from lightning_fedleak.model.anatomy import Anatomy, cache_argument
 from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch
 from lightning_fedleak.model.snapshots import TokenSnapshot
@@ -454,9 +454,9 @@ def _parts(words: Sequence[Prefix], most: int) -> Iterator[tuple[list[int], list
 
 def _run_context(anatomy: Anatomy, model: nn.Module, context: Tensor) -> tuple[Tensor, object]:
     """Return (V,) the logits behind a context, and its cache; None where the model keeps none."""
-    keeps = model_runs.takes(model, "past_key_values") and not model_runs.virtual_tokens(anatomy)
-    output = model(input_ids=context, **({"use_cache": True} if keeps else {}))
-    cache = getattr(output, "past_key_values", None) if keeps else None
+    argument = None if model_runs.virtual_tokens(anatomy) else cache_argument(model)
+    output = model(input_ids=context, **({"use_cache": True} if argument else {}))
+    cache = getattr(output, argument, None) if argument else None
     logits = model_runs.logits_in(output)[0, -1].float()
     return logits, cache
 
@@ -477,13 +477,15 @@ def _run_tree(
     example = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     mask = torch.zeros(sees.shape, dtype=example.dtype)
     mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+    argument = cache_argument(model)
+    caches = {} if argument is None else {argument: copy.deepcopy(cache)}
     try:
         output = model(
             input_ids=context.new_tensor([[p[-1] for p in prefixes]]),
             attention_mask=mask.to(context.device)[None, None],
             position_ids=context.new_tensor([[length - 1 + len(p) for p in prefixes]]),
-            past_key_values=copy.deepcopy(cache),
             use_cache=True,
+            **caches,
         )
     except Exception:  # another form of mask, or no positions: it is run otherwise
         return None

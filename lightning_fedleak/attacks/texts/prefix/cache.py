@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.model.anatomy import without_peft
+from lightning_fedleak.model.anatomy import cache_argument, without_peft
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
 # Positions that an attention kernel processes together, by device. The states of a text that ends
@@ -367,7 +367,8 @@ def _window(bottom: BottomModel) -> int | None:
 def _agrees(bottom: BottomModel) -> bool:
     """Return whether random texts, padded left and right, have the same states with a cache."""
     model = bottom.anatomy.model
-    if not all(takes(model, a) for a in ("past_key_values", "position_ids", "attention_mask")):
+    places = all(takes(model, argument) for argument in ("position_ids", "attention_mask"))
+    if not places or cache_argument(model) is None:
         return False
     if virtual_tokens(bottom.anatomy) or (bottom.context or 8) < 8:
         return False

@@ -73,6 +73,12 @@ class Case:
 
 
 @pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
+def test_a_prefix_of_a_model_of_transformers_is_run_once(make) -> None:
+    bottom = BottomModel(find_anatomy(make(vocab=VOCAB, layers=LAYER)), LAYER)
+    assert Prefixes(bottom, Layout.from_masks((1, LENGTH), None, None)).cached
+
+
+@pytest.mark.parametrize("make", [models.tiny_gpt2, models.tiny_llama])
 @pytest.mark.parametrize("sigma", [0.2, 1.0, 2.0])
 def test_one_prefix_is_greedy_search(make, sigma) -> None:
     case = Case(make, 1, sigma)

@@ -1,9 +1,9 @@
-"""Candidates for the next token of texts, and texts as far as they have been read."""
+"""Candidates for the next token of texts, and how their states are compared with the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.row_space import SharedRows, whitening_matrix
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
-from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Remainder
+from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs
 
 
 @dataclass(frozen=True)
@@ -43,77 +43,6 @@ class _SearchLimits:
 
 
 SEARCH = _SearchLimits()
-
-
-@dataclass(frozen=True, eq=False)
-class Branch:
-    """A way to continue a prefix: its next token, and each block's state (d,) there."""
-
-    prefix: tuple[int, ...]
-    token: int
-    states: tuple[Tensor, ...]
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Return the prefix with its next token."""
-        return (*self.prefix, self.token)
-
-
-@dataclass(frozen=True, eq=False)
-class PartialText:
-    """A text as far as the search has come.
-
-    Where it branched off from an earlier text, it inherits the tokens before the branch.
-
-    Attributes:
-        tokens: from the first on.
-        fits: share of each token's state that was explained when it was chosen; 1 for inherited
-            tokens.
-        score: sum of the evidence of tokens that are not inherited, and of their prior.
-        remainders: what is left of the rows of each block.
-        rivals: other ways to begin it, or to branch off.
-        alternatives: other ways to continue it.
-        states: for each token that is not inherited, each block's state (d,).
-        copies: repetitions of its first token whose states equal that token's: they have no states.
-    """
-
-    tokens: tuple[int, ...]
-    fits: tuple[float, ...]
-    score: float
-    remainders: tuple[Remainder, ...]
-    rivals: tuple[Branch, ...]
-    alternatives: tuple[Branch, ...]
-    states: tuple[tuple[Tensor, ...], ...]
-    copies: int = 0
-
-    @property
-    def inherited(self) -> int:
-        """Return how many tokens come from the text that it branched off from."""
-        return len(self.tokens) - len(self.states) - self.copies
-
-    @property
-    def exact(self) -> bool:
-        """Return whether half of the tokens that are not inherited fit exactly."""
-        fits = self.fits[-len(self.states) :]
-        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
-
-
-def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
-    """Return texts and one more, which replaces the text that it continues from its end on."""
-    for i, prefix in enumerate(texts):
-        length = len(prefix.tokens)
-        if text.tokens[:length] == prefix.tokens and text.inherited == length:
-            joined = replace(
-                text,
-                fits=(*prefix.fits, *text.fits[length:]),
-                score=prefix.score + text.score,
-                rivals=prefix.rivals + text.rivals,
-                alternatives=prefix.alternatives + text.alternatives,
-                states=prefix.states + text.states,
-                copies=prefix.copies,
-            )
-            return [*texts[:i], joined, *texts[i + 1 :]]
-    return [*texts, text]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.subspace_candidates import (
     SEARCH,
-    Branch,
     Candidates,
     Measure,
-    PartialText,
-    add_text,
 )
 from lightning_fedleak.attacks.texts.subspace_rows import (
     CERTIFICATE,
@@ -30,6 +27,77 @@ from lightning_fedleak.attacks.texts.subspace_rows import (
     Remainder,
     measure_fits,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    """A way to continue a prefix: its next token, and each block's state (d,) there."""
+
+    prefix: tuple[int, ...]
+    token: int
+    states: tuple[Tensor, ...]
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Return the prefix with its next token."""
+        return (*self.prefix, self.token)
+
+
+@dataclass(frozen=True, eq=False)
+class _PartialText:
+    """A text as far as the search has come.
+
+    Where it branched off from an earlier text, it inherits the tokens before the branch.
+
+    Attributes:
+        tokens: from the first on.
+        fits: share of each token's state that was explained when it was chosen; 1 for inherited
+            tokens.
+        score: sum of the evidence of tokens that are not inherited, and of their prior.
+        remainders: what is left of the rows of each block.
+        rivals: other ways to begin it, or to branch off.
+        alternatives: other ways to continue it.
+        states: for each token that is not inherited, each block's state (d,).
+        copies: repetitions of its first token whose states equal that token's: they have no states.
+    """
+
+    tokens: tuple[int, ...]
+    fits: tuple[float, ...]
+    score: float
+    remainders: tuple[Remainder, ...]
+    rivals: tuple[_Branch, ...]
+    alternatives: tuple[_Branch, ...]
+    states: tuple[tuple[Tensor, ...], ...]
+    copies: int = 0
+
+    @property
+    def inherited(self) -> int:
+        """Return how many tokens come from the text that it branched off from."""
+        return len(self.tokens) - len(self.states) - self.copies
+
+    @property
+    def exact(self) -> bool:
+        """Return whether half of the tokens that are not inherited fit exactly."""
+        fits = self.fits[-len(self.states) :]
+        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
+
+
+def _add_text(texts: Sequence[_PartialText], text: _PartialText) -> list[_PartialText]:
+    """Return texts and one more, which replaces the text that it continues from its end on."""
+    for i, prefix in enumerate(texts):
+        length = len(prefix.tokens)
+        if text.tokens[:length] == prefix.tokens and text.inherited == length:
+            joined = replace(
+                text,
+                fits=(*prefix.fits, *text.fits[length:]),
+                score=prefix.score + text.score,
+                rivals=prefix.rivals + text.rivals,
+                alternatives=prefix.alternatives + text.alternatives,
+                states=prefix.states + text.states,
+                copies=prefix.copies,
+            )
+            return [*texts[:i], joined, *texts[i + 1 :]]
+    return [*texts, text]
 
 
 class SubspaceSearch:
@@ -78,7 +146,7 @@ class SubspaceSearch:
                 self.shared[0], self.measure.whitening, deadline
             )
             measures = measures if contextual is None else [contextual, *measures]
-        result: list[PartialText] = []
+        result: list[_PartialText] = []
         for number, measure in enumerate(measures if precise else measures[:1]):
             walk = _TextWalk(self.candidates, self.shared, measure, self.beam)
             texts, finished = walk.find(deadline)
@@ -114,7 +182,7 @@ class _TextWalk:
         self.has_prior = predicts_next(candidates.bottom)
         self._elsewhere: list[Tensor] | None = None
 
-    def find(self, deadline: Deadline) -> tuple[list[PartialText], bool]:
+    def find(self, deadline: Deadline) -> tuple[list[_PartialText], bool]:
         """Return one text after the other, and whether the search has ended by itself."""
         blocks = zip(self.shared, self.measure.whitening, self.measure.means, strict=True)
         remainders = tuple(
@@ -122,10 +190,10 @@ class _TextWalk:
         )
         [states] = self._states(self.candidates.begin([()]))
         branches = [
-            Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
+            _Branch((), int(token), tuple(x[i] for x in states)) for i, token in enumerate(self.bag)
         ]
-        texts: list[PartialText] = []
-        failures: list[PartialText] = []
+        texts: list[_PartialText] = []
+        failures: list[_PartialText] = []
         while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.failures:
             text, finished = self._next(branches, remainders, deadline)
             if text is None:
@@ -135,7 +203,7 @@ class _TextWalk:
                 prefix = text.tokens[: text.inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]
             else:
-                texts = add_text(texts, text)
+                texts = _add_text(texts, text)
                 remainders = text.remainders
                 ways = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
                 branches = [b for b in [*branches, *text.alternatives] if b.text not in ways]
@@ -144,8 +212,8 @@ class _TextWalk:
         return texts or failures[:1], True
 
     def _next(
-        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
-    ) -> tuple[PartialText | None, bool]:
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> tuple[_PartialText | None, bool]:
         """Return the next text; one that does not fit exactly is searched again with the prior."""
         prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
         text, finished = self._grow(branches, remainders, deadline, prior)
@@ -158,11 +226,11 @@ class _TextWalk:
 
     def _grow(
         self,
-        branches: Sequence[Branch],
+        branches: Sequence[_Branch],
         remainders: tuple[Remainder, ...],
         deadline: Deadline,
         prior: float,
-    ) -> tuple[PartialText | None, bool]:
+    ) -> tuple[_PartialText | None, bool]:
         """Return the text that explains most of what is left; None where none explains anything.
 
         Args:
@@ -177,7 +245,7 @@ class _TextWalk:
         beams = self._starts(branches, remainders, deadline)
         if not beams:
             return None, True
-        ended: list[PartialText] = []
+        ended: list[_PartialText] = []
         prefixes = self.candidates.begin([text.tokens for text in beams])
         while beams:
             short = [i for i, text in enumerate(beams) if len(text.tokens) < self._most(text)]
@@ -195,8 +263,8 @@ class _TextWalk:
         return max(ended, key=lambda text: text.score), not deadline.passed
 
     def _best(
-        self, grown: list[tuple[PartialText, int]], prefixes: Prefixes
-    ) -> tuple[list[PartialText], Prefixes]:
+        self, grown: list[tuple[_PartialText, int]], prefixes: Prefixes
+    ) -> tuple[list[_PartialText], Prefixes]:
         """Return the best of grown texts, or the best one if it is exact, and their prefixes."""
         grown = sorted(grown, key=lambda pair: -pair[0].score)
         grown = grown[:1] if grown and grown[0][0].exact else grown[: self.beam]
@@ -209,8 +277,8 @@ class _TextWalk:
         return beams, prefixes
 
     def _continue(
-        self, beams: Sequence[PartialText], prefixes: Prefixes, prior: float
-    ) -> list[tuple[PartialText, int | None]]:
+        self, beams: Sequence[_PartialText], prefixes: Prefixes, prior: float
+    ) -> list[tuple[_PartialText, int | None]]:
         """Return texts with one more token and their row in ``beams``, None for those that end."""
         likely = torch.zeros(len(beams), 1)
         if prior:
@@ -221,10 +289,10 @@ class _TextWalk:
             for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
         canonical = [self.candidates.canonical(text.tokens) for text in beams]
-        ways: dict[tuple[int, ...], tuple[Branch, ...]] = {}
+        ways: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
         for prefix, (_, branches) in zip(canonical, further, strict=True):
             ways[prefix] = ways.get(prefix, ()) + branches
-        continued: list[tuple[PartialText, int | None]] = []
+        continued: list[tuple[_PartialText, int | None]] = []
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
             branches = ways[canonical[row]]
             if not children:
@@ -255,7 +323,7 @@ class _TextWalk:
         mean = evidence.mean(0)
         return mean, float((evidence - mean).max(1).values.mean())
 
-    def _most(self, text: PartialText) -> int:
+    def _most(self, text: _PartialText) -> int:
         """Return the length at which a text is given up, or is as long as it can be."""
         longest = self.candidates.longest
         if text.exact or not self.precise:
@@ -263,8 +331,8 @@ class _TextWalk:
         return min(longest, 2 * len(self.bag) + SEARCH.slack)
 
     def _starts(
-        self, branches: Sequence[Branch], remainders: tuple[Remainder, ...], deadline: Deadline
-    ) -> list[PartialText]:
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+    ) -> list[_PartialText]:
         """Return the likeliest ways in which the next text begins, or branches off from another."""
         if not branches:
             return []
@@ -283,7 +351,7 @@ class _TextWalk:
                 alike = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]
                 rivals = tuple(b for b in alike if b is not branch)
                 texts.append(
-                    PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
+                    _PartialText(branch.text, shares, value, rest, rivals, (), (branch.states,))
                 )
         if not fits.exact:
             return texts
@@ -296,8 +364,8 @@ class _TextWalk:
         ]
 
     def _children(
-        self, text: PartialText, states: Sequence[Tensor], likely: Tensor
-    ) -> tuple[list[PartialText], tuple[Branch, ...]]:
+        self, text: _PartialText, states: Sequence[Tensor], likely: Tensor
+    ) -> tuple[list[_PartialText], tuple[_Branch, ...]]:
         """Return texts with one more token, the likeliest first, and other ways to go on.
 
         A text whose tokens fit exactly ends where no further token does. Another one ends where no
@@ -313,7 +381,7 @@ class _TextWalk:
                 evidence = evidence - best_elsewhere
             ranked = evidence + likely.to(evidence)
         branches = tuple(
-            Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
+            _Branch(text.tokens, int(self.bag[i]), tuple(x[i] for x in states))
             for i in fits.best(evidence, SEARCH.alternatives)
         )
         children = []
@@ -350,7 +418,7 @@ class _Certificate:
     ) -> None:
         self.candidates, self.shared, self.measure = candidates, shared, measure
 
-    def longest(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+    def longest(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
         """Check all texts; where they are not certain, but the first ones alone are, only those."""
         whole = self.check(texts)
         if whole[1]:
@@ -358,7 +426,7 @@ class _Certificate:
         fewer = (self.check(texts[:n]) for n in range(len(texts) - 1, 0, -1))
         return next((result for result in fewer if result[1]), whole)
 
-    def check(self, texts: Sequence[PartialText]) -> tuple[list[PartialText], bool]:
+    def check(self, texts: Sequence[_PartialText]) -> tuple[list[_PartialText], bool]:
         """Return texts without ends that explain nothing, and whether they are certain.
 
         They are where all rows of every block are explained up to rounding, and where in the first
@@ -388,12 +456,12 @@ class _Certificate:
             certain = explained.residual <= CERTIFICATE.residual
         return texts, certain
 
-    def _states(self, texts: Sequence[PartialText], block: int) -> Tensor:
+    def _states(self, texts: Sequence[_PartialText], block: int) -> Tensor:
         """Return a block's states (n, d) of all tokens of texts, as they were before whitening."""
         states = torch.stack([parts[block] for text in texts for parts in text.states])
         return self.measure.restore(states, block)
 
-    def _ended(self, texts: Sequence[PartialText], first: Explained) -> bool:
+    def _ended(self, texts: Sequence[_PartialText], first: Explained) -> bool:
         """Return whether each text would show it if it went on.
 
         It would not where a next token's state nearly equals states that are there, as those of a
@@ -412,7 +480,7 @@ class _Certificate:
                 return False
         return True
 
-    def _unique(self, texts: Sequence[PartialText], first: Explained) -> bool:
+    def _unique(self, texts: Sequence[_PartialText], first: Explained) -> bool:
         """Return whether no token could be excluded or replaced."""
         share = len(first.losses) / first.basis.shape[1]
         necessary = float(first.losses.min()) >= CERTIFICATE.necessary
@@ -438,6 +506,6 @@ class _Certificate:
         return True
 
 
-def _shortened(text: PartialText) -> PartialText:
+def _shortened(text: _PartialText) -> _PartialText:
     """Return a text without its last token."""
     return replace(text, tokens=text.tokens[:-1], fits=text.fits[:-1], states=text.states[:-1])

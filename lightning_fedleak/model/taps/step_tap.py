@@ -6,7 +6,7 @@ batch does not matter. If the graph cannot be read, they are taken from the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,14 @@ from lightning_fedleak.model.anatomy import (
     without_peft,
 )
 from lightning_fedleak.model.batches import BatchAdapter, BatchError, TokenBatch, read_batch
-from lightning_fedleak.model.snapshots import GradientSnapshot, Stage, whole_tensor
-from lightning_fedleak.model.taps.calls import MEDIA, PackedRows
+from lightning_fedleak.model.snapshots import (
+    GradientSnapshot,
+    Stage,
+    UnusableObservation,
+    is_shard,
+    whole_tensor,
+)
+from lightning_fedleak.model.taps.calls import MEDIA, NOT_TESTED, ModelCalls, crosses
 from lightning_fedleak.model.taps.graph import GraphTap, read_call, read_inputs
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.rounds import plain_call
@@ -216,6 +222,73 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
+class _PackedRows:
+    """Tests whether documents that are packed into one row attend to each other.
+
+    Args:
+        anatomy: The parts of the model.
+        forward_context: A function that returns the context with the precision of a step.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, forward_context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._anatomy = anatomy
+        self._forward_context = forward_context
+        self._calls: ModelCalls | None = None
+        self._crossing: dict[object, bool] = {}
+
+    def watch(self, batch: TokenBatch) -> None:
+        """Record the model's call in a step, if it is unknown whether documents are separate."""
+        if batch.documents is not None and batch.crossing is None:
+            self._calls = self._calls or ModelCalls(self._anatomy)
+            self._calls.arm()
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._calls is not None:
+            self._calls.close()
+        self._calls = None
+
+    def with_crossing(
+        self, batch: TokenBatch, calls: Sequence[Mapping[str, object]] | None = None
+    ) -> TokenBatch:
+        """Return the batch with ``crossing`` set; each form of a call is tested only once.
+
+        Args:
+            batch: A batch of a step.
+            calls: The arguments of the model's calls on it; None for the calls since :meth:`watch`.
+
+        Raises:
+            UnusableObservation: The test was not possible.
+        """
+        if calls is None:
+            if self._calls is None or batch.documents is None or batch.crossing is not None:
+                return batch
+            calls = self._calls.calls
+            self._calls.arm(False)
+        if not batch.is_packed:
+            return replace(batch, crossing=False)
+        sharded = any(map(is_shard, self._anatomy.root.parameters()))
+        if sharded or len(calls) != 1:
+            called = f"the model was called {len(calls)} times in one batch"
+            why = "the model's parameters are sharded" if sharded else called
+            raise UnusableObservation(NOT_TESTED.format(why))
+        [call] = calls
+        form = len(batch.input_ids) == 1, *((n, _form(v)) for n, v in sorted(call.items()))
+        if form not in self._crossing:
+            with self._forward_context():
+                self._crossing[form] = crosses(self._anatomy, batch, call)
+        return replace(batch, crossing=self._crossing[form])
+
+
+def _form(argument: object) -> object:
+    """Return the part of an argument that defines a call's form: its rank, value or type."""
+    if isinstance(argument, Tensor):
+        return argument.dim()
+    return argument if isinstance(argument, bool | str) else type(argument).__name__
+
+
 class StepTap:
     """Make a :class:`Step` while the user's forward and backward run.
 
@@ -268,7 +341,7 @@ class StepTap:
         config = getattr(without_peft(anatomy.model), "config", None)
         self._placeholders = placeholder_ids(config)
         self.why_not = why_not or self._graph.why_not
-        self._rows: PackedRows | None = None
+        self._rows: _PackedRows | None = None
         self._random: tuple[Tensor, ...] = ()
         self._said: set[str] = set()
         self._gradients = _GradientTap({})
@@ -405,8 +478,8 @@ class StepTap:
 
     # ---- the ground truth -------------------------------------------------------------------
 
-    def _packed_rows(self) -> PackedRows:
-        self._rows = self._rows or PackedRows(self._anatomy, self._forward_context)
+    def _packed_rows(self) -> _PackedRows:
+        self._rows = self._rows or _PackedRows(self._anatomy, self._forward_context)
         return self._rows
 
     def _of_calls(self, step: Step, calls: list[ModelCall]) -> list[ModelCall]:

@@ -116,7 +116,9 @@ def test_adam_is_torchs_also_when_rows_leave() -> None:
 def test_likest_tokens_are_those_of_brute_force(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_fedleak.attacks.texts.embedding_descent.SIMILARITIES_AT_ONCE", chunk)
+    monkeypatch.setattr(
+        "lightning_fedleak.attacks.texts.embedding_descent.SIMILARITIES_AT_ONCE", chunk
+    )
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(40, 6, generator=generator).double() * torch.arange(1, 7) + 2.0
     points = torch.randn(3, 4, 6, generator=generator).double() * 3

@@ -17,11 +17,7 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks.texts import base
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
-from lightning_fedleak.attacks.texts.descent import (
-    RowAdam,
-    high_errors,
-    sweep,
-)
+from lightning_fedleak.attacks.texts.descent import RowAdam, high_errors, sweep
 from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 

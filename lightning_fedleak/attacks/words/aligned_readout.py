@@ -130,11 +130,7 @@ def _network(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 
 
 def fit_readout(
-    features: Tensor,
-    used: Tensor,
-    importance: Tensor,
-    generator: torch.Generator,
-    passes: int = 20,
+    features: Tensor, used: Tensor, importance: Tensor, generator: torch.Generator, passes: int = 20
 ) -> _Readout:
     """Return a classifier fitted by AdamW on a weighted logistic loss, with a one-cycle rate.
 

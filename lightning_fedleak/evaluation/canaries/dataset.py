@@ -20,10 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks import Query
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
-from lightning_fedleak.evaluation.canaries.record import (
-    InclusionRecord,
-    draw_or_load,
-)
+from lightning_fedleak.evaluation.canaries.record import InclusionRecord, draw_or_load
 
 
 class CanarySet:

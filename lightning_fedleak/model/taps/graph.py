@@ -19,13 +19,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    Kind,
-    backbone_of,
-    last_states_in,
-    without_peft,
-)
+from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
 from lightning_fedleak.model.taps.last_states import head_map, read_last_states

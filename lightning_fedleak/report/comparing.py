@@ -53,9 +53,8 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
     by_name = dict(zip(names, fits, strict=True))
-    # What fell to chance comes first.
     several = (one for one in readings.values() if len(one) > 1)
-    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)
+    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)  # what fell first
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [

@@ -441,7 +441,7 @@ class DefendedMixin(Trainer):
         )
 
     def _begin(self) -> None:
-        """Start the defences when optimizers exist, and skip the past batches of a resumed epoch."""
+        """Start the defences once optimizers exist; skip the past batches of a resumed epoch."""
         if self._per_sample:  # again: `create_scheduler` may have made a scheduler on a metric
             refuse(self._fedleak.owner, _TrainerHost(self).refusals())
         self._fedleak.train_starts()

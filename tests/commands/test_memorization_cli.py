@@ -379,7 +379,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     for name, texts in (("other", words[2 * TEXTS : 3 * TEXTS]), ("held_out", words[1::2][:TEXTS])):
         model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
         tokenizer, rows = rows_of(texts)
-        train(model, rows, 1e-3, 8)
+        train(model, rows, 1e-3, 4)
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     output = tmp_path / "result.json"

@@ -10,7 +10,7 @@ from tests.helpers.cases import of
 from tests.helpers.processes import Found, two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
-MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora")
+MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora", "experts")
 ONLY_DDP = ("static_graph",)
 ONLY_FSDP2 = ("own model", "whole module", "leaves", "checkpointed", "replicated")
 

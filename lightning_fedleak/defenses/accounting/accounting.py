@@ -43,6 +43,7 @@ from lightning_fedleak.defenses.accounting.renyi import (
     WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
+    least_epsilon,
     rdp_of,
 )
 from lightning_fedleak.defenses.base import Curve, DefenseError
@@ -210,10 +211,13 @@ def epsilon_of(
         return 0.0
     if min(row[0] for row in history) < MIN_NOISE:
         return math.inf
-    rdp = composed_rdp(history, sampling)
-    epsilon = float(epsilons_of_rdp(rdp, delta).min())
-    if kind == "prv" and 0 < epsilon < math.inf:
-        epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
+    if kind == "rdp" and sampling == "poisson":
+        epsilon = least_epsilon(history, delta)
+    else:
+        rdp = composed_rdp(history, sampling)
+        epsilon = float(epsilons_of_rdp(rdp, delta).min())
+        if kind == "prv" and 0 < epsilon < math.inf:
+            epsilon = prv_epsilon(history, delta, epsilon, rdp, sampling)
     return epsilon if epsilon <= MAX_EPSILON else math.inf
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -68,15 +69,49 @@ def rdp_of(
 
 @functools.lru_cache(maxsize=1024)
 def _rdp_of_poisson(noise_multiplier: float, sample_rate: float) -> Floats:
+    rdp = np.array([_rdp_at(order, noise_multiplier, sample_rate) for order in ORDERS])
+    rdp.flags.writeable = False
+    return rdp
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _rdp_at(order: float, noise_multiplier: float, sample_rate: float) -> float:
+    """Return the Renyi DP of one release under Poisson sampling at one order."""
     check_opacus()
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    computed = compute_rdp(
-        q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS)
+    rdp = float(
+        compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=order)
     )
-    rdp: Floats = np.where(computed >= 0, computed, np.inf)
-    rdp.flags.writeable = False
-    return rdp
+    return rdp if rdp >= 0 else math.inf
+
+
+def least_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """Return the least of :func:`epsilons_of_rdp` for releases under Poisson sampling.
+
+    It reads a tenth of the orders. Epsilons fall and then rise with the order: times (order - 1)
+    they are convex in it, the Renyi DP by Corollary 2 of van Erven & Harremoes 2014, and the
+    conversion by its second derivative, 1 / (order - 1) - 1 / order. All orders are read where
+    one that is asked about is infinite.
+
+    Args:
+        history: The noise multiplier, sample rate and count of every kind of release.
+        delta: The delta, in (0, 1).
+    """
+    events, terms = list(history), conversion(delta)
+
+    @functools.cache
+    def read(place: int) -> float:
+        rdp = sum(count * _rdp_at(ORDERS[place], sigma, q) for sigma, q, count in events)
+        return float(rdp + terms[place])
+
+    low, high = 0, len(ORDERS) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if not math.isfinite(read(middle)) or not math.isfinite(read(middle + 1)):
+            return max(0.0, min(map(read, range(len(ORDERS)))))
+        low, high = (low, middle) if read(middle) <= read(middle + 1) else (middle + 1, high)
+    return max(0.0, read(low))
 
 
 def epsilons_of_rdp(rdp: Floats, delta: float) -> Floats:

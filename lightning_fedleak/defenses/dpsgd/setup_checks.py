@@ -14,7 +14,7 @@ from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd.adam import DPAdamBC
 from lightning_fedleak.defenses.dpsgd.recorder import trains
 from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, check_adapted, rerun
-from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, rule_of
+from lightning_fedleak.defenses.dpsgd.rules import GHOST_RULES, check_experts, rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
 
@@ -85,6 +85,7 @@ def check_model(root: nn.Module, clipping: str) -> None:
     """
     trained = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or leave DPSGD out": not trained})
+    check_experts(root)
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
         layer = f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) "

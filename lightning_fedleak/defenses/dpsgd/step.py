@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, parameter_name
-from lightning_fedleak.defenses.dpsgd import loss_graph
+from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
 from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, run_pieces, with_loss
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
@@ -336,7 +336,7 @@ def _compiled_with_hooks(root: nn.Module) -> Iterator[None]:
         yield
         return
     reset_compiled(root)
-    with functorch.patch(donated_buffer=False):
+    with functorch.patch(donated_buffer=False), experts.routers_in_eager_mode(root):
         yield
     reset_compiled(root)
 

@@ -154,7 +154,8 @@ def visible_tpr(n_members: int, n_others: int, *, look: int = 1, alpha: float = 
     allowed = int(FPR * n_others + 1e-9)
     counts = np.arange(n_members + 1)
     null = nhypergeom(n_members + n_others, n_members, allowed + 1)
-    significant = np.flatnonzero(null.sf(counts - 1) <= spent_at(look, alpha))
+    at_least = null.pmf(counts)[::-1].cumsum()[::-1]  # nhypergeom.sf sums anew for each count
+    significant = np.flatnonzero(at_least <= spent_at(look, alpha))
     if not len(significant):
         return 1.0
     needed = int(significant[0])

@@ -30,6 +30,8 @@ TOKENS_AT_ONCE = 1 << 10  # of one forward: as fast as larger ones on two CPU co
 LOGITS_OF_FORWARD = 1 << 25  # 128 MiB in float32; more take more memory than an evaluation step
 MASKS = 7  # forwards of a masked model for a text, each with 1/7 masked; more cost more
 POSITIONS_AT_ONCE = 4  # logits that are reduced at once on a CPU: they fit its cache; 16 take 1.6x
+NUMBERS_AT_ONCE = 1 << 17  # of smaller vocabularies, as many as of those four at 32,000
+NUMBERS_COPIED = 1 << 22  # of logits, 16 MiB in float32: a copy of all would double the memory
 
 
 @dataclass(frozen=True)
@@ -346,9 +348,11 @@ def _ask(anatomy: Anatomy, model: nn.Module, texts: Sequence[Text]) -> TokenSnap
             continue
         end = logits.shape[1] - (not aligned)
         logits = logits[:, end - targets.shape[1] : end]
-        for row, target in zip(logits, targets, strict=True):  # a copy of all would double memory
+        rows = max(1, NUMBERS_COPIED // max(1, logits[0].numel()))
+        parts = (torch.split(values, rows) for values in (logits, targets))
+        for some, target in zip(*parts, strict=True):
             scored = target != IGNORE_INDEX
-            answers.append(describe_tokens(row[scored], target[scored]).cpu())
+            answers.append(describe_tokens(some[scored], target[scored]).cpu())
     values = torch.zeros(4, *counted.shape)
     values[:, counted] = torch.cat(answers, 1)
     return TokenSnapshot(values[0], values[1], values[2], values[3] > 0, counted)
@@ -363,8 +367,10 @@ def describe_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     """
     numbers = torch.empty(4, len(targets), device=logits.device)
     vocabulary = logits.shape[-1]
-    on_cpu = logits.device.type == "cpu"
-    step = POSITIONS_AT_ONCE if on_cpu else max(1, model_runs.LOGITS_AT_ONCE // vocabulary)
+    if logits.device.type == "cpu":
+        step = max(POSITIONS_AT_ONCE, NUMBERS_AT_ONCE // vocabulary)
+    else:
+        step = max(1, model_runs.LOGITS_AT_ONCE // vocabulary)
     for start in range(0, len(targets), step):
         part = slice(start, start + step)
         scores = logits[part].float()

@@ -70,7 +70,7 @@ def google(kind: str, history, delta: float, width: float = 1e-4) -> float:
 @pytest.mark.parametrize(
     "history",
     [
-        [(LEAST_NOISE, 0.01, 1)],
+        [(MIN_NOISE, 0.01, 1)],
         [(0.5, 0.7, 100)],
         [(1.0, 1e-4, 10**5)],
         [(1.1, 0.05, 1000)],
@@ -84,7 +84,7 @@ def google(kind: str, history, delta: float, width: float = 1e-4) -> float:
 def test_the_search_finds_the_least_epsilon_of_all_orders(history: Any, delta: float) -> None:
     all_orders = epsilons_of_rdp(accounting.composed_rdp(history, "poisson"), delta)
     expected = float(all_orders.min())
-    expected = expected if expected <= LARGEST_EPSILON else math.inf
+    expected = expected if expected <= MAX_EPSILON else math.inf
     assert epsilon_of(history, delta, "rdp") == expected
 
 

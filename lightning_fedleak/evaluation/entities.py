@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -216,7 +216,7 @@ class EntityFinder:
         self._finders = finders_of(kinds)
         self.kinds = tuple(self._finders)
         self._pieces: dict[tuple[int, ...], str] = {}
-        self._tokenizer: Any = next((x for x in tokenizers if hasattr(x, "decode")), None)
+        self._tokenizer = cast("Any", next((x for x in tokenizers if hasattr(x, "decode")), None))
         self._preceding: list[int] = []  # the ids of a letter, after which pieces are decoded
         decoded = None
         with suppress(Exception):  # whatever a user's tokenizer raises

@@ -360,16 +360,16 @@ def context_length(anatomy: Anatomy) -> int | None:
     """
     core = without_peft(anatomy.model)
     config = getattr(core, "config", None)
-    most = getattr(config, "max_position_embeddings", None)
-    most = most or getattr(config, "max_target_positions", None)  # of Whisper
-    most = most or getattr(core, "max_seq_length", None)  # of litgpt
-    if not isinstance(most, int) or most < 1:
+    max_length = getattr(config, "max_position_embeddings", None)
+    max_length = max_length or getattr(config, "max_target_positions", None)  # of Whisper
+    max_length = max_length or getattr(core, "max_seq_length", None)  # of litgpt
+    if not isinstance(max_length, int) or max_length < 1:
         return None
     for name, module in walk(core):
         table = name.rsplit(".", 1)[-1] == "position_embeddings"
         if table and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            most = min(most, module.num_embeddings - module.padding_idx - 1)
-    return int(most) - virtual_tokens(anatomy)
+            max_length = min(max_length, module.num_embeddings - module.padding_idx - 1)
+    return int(max_length) - virtual_tokens(anatomy)
 
 
 def virtual_tokens(anatomy: Anatomy) -> int:

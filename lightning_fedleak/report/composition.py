@@ -52,8 +52,8 @@ def largest_rates(epsilon: float, delta: float, curves: Sequence[Curve]) -> tupl
 
     pair = min(epsilon, MAX_SHOWN_EPSILON), delta
     tprs, aucs = [dp_tpr(FPR, *pair)], [dp_auc(*pair)]
-    least = MIN_EXPLAINED * epsilon
-    if any(all(pair[0] >= least for pair in curve if pair[1] <= delta) for curve in curves):
+    min_epsilon = MIN_EXPLAINED * epsilon
+    if any(all(pair[0] >= min_epsilon for pair in curve if pair[1] <= delta) for curve in curves):
         tprs.append(max(curve_tpr(FPR, curve) for curve in curves))
         aucs.append(max(curve_auc(curve) for curve in curves))
     return min(tprs), min(aucs)

@@ -162,11 +162,11 @@ class Account:
     @property
     def noise(self) -> str:
         """The noise multiplier, or the least and the last where it was turned up on the way."""
-        least = min((x.noise_multiplier for x in self.history), default=self.noise_multiplier)
+        min_noise = min((x.noise_multiplier for x in self.history), default=self.noise_multiplier)
         last = wording.digits(self.noise_multiplier)
-        if wording.digits(least) == last:
+        if wording.digits(min_noise) == last:
             return last
-        return f"{wording.digits(least)} at the least, {last} at the end"
+        return f"{wording.digits(min_noise)} at the least, {last} at the end"
 
 
 def clip_in_words(settings: records.JsonObject) -> object:
@@ -204,21 +204,21 @@ def _account(
     settings = defense.settings or {}
     kind = defense.class_name or wording.NOT_RECORDED
     guarantee = defense.guarantee or wording.NOT_RECORDED
-    series, delta, most = _largest(spendings)
+    series, delta, largest = _largest(spendings)
     ledgers = [(facts.settings or {}).get("ledger") for facts in defenses] if settings else []
     hashes, counts = _read_ledgers(ledgers, problems)
     clients = log.begin.monitor.clients if log.begin and log.begin.monitor else 1
-    epsilon = _bound(most.epsilon)
+    epsilon = _bound(largest.epsilon)
     is_finite = epsilon is not None and epsilon < math.inf and delta is not None
     account = Account(
-        defense=most.defense,
+        defense=largest.defense,
         series=list(series.items()),
         delta=delta,
         epsilon=epsilon,
-        noise_multiplier=None if most.noise_multiplier == math.inf else most.noise_multiplier,
-        sample_rate=most.sample_rate,
-        releases=most.releases,
-        history=list(most.history or ()),
+        noise_multiplier=None if largest.noise_multiplier == math.inf else largest.noise_multiplier,
+        sample_rate=largest.sample_rate,
+        releases=largest.releases,
+        history=list(largest.history or ()),
         settings=without_ledger(settings),
         guarantee=guarantee,
         accountant=settings.get(
@@ -227,7 +227,7 @@ def _account(
         target_epsilon=settings.get("target_epsilon", "none" if settings else None),
         trust=settings.get("trust", "local" if kind == TOKENS else wording.NOT_RECORDED),
         trusted=wording.TRUST[trusted_party(defense)],
-        sampling=most.sampling,
+        sampling=largest.sampling,
         poisson=_poisson(kind, settings),
         unit=settings.get("unit", _UNITS.get(kind, wording.NOT_RECORDED)),
         clients=settings.get("clients", clients) if kind == CLIENT else clients,
@@ -237,7 +237,7 @@ def _account(
         ledger_releases=counts,
         last_step=max(series),
         whole=False,
-        check=_verdict_of(log, most.defense, settings),
+        check=_verdict_of(log, largest.defense, settings),
     )
     account = replace(account, whole=_is_whole(account, log.end))
     account = replace(account, without_sampling=_without_sampling(account))
@@ -273,15 +273,16 @@ def _largest(
     Delta is None where one of them is unknown.
     """
     series: dict[int, float | None] = {}
-    most = spendings[0][1]
+    largest = spendings[0][1]
     deltas = [spending.delta for _, spending in spendings if spending.delta is not None]
     for step, spending in spendings:
         epsilon = _bound(spending.epsilon)
         if step not in series or _order(series[step]) <= _order(epsilon):
             series[step] = None if epsilon == math.inf else epsilon
-        if _order(_bound(most.epsilon)) <= _order(epsilon):
-            most = spending
-    return series, wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None, most
+        if _order(_bound(largest.epsilon)) <= _order(epsilon):
+            largest = spending
+    delta = wording.rounded_up(max(deltas)) if len(deltas) == len(spendings) else None
+    return series, delta, largest
 
 
 def _poisson(kind: str, settings: records.JsonObject) -> bool | None:
@@ -338,12 +339,12 @@ def _limit(account: Account) -> str | None:
     if not (account.holds and account.whole) or account.largest_tpr is None:
         return None
     tpr = account.largest_tpr
-    most = math.ceil(1e3 * tpr - 1e-9) / 10
-    share = f"at most {most:g} in 100" if most < 100 else "up to all"
+    percent = math.ceil(1e3 * tpr - 1e-9) / 10
+    share = f"at most {percent:g} in 100" if percent < 100 else "up to all"
     if account.is_of_tokens:
         text = (
             "a test of which of two texts of one length was trained on. If it is wrong about the "
-            f"second 1 time in 100, it is right about the first at most {most:g} times in 100 "
+            f"second 1 time in 100, it is right about the first at most {percent:g} times in 100 "
             "(guessing: 1)."
         )
     else:

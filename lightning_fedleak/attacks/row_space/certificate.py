@@ -211,14 +211,14 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    least = CERTIFIED * shared.noise_norm
+    min_size = CERTIFIED * shared.noise_norm
     alike = _TWIN_GAIN * len(shared.whole) ** 0.5
-    small = sizes * DEPENDENT < least  # others differ from the types by more than that
+    small = sizes * DEPENDENT < min_size  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True
     small[types[types < atoms.tokens]] = False
     tokens = small.nonzero()[:, 0]
     twins = _nearly_equal(atoms, types, tokens, _TWINS**2 / 2).any(0)  # compared apart
     parts = [_project_off(x, q).norm(dim=1) for x in _unit_atoms(atoms, tokens)]
     traces = sizes[tokens] * torch.cat([sizes[:0], *parts])
-    silent: Tensor = tokens[traces < torch.where(twins, alike, least)]
+    silent: Tensor = tokens[traces < torch.where(twins, alike, min_size)]
     return silent

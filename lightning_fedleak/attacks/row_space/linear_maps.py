@@ -483,8 +483,10 @@ def input_blocks(
 ) -> Generator[tuple[slice, Tensor], None, None]:
     """Yield the places of some texts and what :func:`input_rows` returns for them, one by one."""
     run = model_runs.stop_at(anatomy.model, Place("", known_input.reader, "input"))
-    most = _NUMBERS // known_input.width if ids.device.type == "cpu" else model_runs.TOKENS_AT_ONCE
-    step = max(1, min(model_runs.TOKENS_AT_ONCE, most) // ids.shape[1])
+    n_tokens = model_runs.TOKENS_AT_ONCE
+    if ids.device.type == "cpu":
+        n_tokens = min(n_tokens, _NUMBERS // known_input.width)
+    step = max(1, n_tokens // ids.shape[1])
     with _untraced(anatomy):
         for start in range(0, len(ids), step):
             part = ids[start : start + step]

@@ -284,9 +284,9 @@ class EncoderSearch:
         for part in torch.split(others, _texts_at_once(others.shape[1])):
             if len(part) and not deadline.passed:
                 losses = self._losses(part).mean(1)
-                least = int(losses.argmin())
-                if float(losses[least]) < best:
-                    best, text = float(losses[least]), part[least]
+                i = int(losses.argmin())
+                if float(losses[i]) < best:
+                    best, text = float(losses[i]), part[i]
         return best, text
 
     def _with_others(self, texts: Tensor, place: int, allowed: Tensor) -> Tensor:
@@ -407,8 +407,8 @@ def _texts_at_once(length: int) -> int:
     return max(1, SEARCH.tokens_at_once // length)
 
 
-def _basis(rows: Tensor, least: float) -> Tensor:
-    """Return a basis (k, d) of rows (n, d) without directions of singular values <= least."""
+def _basis(rows: Tensor, min_singular: float) -> Tensor:
+    """Return a basis (k, d) of rows (n, d), with singular values above ``min_singular``."""
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
-    directions: Tensor = basis[s > least]
+    directions: Tensor = basis[s > min_singular]
     return directions

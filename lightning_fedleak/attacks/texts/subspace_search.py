@@ -284,13 +284,13 @@ class _TextWalk:
             self._children(text, states, likely[row])
             for row, (text, states) in enumerate(zip(beams, self._states(prefixes), strict=True))
         ]
-        without_repeats = [self.candidates.drop_repeats(text.tokens) for text in beams]
+        shortened = [self.candidates.drop_repeats(text.tokens) for text in beams]
         ways: dict[tuple[int, ...], tuple[_Branch, ...]] = {}
-        for prefix, (_, branches) in zip(without_repeats, further, strict=True):
+        for prefix, (_, branches) in zip(shortened, further, strict=True):
             ways[prefix] = ways.get(prefix, ()) + branches
         continued: list[tuple[_PartialText, int | None]] = []
         for row, (text, (children, _)) in enumerate(zip(beams, further, strict=True)):
-            branches = ways[without_repeats[row]]
+            branches = ways[shortened[row]]
             if not children:
                 ended = replace(text, alternatives=text.alternatives + branches)
                 continued.append((ended, None))
@@ -334,14 +334,14 @@ class _TextWalk:
             return []
         states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
         fits = measure_fits(remainders, states)
-        evidence, least = fits.evidence, -math.inf
+        evidence, min_evidence = fits.evidence, -math.inf
         if not fits.exact and not deadline.passed:
-            least = float(self._anywhere(remainders)[0].max())
+            min_evidence = float(self._anywhere(remainders)[0].max())
         texts = []
         best = fits.best(evidence, max(SEARCH.alternatives, self.beam))
         for i in best[: self.beam]:
             branch, value = branches[i], float(evidence[i])
-            if math.isfinite(value) and value >= least:
+            if math.isfinite(value) and value >= min_evidence:
                 shares = (*[1.0] * len(branch.prefix), float(fits.worst[i]))
                 rest = fits.explain(remainders, i)
                 alike = [b for b in map(branches.__getitem__, best) if b.prefix == branch.prefix]

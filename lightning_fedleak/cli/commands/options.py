@@ -304,8 +304,8 @@ def memorization(add: Add) -> None:
         loss: the tokens that training's loss was computed on: of the answers, or of the
             assistant's turns; or all. Chats need it.
         length: tokens of a text, at most, as in training.
-        drawn: the others were drawn at random from the same rows (leave_out), so that they follow
-            one law.
+        drawn: the others were drawn at random from the same rows (leave_out), so that both
+            sides are exchangeable.
         records: private file of the members by what the model gives away of them: row numbers,
             p-values and a list, and no text. See fedleak records.
         entities: kinds of personal data to find in the texts, separated by commas: phone, email,
@@ -376,8 +376,8 @@ def synthetic(add: Add) -> None:
         generated_column: the column of --generated that holds the text; by default it is read by
             the same columns as the rows.
         length: tokens of a text, at most.
-        drawn: the others were drawn at random from the same rows (leave_out), so that they follow
-            one law.
+        drawn: the others were drawn at random from the same rows (leave_out), so that both
+            sides are exchangeable.
         epochs: passes of the auxiliary model over the generated texts.
         batch_size: texts of an optimizer step.
         lr: learning rate of AdamW, which is held.

@@ -259,7 +259,7 @@ def print_prices(
             soft_wrap=True,
         )
         return
-    few, most = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
+    n_tokens, n_blocks = min(tokens, PROBE_TOKENS), min(blocks, PROBE_BLOCKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def measure(blocks: int, tokens: int) -> dict[tuple[str, str], float]:
@@ -267,12 +267,12 @@ def print_prices(
             probe = build(blocks=blocks, tokens=tokens)
         return measure_prices(probe, batch)
 
-    measured = measure(most, few)
+    measured = measure(n_blocks, n_tokens)
     prices = dict(measured)
     # Every price grows by the block and by the token.
     for times, other in (
-        ((blocks - most) / max(1, most - 1), (1, few)),
-        ((tokens - few) / (few - few // 4), (most, few // 4)),
+        ((blocks - n_blocks) / max(1, n_blocks - 1), (1, n_tokens)),
+        ((tokens - n_tokens) / (n_tokens - n_tokens // 4), (n_blocks, n_tokens // 4)),
     ):
         if times > 0:
             smaller = measure(*other)
@@ -289,8 +289,8 @@ def print_prices(
     print_table(console, table)
     console.print(
         f"What attacks='auto' plays, measured on this machine's {device.type} at {batch[0]} x "
-        f"{batch[1]} tokens of a process on models of up to {most} blocks and {few:,} tokens with "
-        "random weights, and extended to "
+        f"{batch[1]} tokens of a process on models of up to {n_blocks} blocks and {n_tokens:,} "
+        "tokens with random weights, and extended to "
         f"{blocks} blocks and {tokens:,} tokens. An attack whose look takes longer than "
         f"look_seconds={WatchSettings().look_seconds:g} is left out. A control makes the step "
         "again, and one of known words, of which each attack is asked. Together they add about "

@@ -318,12 +318,12 @@ def _noise(observations: Observations) -> _Check:
     p_values, ratios = chi2.cdf(squares, counts), np.sqrt(squares / counts)
     worst = np.lexsort((ratios, p_values))[0]
     sizes = np.array([counts.min(), counts.max()])
-    least = np.sqrt(chi2.ppf(ERROR / TESTS / len(groups), sizes) / chi2.ppf(0.95, sizes))
+    min_ratios = np.sqrt(chi2.ppf(ERROR / TESTS / len(groups), sizes) / chi2.ppf(0.95, sizes))
     return _tested(
         "noise",
         p_values.min() * len(groups),
         f"{ratios[worst]:.3f} of the claimed deviation in {list(groups)[worst]}",
-        f"below {least[1]:.3f} of it in the largest part, {least[0]:.2f} in the smallest",
+        f"below {min_ratios[1]:.3f} of it in the largest part, {min_ratios[0]:.2f} in the smallest",
     )
 
 
@@ -336,9 +336,9 @@ def _fresh_noise(observations: Observations) -> _Check:
     )
     looks = [torch.cat([look[name][2] for name in names]) for look in observations.noise if names]
     large = [name for name in names if observations.noise[0][name][1] >= MIN_NUMBERS]
-    least = min((len(observations.noise[0][name][2]) for name in large), default=0)
+    n_numbers = min((len(observations.noise[0][name][2]) for name in large), default=0)
     parameters = [
-        torch.cat([look[name][2][:least] for look in observations.noise]) for name in large
+        torch.cat([look[name][2][:n_numbers] for look in observations.noise]) for name in large
     ]
     ranks, results = observations.noise_of_ranks, []
     for kind, vectors in (("looks", looks), ("parameters", parameters), ("processes", ranks)):
@@ -380,11 +380,11 @@ def _clipping(
     rows = sum(count for _, count in moves)
     width = (norm.isf(ERROR / TESTS / 2) + POWER) * noise * math.sqrt(len(moves)) / rows
     mean = sum(distance for distance, _ in moves) / rows
-    most = max(distance / count for distance, count in moves)
+    largest = max(distance / count for distance, count in moves)
     return _tested(
         name,
         p_value,
-        f"an example moves a release by up to {most:.2f} clip norms, {mean:.2f} in the mean",
+        f"an example moves a release by up to {largest:.2f} clip norms, {mean:.2f} in the mean",
         f"above {1 + width:.2f} in the mean",
     )
 
@@ -469,11 +469,11 @@ def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: f
     variance, count = trials * rate * (1 - rate), len(values) - 1
     ratio = float(np.var(values, ddof=1)) / variance
     tail = 2 + 1 / variance - 6 / trials  # variance of a squared standardised binomial number
-    law = gamma(count / tail, scale=tail / count)
+    null = gamma(count / tail, scale=tail / count)
     width = (norm.isf(ERROR / TESTS / 2) + POWER) * math.sqrt(tail / count)
     return _tested(
         name,
-        2 * min(law.cdf(ratio), law.sf(ratio)),
+        2 * min(null.cdf(ratio), null.sf(ratio)),
         f"{subject} have {ratio:.3f} of the claimed variance",
         f"off by {100 * width:.0f}%",
     )
@@ -484,10 +484,10 @@ def _account(claim: PrivacyClaim, steps: int) -> _Check:
     if claim.epsilon is None or not steps:
         return _Check("account", "unknown", "no epsilon was given")
     history = [(claim.noise_multiplier, claim.sample_rate, steps)]
-    epsilon, least = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
+    epsilon, min_epsilon = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
     return _Check(
         "account",
-        "refuted" if epsilon < least else "not refuted",
-        f"epsilon {epsilon:.3g} is shown, {least:.3g} at least is spent by {steps} steps",
+        "refuted" if epsilon < min_epsilon else "not refuted",
+        f"epsilon {epsilon:.3g} is shown, {min_epsilon:.3g} at least is spent by {steps} steps",
         f"{100 * SLACK:.0f}% too low",
     )

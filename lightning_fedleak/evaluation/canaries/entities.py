@@ -94,8 +94,9 @@ class _EntityKind:
                 f"kinds[{name!r}] needs a sentence with one {{}} for the value, behind some words, "
                 "and a name of letters, digits, '_', '-' and '.', as part of a log name"
             )
-        hint, least = f"of which {n} are planted", n + 2 * _MIN_VALUES
-        check_integer(f"number of values of kinds[{name!r}]", self.size, at_least=least, hint=hint)
+        hint, min_size = f"of which {n} are planted", n + 2 * _MIN_VALUES
+        argument = f"number of values of kinds[{name!r}]"
+        check_integer(argument, self.size, at_least=min_size, hint=hint)
 
 
 @dataclass(frozen=True)

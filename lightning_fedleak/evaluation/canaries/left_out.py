@@ -1,4 +1,4 @@
-"""Rows of a data set that are left out of training by a secret draw: others of the same law."""
+"""Rows that a secret draw leaves out of training: non-members from the same distribution."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def leave_out(
 ) -> tuple[TrainingRows, Subset[Any]]:
     """Leave n rows out of training, drawn so that nobody can foresee which.
 
-    The rows left out follow the law of those that are trained on. So whatever an attack on the
-    trained model tells them apart by, it learned from the training. Train on the first result
-    alone; a :class:`~lightning_fedleak.LeakageMonitor` finds the others by itself::
+    The rows left out are from the same distribution as the training rows. If an attack on the
+    trained model distinguishes them, the model has learned that from the training. Train on the
+    first result only; a :class:`~lightning_fedleak.LeakageMonitor` finds the others automatically::
 
         train, others = leave_out(train, 1000, record="secret/left_out.json")
         loader = DataLoader(train, batch_size=8, shuffle=True)
@@ -190,9 +190,9 @@ def leave_out(
         check_choice(
             "times of the planted values", dataset.entities.record.times, [(1,)], hint=hint
         )
-    most = len(dataset) // 2 if coins else len(dataset) - 1
+    max_rows = len(dataset) // 2 if coins else len(dataset) - 1
     hint = "rows that are left out; with coins a row is drawn for each of them besides"
-    check_integer("n", n, at_most=most, hint=hint)
+    check_integer("n", n, at_most=max_rows, hint=hint)
 
     def draw(key: bytes) -> _LeftOutRecord:
         rows = _LeftOutRecord(key, len(dataset), n, b"", coins)

@@ -313,8 +313,8 @@ class _Search:
         run_counts = self._count_near(common, frame, unit_of, times)
         once = np.unique(units[self.runs.owners] * len(run_counts) + self.runs.places)
         run_counts += np.bincount(once % len(run_counts), minlength=len(run_counts))
-        most = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts)
-        repeated = (run_counts > 1) & (run_counts <= most)
+        max_copies = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts)
+        repeated = (run_counts > 1) & (run_counts <= max_copies)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
         return _Repeats(again, units, times[units])

@@ -265,8 +265,8 @@ class RecordList:
         score, member = scores[alone], members[alone]
         n, m = int(member.sum()), int((~member).sum())
         p_values = record_p_values(score, member)
-        least, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
-        inside = listed(p_values, rate) if least <= n else None
+        min_size, provable = smallest_list(n, m, rate), most_provable(n, m, alpha)
+        inside = listed(p_values, rate) if min_size <= n else None
 
         def line(row: int, text: int, status: str) -> _RecordLine:
             score = round(float(scores[text]), 4)
@@ -300,7 +300,7 @@ class RecordList:
             "others": m,
             "rate": rate,
             "listed": None if inside is None else int(inside.sum()),
-            "smallest_list": least,
+            "smallest_list": min_size,
             "alpha": alpha,
             "at_least": at_least(score, member, alpha) if provable else None,
             "provable": provable,

@@ -156,7 +156,7 @@ class Pool:
             raise NoRows(pairs if self.has_pairs and part != "pairs" else reasons[part])
         if part in ("prompts", "pairs") and self.way == "given":
             raise UnplayableGame(
-                f"{part} of others= may be of another law: leave rows out (leave_out)"
+                f"{part} of others= may be from another distribution: leave rows out (leave_out)"
             )
         sides = int((compared & self.trains).sum()), int((compared & ~self.trains).sum())
         if part == "long" or self.way == "not yet seen" or min(sides) >= MIN_TEXTS:

@@ -70,14 +70,13 @@ class PromptChannel(MemorizationChannel):
         if self.run.step == 0:
             self._written = self._write()
             if any(isinstance(attack, RewardGain) for attack in self.attacks):
-                why = rollouts.why_no_rewards()
+                if not (why := rollouts.why_no_rewards()):
+                    rewards = [rollouts.reward(self.pool.texts, self._written) for _ in range(2)]
+                    if not torch.equal(*rewards):
+                        why = "the same completions have others the second time, or no numbers"
                 if why:
                     raise UnusableObservation(f"no rewards to compare: {why}: {_ADVICE}")
-                first, second = (rollouts.reward(self.pool.texts, self._written) for _ in range(2))
-                if not torch.equal(first, second):
-                    why = "the same completions have others the second time, or no numbers"
-                    raise UnusableObservation(f"no rewards to compare: {why}: {_ADVICE}")
-                self._rewards = torch.stack([first, second])
+                self._rewards = torch.stack(rewards)
         super().ask_base()
 
     def _write(self) -> Sequence[Text]:

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.trainers import Watch as Watch
     from lightning_fedleak.trainers import defended as defended
 
-_ACCELERATE = {"LeakageCallback", "defended"}  # need it, which a star import shall not
+_ACCELERATE = {"LeakageCallback", "defended"}  # need accelerate, which is an extra
 __all__ = ["__version__", *sorted({*homes_of(__name__)} - _ACCELERATE)]
 
 __getattr__ = lazy(__name__)

@@ -261,7 +261,7 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     callback = LeakageCallback(trainer, attacks, folder=folder, settings=settings)
     [study.channel] = [c for c in callback.engine.channels if isinstance(c, PromptChannel)]
     looks, rewards = [0.0], list[str]()
-    ask = study.channel.ask_weights
+    ask = study.channel.query_weights
 
     def timed(*arguments: Any, **settings: Any) -> Any:
         start = time.process_time()
@@ -273,7 +273,7 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
         rewards.append(" / ".join(f"{float(value):.2f}" for value in sides))
         return answers
 
-    study.channel.ask_weights = timed
+    study.channel.query_weights = timed
     trainer.add_callback(callback)
     start = time.process_time()
     trainer.train()

@@ -1,4 +1,4 @@
-"""RiskGate: a threshold on measured leakage that stops, hardens, raises, warns or calls."""
+"""RiskGate: act when measured leakage exceeds a threshold (stop, harden defences, raise, warn)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,28 @@ if TYPE_CHECKING:
 class RiskGate(core.Threshold, EitherCallback):
     """Act when a metric of a :class:`LeakageMonitor` exceeds a threshold.
 
-    Looks at every result of the monitor, at the level of steps. With several processes the first
-    one judges, and the others get a value only where the gate acts on it. Before it stops or raises
-    it saves a checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
+    The gate checks the metric after every look of the monitor. With several processes the first one
+    decides; the others get the value only if the gate acts. Before it stops or raises, it saves a
+    checkpoint (not under ``fast_dev_run``). Other metrics and attacks do not affect it.
 
-    The newest value in the logs counts, which may be pooled over looks. A noisy metric exceeds any
-    threshold sooner or later: give ``patience``. The lower end of an interval cannot be watched: it
+    The newest logged value counts, which may be pooled over looks. A noisy metric exceeds any
+    threshold sooner or later: set ``patience``. The lower end of an interval cannot be watched: it
     is also low if few texts were queried.
 
-    **The trained weights** (``leakage/combined/auc``, say) are looked at on the same texts again
-    and again: the gate acts where the lower end of the interval, which holds at all looks together,
-    is above ``at_most``. Their ``shown`` is unknown with few held-out texts, and then the gate
-    waits.
+    **The trained weights** (``leakage/combined/auc``, say) are queried with the same texts at every
+    look: the gate acts if the lower end of the interval, which holds for all looks together, is
+    above ``at_most``. Their ``shown`` is unknown with few held-out texts, and then the gate waits.
 
-    **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. Where one
-    attack is unknown, what the others read at least counts as the value if it is a breach by
-    itself. A run in which no attack of the family can ever be played is refused before it trains.
+    **The worst of a family**, ``"leakage/worst/words"``, is watched like any other value. If one
+    attack is unknown, the highest value of the others counts only if it is a breach. A run that can
+    never play an attack of the family is refused before it trains.
 
-    **A surface that is not shared** reads 0. That says nothing about what is shared instead. Where
-    no attack of the same family reads any of it, the value is unknown until one does: layers may be
-    frozen and unfrozen during the run.
+    **An attack on parameters that are not shared** has the value 0, which says nothing about those
+    that are. If no attack of the family reads any shared parameter, the value is unknown until one
+    does: layers may be frozen and unfrozen during the run.
 
-    An *unknown* value counts, unless ``strict=False``, as a breach towards ``patience``. A fit in
-    which a strict gate never had a result ends as *unknown*: the gate acts then, whatever
-    ``patience``.
+    An *unknown* value counts as a breach, unless ``strict=False``. If a strict gate had no result
+    in the whole fit, it acts at the end, whatever ``patience``.
 
     Examples:
         >>> import lightning as L
@@ -73,13 +71,13 @@ class RiskGate(core.Threshold, EitherCallback):
             Training goes on, and the gate judges again from the next look. Once no defence can be
             strengthened, it stops the run like ``"stop"``. The decision depends on private data: an
             accounted epsilon covers neither it nor the leakage logs. A resumed run has the notches
-            of its checkpoint; later ones are forgotten until its first look, at its first step.
-        patience: the number of breaches in a row that pass before the gate fires.
+            of its checkpoint, without later ones; it looks again at its first step.
+        patience: the number of breaches in a row that are ignored before the gate fires.
         strict: whether an unknown value counts as a breach. Otherwise it is ignored.
         name: the name in the logs, ``gate/<name>``; by default the metric without ``leakage/``.
 
     Attributes:
-        fired: the event of the first time that the gate fired in the newest fit; None so far.
+        fired: the event of the first time that the gate fired in the newest fit; else None.
         notches: the number of times that it has strengthened the defences.
 
     Raises:
@@ -92,11 +90,11 @@ class RiskGate(core.Threshold, EitherCallback):
         return f"RiskGate[{self.name}]"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a metric that no monitor logs, and a stop that Lightning would ignore.
+        """Start to watch the metric in a fit.
 
         Raises:
-            ValueError: there is such a problem. The message names the metrics that exist, or the
-                argument to change.
+            ValueError: no monitor logs the metric, or Lightning would ignore the stop. The message
+                names the metrics that exist, or the argument to change.
         """
         if stage != "fit":
             return
@@ -141,10 +139,11 @@ class RiskGate(core.Threshold, EitherCallback):
         return logged_by[0].engine
 
     def _check_stop(self, trainer: L.Trainer) -> None:
-        """Refuse a second gate of the same name, and a gate that could not stop the run.
+        """Check that the gate can act.
 
         Raises:
-            ValueError: there is such a problem. The message names the argument to change.
+            ValueError: another gate has the same name, or this one could not stop the run. The
+                message names the argument to change.
         """
         gates = [c for c in _callbacks(trainer) if isinstance(c, RiskGate) and c is not self]
         if any(gate.name == self.name for gate in gates):
@@ -156,10 +155,10 @@ class RiskGate(core.Threshold, EitherCallback):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log ``leakage/choose``, a value to select a checkpoint by, for a gate on trained weights.
+        """Log ``leakage/choose``, to select checkpoints by, if the gate watches trained weights.
 
         It is the validation loss if the upper end of the interval at these weights is at most
-        ``at_most``, and infinite otherwise.
+        ``at_most``, and infinite otherwise, so that its minimum is the best allowed checkpoint.
         """
         if not self.on_weights or self._engine is None or trainer.sanity_checking:
             return

@@ -47,7 +47,7 @@ class TrainerRun(Run):
     """
 
     uncounted_step: ClassVar[str] = (
-        "an optimizer stepped without Lightning, which counts no step then, so that "
+        "an optimizer stepped that Lightning does not wrap, so that no step was counted and "
         "LeakageMonitor cannot tell when to look again. In training_step use "
         "self.optimizers() without use_pl_optimizer=False."
     )
@@ -62,16 +62,18 @@ class TrainerRun(Run):
         strategy = trainer.strategy
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         holders = (*callbacks, trainer.lightning_module, getattr(trainer, "datamodule", None))
-        monitors = (getattr(callback, "monitor", None) for callback in callbacks)
+        # The metrics that EarlyStopping and ModelCheckpoint act on.
+        watched = (getattr(callback, "monitor", None) for callback in callbacks)
         under_ddp = isinstance(strategy, both("strategies.DDPStrategy"))
-        noising = declared(trainer.optimizers, under_ddp=under_ddp)
-        if noising and isinstance(strategy, DefendedStrategy):
+        in_optimizers = declared(trainer.optimizers, under_ddp=under_ddp)
+        if in_optimizers and isinstance(strategy, DefendedStrategy):
             raise ValueError(
-                f"{noising[0].name} makes its gradient of single examples', without what the "
-                "DefendedStrategy did to gradients: use one of both"
+                f"{in_optimizers[0].name} computes its gradient from those of single examples, so "
+                "that the DefendedStrategy's defences have no effect: use one of the two"
             )
-        separates_stages = bool(noising) or bool(getattr(strategy, "separates_stages", False))
-        reduced_before = under_ddp and client == "rank" and not separates_stages
+        separates_stages = bool(in_optimizers) or bool(getattr(strategy, "separates_stages", False))
+        # DDP averages clients' gradients before Lightning clips them.
+        clips_mean = under_ddp and client == "rank" and not separates_stages
         return cls(
             anatomy=anatomy,
             client=client,
@@ -82,11 +84,11 @@ class TrainerRun(Run):
             rank=trainer.global_rank,
             processes=trainer.world_size,
             tokenizers=[getattr(holder, "tokenizer", None) for holder in holders],
-            defenses=(*defenses_of(trainer), *noising),
-            watched=tuple(name for name in monitors if isinstance(name, str)),
+            defenses=(*defenses_of(trainer), *in_optimizers),
+            watched=tuple(name for name in watched if isinstance(name, str)),
             under_ddp=under_ddp,
             separates_stages=separates_stages,
-            clip_value=None if reduced_before else _clip_value(trainer),
+            clip_value=None if clips_mean else _clip_value(trainer),
             shows_progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
         )
 
@@ -136,17 +138,17 @@ class TrainerRun(Run):
 
     @property
     def planned_steps(self) -> int | None:
-        """Return the steps of the fit; None without a limit, or if they cannot be counted before.
+        """Return the steps of the fit; None without a limit, or if they cannot be predicted.
 
         They cannot with manual optimization, several optimizers or a schedule of accumulation.
         """
         trainer = self.trainer
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        changes = any(
-            isinstance(c, both("callbacks.GradientAccumulationScheduler")) for c in callbacks
-        )
-        by_hand = not trainer.lightning_module.automatic_optimization
-        if changes or by_hand or len(trainer.optimizers) != 1:
+        schedulers = both("callbacks.GradientAccumulationScheduler")
+        is_automatic = trainer.lightning_module.automatic_optimization
+        if len(trainer.optimizers) != 1 or not is_automatic:
+            return None
+        if any(isinstance(callback, schedulers) for callback in callbacks):
             return None
         steps = trainer.estimated_stepping_batches
         return int(steps) if 0 < steps < math.inf else None
@@ -177,7 +179,8 @@ class TrainerRun(Run):
         It has the same epochs, precision, accumulation and clipping, and no callback or logger.
 
         Raises:
-            ValueError: the fit has no end of its own, or its batches are no fixed number of rows.
+            ValueError: the Trainer has neither ``max_epochs`` nor ``max_steps``, or its loader has
+                no fixed batch size.
         """
         trainer = self.trainer
         loader: Any = trainer.train_dataloader
@@ -194,7 +197,7 @@ class TrainerRun(Run):
             collate_fn=loader.collate_fn,
             drop_last=loader.drop_last,
         )
-        model.configure_callbacks = list  # type: ignore[assignment]
+        model.configure_callbacks = list  # type: ignore[assignment]  # returns []
         with TemporaryDirectory() as folder:
             second = type(trainer)(
                 accelerator=self.device.type,
@@ -299,7 +302,7 @@ def settings_of(trainer: L.Trainer) -> dict[str, object]:
 
 
 def training_of(trainer: L.Trainer) -> dict[str, object]:
-    """Return how a Trainer trains, for the record."""
+    """Return how a Trainer trains, for the run's record."""
     return {
         "optimizers": optimizers_of(trainer.optimizers),
         "strategy": type(trainer.strategy).__name__,

@@ -224,7 +224,7 @@ def why_unread(engine: Engine, name: str) -> str | None:
     if channel is None:
         return None
     if engine.weights is not None and channel.at_weights:
-        return engine.weights.unread(None if attack is None else {attack})
+        return engine.weights.why_unread(None if attack is None else {attack})
     if attack is not None and attack not in lineup.playing:
         why = {row.attack: row.why_not for row in lineup.rows}[attack]
         return f"'{attack}' is not played in this run: {why}"

@@ -345,7 +345,7 @@ class Engine(StepEngine):
         if self.record is not None:
             weights.record_pools(self.record)
         if self.report is not None:
-            self.report.write_not_played(weights.rows(), self._fit.run.step)
+            self.report.write_not_played(weights.refusals(), self._fit.run.step)
         for begins in self._before_first:
             begins()
 

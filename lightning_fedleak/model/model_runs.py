@@ -1,8 +1,8 @@
 """Running the model on any text without a trace: its logits, and hidden states at a layer.
 
-Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``, so
-that masks, positions, PEFT and sharding are those of the model. A run for hidden states stops right
-after the layer.
+Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``,
+which computes masks and positions and handles PEFT and sharding. A run for hidden states stops
+right after the layer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TOKENS_AT_ONCE = 1 << 13  # tokens of one run for hidden states, which bounds th
 WHOLE_MODEL_PACKAGES = ("torch.nn.utils", "torch.ao", "transformers", "accelerate", "peft")
 _DISTRIBUTED = ("fsdp", "_composable", "algorithms", "tensor.parallel")  # not its debuggers
 _HOOK_PACKAGES = (*(f"torch.distributed.{name}" for name in _DISTRIBUTED), *WHOLE_MODEL_PACKAGES)
-_ZERO = ("deepspeed",)
-TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_ZERO)
+_DEEPSPEED = ("deepspeed",)
+TRAINING_PACKAGES = (*_HOOK_PACKAGES, *_DEEPSPEED)
 
 _open: ContextVar[tuple[nn.Module, ...]] = ContextVar("fedleak_open", default=())
 
@@ -68,9 +68,10 @@ def undisturbed(anatomy: Anatomy) -> Iterator[nn.Module]:
     Gradients stay enabled or disabled; a backward belongs inside. ``input_ids`` are given by the
     name that the model's forward has for them.
 
-    It may be nested: the outermost one of a root restores its modules, and each one modes and
-    random generators. :func:`is_observed` is True meanwhile. Not restored is what no module holds:
-    files, global variables, closures, class attributes, and objects whose state cannot be read.
+    It may be nested: each call restores modes and the state of the process, and the outermost call
+    of a root restores its modules. :func:`is_observed` is True meanwhile. Not restored is what no
+    module holds: files, global variables, closures, class attributes, and objects whose state
+    cannot be read.
 
     Raises:
         RuntimeError: a parameter was written to and could not be restored.
@@ -191,8 +192,9 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
     """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
 
     They run to the end even if an exception stops the forward, so that FSDP2 frees what it
-    gathered. Hooks that are registered meanwhile stay. In the place of ZeRO-3's, which foresee each
-    step by what they saw in the ones before, parameters are gathered for the call of their module.
+    gathered. Hooks that are registered meanwhile stay. ZeRO-3's hooks would take the run for a part
+    of the training step that they prefetch for; instead, parameters are gathered for each call of
+    their module.
 
     Args:
         root: module whose hooks, and whose submodules' hooks, are meant.
@@ -207,8 +209,9 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
             for key in [k for k, hook in store.items() if not _comes_from(hook, packages)]:
                 del store[key]
         with _always_called(holders), ExitStack() as stack:
-            under_zero = (_comes_from(h, _ZERO) for _, old in old_stores for h in old.values())
-            if packages == _HOOK_PACKAGES and any(under_zero):
+            hooks = (hook for _, old in old_stores for hook in old.values())
+            under_zero = any(_comes_from(hook, _DEEPSPEED) for hook in hooks)
+            if packages == _HOOK_PACKAGES and under_zero:
                 _gather_in_calls(root, stack)
             yield
     finally:
@@ -219,7 +222,13 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
 
 
 def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
-    """Gather what ZeRO-3 has sharded of each module while it is called, until the stack ends."""
+    """Gather the parameters of each module that ZeRO-3 has sharded while the module is called.
+
+    Args:
+        root: The model.
+        stack: Removes the hooks.
+    """
+    sharded = {*filter(is_absent, root.parameters())}
 
     def gather(module: nn.Module, *_: object) -> None:
         if absent := [*filter(is_absent, _owned(module))]:
@@ -227,12 +236,11 @@ def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
 
     def free(module: nn.Module, *_: object) -> None:
         for parameter in _owned(module):
-            if parameter in absent and not is_absent(parameter):
+            if parameter in sharded and not is_absent(parameter):
                 parameter.partition()
 
-    absent = {*filter(is_absent, root.parameters())}
     for module in root.modules():
-        if not absent.isdisjoint(_owned(module)):
+        if not sharded.isdisjoint(_owned(module)):
             stack.enter_context(module.register_forward_pre_hook(gather, prepend=True))
             stack.enter_context(module.register_forward_hook(free, always_call=True))
 
@@ -245,13 +253,14 @@ def _owned(module: nn.Module) -> list[Any]:
 def _always_called(holders: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Run the forward hooks of modules even if an exception stops the forward.
 
-    Not those of ZeRO-3: a checkpoint stops its recomputation, whose layer the backward needs.
+    ZeRO-3's do not: a gradient checkpoint stops its recomputation by an exception, and the backward
+    still needs the layer that they would shard.
     """
     with_hooks = [x for x in holders if x["_forward_hooks"]]
     always = [(x["_forward_hooks_always_called"], x["_forward_hooks"]) for x in with_hooks]
     old_flags = [dict(flags) for flags, _ in always]
     for flags, store in always:
-        flags |= {key: True for key, hook in store.items() if not _comes_from(hook, _ZERO)}
+        flags |= {key: True for key, hook in store.items() if not _comes_from(hook, _DEEPSPEED)}
     try:
         yield
     finally:
@@ -295,7 +304,12 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
 
 
 def stop_behind(model: nn.Module, places: Sequence[Place]) -> Callable[..., list[Any]]:
-    """Return a function that runs ``model`` up to the last of ``places``: the states at each."""
+    """Return a function that runs ``model`` up to the last place, for the states at each place.
+
+    Args:
+        model: The model.
+        places: The places, in the order in which the model reaches them.
+    """
     *earlier, last = places
     run_to_last = stop_at(model, last)
 
@@ -452,18 +466,18 @@ def _reshard(root: nn.Module) -> Iterator[None]:
     sharded = [
         m for m in groups if all(hasattr(p, "full_tensor") for p in _group_parameters(m, groups))
     ]
-    found = {id(p): p for module in modules for p in _owned(module) if is_absent(p)}
-    absent = [*found.values()]  # each once, where modules share one
+    # Each once, even if modules share it.
+    absent = {id(p): p for module in modules for p in _owned(module) if is_absent(p)}.values()
     try:
         yield
     finally:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
         registries = (getattr(m, "ds_inflight_param_registry", None) for m in root.modules())
-        coming: Any = next((x for x in registries if x is not None), {}) if absent else {}
+        in_flight: Any = next((x for x in registries if x is not None), {}) if absent else {}
         for p in absent:
-            if p in coming:
-                coming.pop(p).wait()
+            if p in in_flight:
+                in_flight.pop(p).wait()
             p.ds_active_sub_modules.clear()
             if not is_absent(p):
                 p.partition()
@@ -477,13 +491,16 @@ def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Par
 
 
 def micro_batches(
-    anatomy: Anatomy, batch: TokenBatch, most: int | None = None
+    anatomy: Anatomy, batch: TokenBatch, max_logits: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield ``batch`` in runs of rows, at least one, of ``most`` logits (LOGITS_AT_ONCE)."""
+    """Yield ``batch`` in blocks of rows with ``max_logits`` logits, or of one row with more.
+
+    The default is :data:`LOGITS_AT_ONCE`.
+    """
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])
-    step = max(1, (most or LOGITS_AT_ONCE) // max(1, length * anatomy.vocab_size))
+    step = max(1, (max_logits or LOGITS_AT_ONCE) // max(1, length * anatomy.vocab_size))
     for a in range(0, len(batch.input_ids), step):
         mask = batch.attention_mask
         yield TokenBatch(
@@ -550,10 +567,10 @@ def run_logits(
 def call_with(model: nn.Module, parameters: Mapping[str, Tensor], **kwargs: Any) -> Any:
     """Return a model's output with other tensors in place of its parameters.
 
-    A frozen parameter of a class of its own stays: a quantized one is more than its values.
+    Frozen parameters of a subclass are not replaced: a quantized one is more than its values.
 
-    ``torch.func.functional_call`` would fail if a module is at two places, as the embedding of an
-    encoder and of its decoder: it leaves the tensors in the model, untied at the next call.
+    A module with several names, such as the embedding of an encoder and its decoder, is replaced
+    under one of them: otherwise ``torch.func.functional_call`` would leave the tensors in it.
 
     Args:
         model: the model that is called.

@@ -65,8 +65,8 @@ class Curve:
         family: The name of the kind of leak.
         chance: The value of guessing.
         points: The looks, in order.
-        conclusive: Whether guessing is excluded, None if that does not apply; if False, no point is
-            shown as a leak.
+        conclusive: Whether all looks together exclude guessing; None if that does not apply. If
+            False, no point is shown as a leak.
         dash: The class of page.css for a dashed line; empty for a solid one.
     """
 
@@ -217,7 +217,7 @@ class _Knee:
     @property
     def best(self) -> tuple[float, Point]:
         """The look with the best utility."""
-        return min(self.looks, key=lambda look: look[0])
+        return _best(self.looks)
 
 
 def knee(fit: FitSummary) -> _Knee | None:
@@ -238,8 +238,13 @@ def knee(fit: FitSummary) -> _Knee | None:
             looks.append((values[-1], point))
     if len(looks) < 2:
         return None
-    best, last = min(looks, key=lambda look: look[0])[1], looks[-1][1]
+    best, last = _best(looks)[1], looks[-1][1]
     return _Knee(curve, name, looks, _advice(f"{fit.unit} {best.step}", name, best, last))
+
+
+def _best(looks: Sequence[tuple[float, Point]]) -> tuple[float, Point]:
+    """Return the look with the lowest, which is the best, utility."""
+    return min(looks, key=lambda look: look[0])
 
 
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:
@@ -296,7 +301,10 @@ def _mean_of(attack: AttackSummary, steps: set[int]) -> MetricValue:
 
 
 def utility(fit: FitSummary) -> dict[str, Points]:
-    """Return the user's metrics, validation first; of several clients the sum's, else the mean."""
+    """Return the user's metrics, validation first.
+
+    Of several clients it is the metric of their sum, or the clients' mean if that was not logged.
+    """
     by_name: dict[str, dict[str, Points]] = {}
     for title, points in fit.utility.items():
         name, _, client = title.partition(", ")

@@ -206,7 +206,7 @@ class LeakageCallback(TrainerCallback, Reported):
         """End the run, and restore ``training_step``."""
         weights = self.watch.engine.weights
         if weights is not None and self.trainer.args.load_best_model_at_end:
-            weights.keep_last_look()
+            weights.skip_present_weights()
         self.watch.end()
 
 

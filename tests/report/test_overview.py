@@ -571,3 +571,10 @@ def test_the_page_says_what_its_words_and_numbers_mean(tmp_path):
     for term in ("F1", "n", "95% interval", "Certified", "Unknown", "Not recorded"):
         assert len(answer(html, term)) > 20
     assert '<th scope="row">AUC' not in html
+
+
+def test_a_family_without_a_sentence_of_its_own_is_told_with_what_guessing_has(tmp_path):
+    family = {"name": "attributes", "headline": "auc", "chance": 0.5}
+    record = [begin(attacks=[about("age", "attributes")], families=[family])]
+    found = found_in(tmp_path, [result(1, "age", auc=(0.9, 0.8, 1.0))], record)
+    assert "lets the server reach a auc of 0.90, where guessing has 0.5." in found.verdict.sentence

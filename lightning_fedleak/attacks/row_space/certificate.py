@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
-from lightning_fedleak.attacks.row_space.shared_rows import CERTIFIED, SharedRows
+from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
 
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
 _MAX_STORED = 1 << 23  # numbers of chosen atoms stored for a round of exchanges, 64 MB; not tuned
@@ -192,7 +192,7 @@ def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: 
     for j in twins.any(1).nonzero()[:, 0].tolist():
         rest = torch.cat([chosen, candidates[~twins[j]]])
         parts[j] = _unique_parts(shared.whole, rest)[j]
-    return float(parts.min()) > CERTIFIED * shared.noise_norm
+    return float(parts.min()) > MAX_NOISE_RATIO * shared.noise_norm
 
 
 def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> Tensor | None:
@@ -211,7 +211,7 @@ def silent_tokens(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tenso
     coefficients = torch.linalg.solve_triangular(r, (shared.whole @ q).T, upper=True)
     strength = (coefficients.norm(dim=1) / atoms.sizes[types]).median()
     sizes = atoms.sizes[: atoms.tokens] * strength
-    min_size = CERTIFIED * shared.noise_norm
+    min_size = MAX_NOISE_RATIO * shared.noise_norm
     alike = _TWIN_GAIN * len(shared.whole) ** 0.5
     small = sizes * DEPENDENT < min_size  # others differ from the types by more than that
     small[others[others < atoms.tokens]] = True

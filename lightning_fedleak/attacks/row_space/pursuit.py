@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.row_space import certificate
 from lightning_fedleak.attacks.row_space.atoms import Atoms, Subset
-from lightning_fedleak.attacks.row_space.shared_rows import CERTIFIED, SharedRows
+from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
 
 # Thresholds of the pursuit; none was tuned.
 NOISE_FLOOR = 4.0  # variance of a residual over the noise's, below which the pursuit ends
@@ -91,7 +91,7 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
                 types = chosen[:0]
     residual = certificate.residual_size(atoms, shared, types)
     silent: Tensor | None = None
-    if solved and shared.exact and len(types) > 0 and residual <= CERTIFIED:
+    if solved and shared.exact and len(types) > 0 and residual <= MAX_NOISE_RATIO:
         others = torch.cat([chosen, path.dependent_tokens()])
         silent = certificate.silent_tokens(atoms, shared, types, others)
     certified = silent is not None and not len(silent)
@@ -108,7 +108,7 @@ def _search(path: _Pursuit, atoms: Atoms, shared: SharedRows) -> tuple[bool, Ten
     one by one, for what a wrong one among them leaves.
     """
     for early in (shared.exact, False):
-        nearly, max_residual = NEARLY_CERTIFIED, CERTIFIED
+        nearly, max_residual = NEARLY_CERTIFIED, MAX_NOISE_RATIO
         if unfinished := path.run(early):
             free = 1 - len(path.chosen) / atoms.width
             nearly, max_residual = LITTLE, math.sqrt(NOISE_FLOOR * free)

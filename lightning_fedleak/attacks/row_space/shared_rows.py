@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 # The largest ratio of a residual's root mean square to the noise's at which it counts as noise.
-CERTIFIED = 4.0
-# The size of rounding is only an estimate. The rank is therefore where the singular values fall
-# most, within this factor above and below the estimate.
-_GAP = 30.0
+MAX_NOISE_RATIO = 4.0
+# The size of rounding is only an estimate. The rank is therefore cut at the largest ratio of
+# consecutive singular values within this factor above and below the estimate.
+_EDGE_FACTOR = 30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class SharedRows:
     One unit is the standard deviation of the noise of an entry.
 
     Attributes:
-        whole: (n, d) float64, all rows, orthogonal to the directions that are not words.
+        whole: (n, d) float64, all rows, orthogonal to the directions that belong to no token.
         principal: (k, d) float64, the right singular vectors of ``whole`` above the noise, each
             times its singular value.
         exact: whether the only noise is rounding to float32 or finer, as a certificate requires.
@@ -44,8 +44,8 @@ class SharedRows:
 
         Args:
             gradients: The gradients (n_i, d), with one row for each output; none is all zero.
-            basis: (b, d) float64 orthonormal, the directions that are not words; the rows are
-                projected off them.
+            basis: (b, d) float64 orthonormal, the directions that belong to no token, such as
+                positions; they are projected out of the rows.
             rounding: The relative precision in which the gradients were computed.
             noise: The standard deviation of the noise that was added to each gradient.
         """
@@ -56,8 +56,8 @@ class SharedRows:
         whole = torch.cat(rows)
         whole = whole - (whole @ basis.T) @ basis
         exact = rounding <= torch.finfo(torch.float32).eps and not any(noise)
-        dims = basis.shape[1] - len(basis)
-        return cls(whole, _above_noise(whole, dims, exact=exact), exact)
+        max_rank = basis.shape[1] - len(basis)
+        return cls(whole, _above_noise(whole, max_rank, exact=exact), exact)
 
     @property
     def noise_norm(self) -> float:
@@ -67,30 +67,32 @@ class SharedRows:
     @property
     def is_noise(self) -> bool:
         """Return whether the rows are indistinguishable from noise."""
-        return not len(self.principal) or float(self.whole.norm()) <= CERTIFIED * self.noise_norm
+        return not len(self.principal) or float(self.whole.norm()) <= (
+            MAX_NOISE_RATIO * self.noise_norm
+        )
 
 
-def _above_noise(rows: Tensor, dims: int, *, exact: bool) -> Tensor:
+def _above_noise(rows: Tensor, max_rank: int, *, exact: bool) -> Tensor:
     """Return the right singular vectors above the noise, each times its singular value.
 
     If the noise is rounding, whose size is only estimated, the cut is at the largest ratio of
-    consecutive singular values near the estimate. The fall after the first ``dims`` singular
-    values, to the directions that were projected off, does not count.
+    consecutive singular values near the estimate. The drop after ``max_rank`` singular values, to
+    the directions that were projected out, does not count.
     """
     n, d = rows.shape
     if n > d:
         rows = torch.linalg.qr(rows).R
     _, s, basis = torch.linalg.svd(rows, full_matrices=False)
-    s = s[:dims]
+    s = s[:max_rank]
     edge = math.sqrt(n) + math.sqrt(d)  # the largest singular value of (n, d) standard noise
     k = int((s > edge).sum())
     if exact and k:
-        first = int((s > edge * _GAP).sum())
-        last = int((s > edge / _GAP).sum())
-        logs = s.clamp_min(edge / _GAP / 10).log()  # else a fall to 0 would always be the largest
-        falls = logs[:-1] - logs[1:]
-        window = falls[max(first - 1, 0) : last]
-        if len(window):
-            k = max(first - 1, 0) + int(window.argmax()) + 1
+        start = max(int((s > edge * _EDGE_FACTOR).sum()) - 1, 0)
+        stop = int((s > edge / _EDGE_FACTOR).sum())
+        # Without the clamp, a drop to 0 would always be the largest.
+        logs = s.clamp_min(edge / _EDGE_FACTOR / 10).log()
+        drops = (logs[:-1] - logs[1:])[start:stop]
+        if len(drops):
+            k = start + int(drops.argmax()) + 1
     principal: Tensor = s[:k, None] * basis[:k]
     return principal

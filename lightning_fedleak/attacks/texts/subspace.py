@@ -1,16 +1,18 @@
-"""Whole texts from the row spaces of gradients, LoRA or whole: token by token, with a certificate.
+"""Whole texts from the row spaces of gradients of LoRA or whole matrices, with a certificate.
 
-What the second block's projections read at a place depends on all tokens up to it. So a prefix
-is right where the state of its last token lies in the span of the shared rows (DAGER, Petrov et al.
-2024, section 4.2), and texts are read from left to right. Three things are added. Rows that earlier
-tokens explain are projected out, so that few rows distinguish many tokens, and all blocks count as
-evidence. What a token would explain at any other place is subtracted, because its presence in the
-batch says nothing about its place. And a next text may branch off from an earlier one wherever that
-one could have gone on differently, so that texts with a common prefix are distinguished.
+The input of the second block's projections at a position depends on all tokens up to it. So a
+prefix is right if the state of its last token lies in the span of the shared rows (DAGER, Petrov et
+al. 2024, section 4.2), and texts are recovered from left to right. This search adds to DAGER:
 
-Where a LoRA has fewer rows than the batch has words, no state fits exactly, and most of what fits
-depends on the token alone. So each token's mean state after random others is projected out of rows
-and states, and the rest is whitened: it is what a prefix adds to its next token's state.
+- States of tokens that were recovered are projected out of the rows, so that few rows distinguish
+  many tokens, and all blocks count as evidence.
+- The evidence of a token at other positions is subtracted: that it is in the batch says nothing
+  about its position.
+- A new text may share a prefix with an earlier one, wherever that one had another continuation.
+
+If a LoRA has fewer rows than the batch has tokens, no state fits exactly, and most of the fit
+depends on the token alone. So each token's mean state after random prefixes is projected out of
+rows and states, and the rest is whitened: it is what a prefix adds to the state of its next token.
 """
 
 from __future__ import annotations
@@ -34,28 +36,28 @@ from lightning_fedleak.model.model_runs import sees_no_later
 from lightning_fedleak.model.snapshots import Inapplicable, Observation, UpdateSnapshot
 from lightning_fedleak.threats import Capability, ThreatModel
 
-# None of the values was tuned.
-BLOCKS = 12  # read at most where rows are few; each costs time, and distinguishes more
-ALIKE = 1e-4  # difference of inputs over their norm below which both tokens are tried
-MAX_ALIKE = 64  # such tokens; with more of them nothing is certified
+# None of these three values was tuned.
+MAX_BLOCKS = 12  # blocks that are read if rows are few: each takes time, and distinguishes more
+ALIKE = 1e-4  # distance of two tokens' inputs over their norm, below which both are candidates
+MAX_ALIKE = 64  # such further candidates; with more of them nothing is certified
 
 
 class SubspaceTexts(TextAttack):
-    """The texts whose hidden states the shared rows of several blocks are combinations of.
+    """Recover texts whose hidden states span the shared rows of several blocks.
 
-    An honest but curious server knows the weights. It takes the tokens of the batch from the first
-    block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`) and tries each
-    as the next one of a text, after the prefixes that fit best. It reads gradients, and rounds
-    of SGD, with momentum where a round begins with a fresh optimizer.
+    An honest but curious server knows the weights. It recovers the tokens of the batch from the
+    first block's rows (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceWords`), and tries
+    each as the next token after the prefixes that fit best. It reads gradients, and rounds of SGD,
+    with momentum if a round begins with a fresh optimizer.
 
-    A causal text's last token has no part in these gradients and is left open. An encoder is read
-    where positions are added to its embeddings. A text that is one token several times looks like
-    that token alone where positions are relative.
+    A causal text's last token has no part in these gradients and is left open. Encoders are read
+    only if positions are added to their embeddings. With relative positions, a text that repeats a
+    single token looks like that token alone.
 
     Certified means that no text is missing whose part lies above rounding, and that none is wrong,
-    up to copies, texts that another begins with, and repetitions of a single token. Updates of
-    queries and keys alone are never certified, because these do not show every token, and nor are
-    texts where the words are not. ``docs/whole_texts.md`` has the measurements.
+    up to copies, prefixes of another text, and repetitions of a single token. Updates of queries
+    and keys alone are never certified, because these do not show every token, and neither are texts
+    whose words are not certified. ``docs/whole_texts.md`` has the measurements.
 
     Args:
         budget_seconds: wall time for one observation; None for no bound. After it the best texts
@@ -102,7 +104,7 @@ class SubspaceTexts(TextAttack):
         self._words.meet(facts)
 
     def needs(self, anatomy: Anatomy) -> Surfaces:
-        """Return what names the words, and the trained projections of some blocks after the first.
+        """Return what SubspaceWords needs, and the trained projections of the blocks to read.
 
         Raises:
             ValueError: an encoder-decoder, an encoder whose positions are not added to its
@@ -112,11 +114,11 @@ class SubspaceTexts(TextAttack):
             raise ValueError(f"attack '{self.name}' reads no encoder-decoders: remove the attack")
         words = self._words.needs(anatomy).gradients
         blocks = self._trained(anatomy)
-        deeper = [m.name for block in blocks for m in block.trained_readers(anatomy)]
-        if not deeper:  # a surface that could be shared, so that it reads as not exposed
-            second = self._readable.get(anatomy)[1][-1]
-            deeper = [m.name for m in second.maps if m.factor != "B"]
-        return Surfaces(gradients=tuple(dict.fromkeys([*words, *deeper])))
+        projections = [m.name for block in blocks for m in block.trained_readers(anatomy)]
+        if not projections:  # name some that are not trained, so that the attack is not exposed
+            last = self._readable.get(anatomy)[1][-1]
+            projections = [m.name for m in last.maps if m.factor != "B"]
+        return Surfaces(gradients=tuple(dict.fromkeys([*words, *projections])))
 
     def _find_blocks(
         self, anatomy: Anatomy, maps: Sequence[row_space.LinearMap]
@@ -151,13 +153,13 @@ class SubspaceTexts(TextAttack):
         return first, inputs
 
     def _trained(self, anatomy: Anatomy) -> list[row_space.SharedInput]:
-        """Return the inputs of the blocks that are trained and read; none where too few are."""
+        """Return the inputs of the trained blocks to read; none if too few are trained."""
         first, inputs = self._readable.get(anatomy)
         trained = [block for block in inputs if block.trained_readers(anatomy)]
         if not trained or (first and (trained[0] is not inputs[0] or len(trained) < 2)):
             return []
         rows = sum(m.rows for m in trained[0].trained_readers(anatomy))
-        max_blocks = 1 if rows >= trained[0].width else BLOCKS
+        max_blocks = 1 if rows >= trained[0].width else MAX_BLOCKS
         return trained[: max_blocks + bool(first)]
 
     def prepare(self, anatomy: Anatomy) -> None:
@@ -189,8 +191,8 @@ class SubspaceTexts(TextAttack):
         """Reconstruct the texts of a batch.
 
         Returns:
-            A row for each text, in any order, and texts that were never there where the rows do not
-            distinguish them; ``finished`` says that no time was lacking.
+            A row for each text, in any order, among them false texts that the rows do not
+            distinguish from true ones; ``finished`` is False if the time ran out.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
@@ -202,16 +204,16 @@ class SubspaceTexts(TextAttack):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
                 raise UnusableObservation(
-                    "whole texts are read off gradients and rounds of steps of SGD without weight "
-                    "decay, with momentum where it begins afresh (optimizer.state.clear()): "
-                    "measure the gradients of single steps (omit local_steps)"
+                    "whole texts are recovered from gradients, or rounds of SGD without weight "
+                    "decay, whose momentum begins at 0 (optimizer.state.clear()): measure the "
+                    "gradients of single steps (omit local_steps)"
                 )
         bottom = self._copy
         maps = [m for block in bottom.inputs for m in block.trained_readers(bottom.anatomy)]
         if any(m.regularised for m in maps):
             raise Inapplicable(
-                "the loss has a term of AdaLoRA's A alone, which is not taken off the rows of "
-                "blocks behind the first; SubspaceWords reads the words, and of LoRA texts are read"
+                "AdaLoRA's loss regularises A, and this attack cannot subtract that from the rows "
+                "of later blocks: use SubspaceWords, or LoRA instead of AdaLoRA"
             )
         words = self._words.run(view)
         autocast = self._facts.autocast
@@ -219,7 +221,9 @@ class SubspaceTexts(TextAttack):
         first = self._readable.get(bottom.anatomy)[0]
         if view.gradients[-1].compression == "topk":
             if first is not None:
-                raise Inapplicable("an encoder's texts are read off whole rows, not parts of them")
+                raise Inapplicable(
+                    "an encoder's texts are recovered from whole rows, and top-k sends only parts"
+                )
             bottom.row_places, shared = subspace_rows.kept_rows(bottom, view)
             whitenings = bottom.whitenings(self.seed)
         else:
@@ -248,7 +252,7 @@ class SubspaceTexts(TextAttack):
         return TextGuess(tokens, finished, search.n_tried, certain)
 
     def _shows_all(self, view: Observation) -> bool:
-        """Return whether the block that names texts has maps that show every token."""
+        """Return whether the first block that is read has maps that show every token."""
         assert self._copy is not None
         maps = self._copy.inputs[0].trained_readers(self._copy.anatomy)
         names = {m.name for m in maps if bool(view.gradient(m.name).any())}

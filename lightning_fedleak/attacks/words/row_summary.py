@@ -19,7 +19,7 @@ class RowSummary:
     """The length and the projection of every row of a gradient.
 
     Attributes:
-        projection: (V,) projection on ``u`` of each row minus the common row.
+        projection: (V,) projection of each row, minus the common row, on a given direction.
         norms: (V,) norm of each row minus the common row.
         common: (d,) what label smoothing adds to every row; zero without smoothing.
     """
@@ -34,7 +34,7 @@ class RowSummary:
 
         Args:
             gradient: (V, d).
-            u: (d,) unit.
+            u: (d,) the direction of the projections, of unit length.
 
         Raises:
             UnusableObservation: the gradient has NaN or infinity, or is all zero.
@@ -59,10 +59,12 @@ class RowSummary:
     def noise(self) -> Tensor:
         """Return an upper bound on the standard deviation of noise on each coordinate, ().
 
-        The smallest rows of a noised update hold noise alone, and d independent coordinates give
-        them nearly equal norms, so that the 10% quantile shows it. Without noise the bound is a
-        small fraction of the smallest rows, which changes no decision.
+        The smallest rows of a noised update hold only noise, and d independent coordinates give
+        them nearly equal norms, so that the 10% quantile of all norms shows it. Without noise the
+        bound is about the root mean square of a coordinate of the smallest rows.
         """
+        # The norm of d standard normals is nearly normal around sqrt(d) with variance 1/2, and
+        # -1.2816 is the 10% quantile of a standard normal.
         spread = 1 - 1.2816 / (2 * self.width) ** 0.5
         low = _kth_smallest(self.norms, 1 + (len(self.norms) - 1) // 10)
         level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
@@ -85,7 +87,7 @@ def _kth_smallest(values: Tensor, k: int) -> Tensor:
 
 
 def projections(gradient: Tensor, u: Tensor) -> Tensor:
-    """Return the (V,) projections of the rows on ``u``, in float32."""
+    """Return the (V,) projections of the rows on a direction ``u`` (d,), in float32."""
     return _map_rows(gradient, lambda rows: rows @ u)
 
 
@@ -113,9 +115,10 @@ def _subtract(gradient: Tensor, u: Tensor, common: Tensor) -> tuple[Tensor, Tens
 def _common_row(gradient: Tensor, summary: RowSummary) -> Tensor | None:
     """Return what label smoothing adds to every row, (d,), or None.
 
-    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row, so that
-    most rows are negative and the rows of rare types are equal. Such rows are at the lower edge of
-    the projections, above the few used types. Rows that noise puts there do not agree.
+    Smoothing by epsilon subtracts ``epsilon / V`` of every hidden state from every row, so that the
+    rows of types with almost no probability are nearly equal, with the lowest projections but those
+    of the few types in the batch. They are looked for at the 8% to 18% quantiles, all of which must
+    be negative. Rows that noise puts there point in different directions.
     """
     if bool((summary.projection < 0).float().mean() < 0.18):
         return None

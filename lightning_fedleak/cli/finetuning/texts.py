@@ -45,7 +45,7 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
             the extra ``datasets``), any other text file (one text a line); a folder of ``.txt``
             files (one text a file); or a dataset of the hub as ``name:config:split:column``, where
             the last parts may be missing and others empty (``imdb``, ``imdb::test``,
-            ``wikitext:wikitext-2-raw-v1``). A name like a path is never looked for on the hub.
+            ``wikitext:wikitext-2-raw-v1``). What looks like a path is never looked for on the hub.
         column: the field that holds the text. Default: ``text``, or the only field of strings or
             chats, or ``messages``.
 
@@ -71,22 +71,23 @@ def read_texts(source: str | Path, column: str | None = None) -> list[str]:
 
 
 def read_rows(source: str | Path) -> tuple[Rows, str | None]:
-    """Return the rows of ``source`` in their order, empty ones too, and a column in its name.
+    """Return the rows of ``source`` in their order, empty ones too.
 
-    A line or a file of plain text is a row with ``text``.
+    A line or a file of plain text is a row with ``text``. The second value is the column that a
+    dataset's name ends with, or None.
 
     Args:
         source: a file, folder or dataset, see :func:`read_texts`.
 
     Raises:
-        SourceError: there is none, or it cannot be read.
+        SourceError: there is no such source, or it cannot be read.
     """
     rows, column = _rows_of(source)
     return (rows if isinstance(rows, list) else [{"text": text} for text in rows]), column
 
 
 def _rows_of(source: str | Path) -> tuple[Rows | tuple[str, ...], str | None]:
-    """Return the rows of a table or the texts of plain text, and a column in the source's name."""
+    """Return a list of rows or a tuple of plain texts, and the column that the name ends with."""
     path = assets.as_path(source)
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
@@ -116,8 +117,8 @@ def _file_rows(path: Path) -> Rows | tuple[str, ...]:
     kind = (Path(path.stem).suffix if packed else path.suffix).lower()
     data = _content(path)
     if packed:
-        broken = OSError, EOFError, zlib.error
-        with assets.refuse_errors(f"'{path}' is not a readable .gz file", *broken):
+        errors = OSError, EOFError, zlib.error
+        with assets.refuse_errors(f"'{path}' is not a readable .gz file", *errors):
             data = gzip.decompress(data)
     text = _decoded(data, path)
     if kind not in _TABLES:
@@ -148,14 +149,14 @@ def _separated_rows(text: str, kind: str, path: Path) -> Rows:
     if separator not in first:  # spreadsheets of many countries separate by semicolons
         separator = next((mark for mark in ";\t" if mark in first), separator)
     limit = csv.field_size_limit(_LONGEST_FIELD)  # texts may exceed Python's limit of 128 KiB
-    broken = f"'{path}' is not a readable {kind} file"
-    with ExitStack() as stack, assets.refuse_errors(broken, csv.Error):
+    message = f"'{path}' is not a readable {kind} file"
+    with ExitStack() as stack, assets.refuse_errors(message, csv.Error):
         stack.callback(csv.field_size_limit, limit)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         rows: Rows = []
         for row in reader:
-            if any(row.pop(None, ())):
+            if any(row.pop(None, ())):  # DictReader's key for surplus fields
                 raise assets.SourceError(
                     f"'{path}': the row that ends at line {reader.line_num} has more fields than "
                     f"the first line: put a field that holds {separator!r} in quotes."
@@ -209,8 +210,8 @@ def _parquet_rows(path: Path) -> Rows:
         "datasets", f"'{path}' is a parquet file; install what reads those", assets.SourceError
     ):
         import pyarrow.parquet as parquet
-    kind = f"'{path}' is not a readable .parquet file"
-    with assets.refuse_errors(kind, OSError, ValueError):
+    message = f"'{path}' is not a readable .parquet file"
+    with assets.refuse_errors(message, OSError, ValueError):
         rows: Rows = parquet.read_table(path).to_pylist()
     return rows
 
@@ -219,16 +220,22 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 def _check_name(source: str) -> None:
-    """Raise an error for a name that is no dataset's."""
+    """Check that a name is to be looked for on the hub.
+
+    Raises:
+        SourceError: it looks like a path, or like one of a file in a folder that exists; the latter
+            is taken for a dataset if it has a colon.
+    """
     path = Path(source)
     name, colon, _ = source.partition(":")
     suffix = Path(name).suffix.lower()
     spelled_as_path = assets.is_path(name) or "\\" in source or "://" in source
-    is_file = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
-    if not is_file and (colon or len(path.parts) < 2 or not Path(path.parts[0]).is_dir()):
+    is_path = spelled_as_path or suffix in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
+    in_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    if not is_path and (colon or not in_folder):
         return
     folder = f". The folder '{path.parts[0]}' is here, so that this was not looked for on the hub; "
-    why = "" if is_file else f"{folder}for the dataset of that name write '{source}:'"
+    why = "" if is_path else f"{folder}for the dataset of that name write '{source}:'"
     raise assets.SourceError(f"there is no file '{source}'{why}{assets.nearest(path)}")
 
 
@@ -256,11 +263,12 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
     Args:
         rows: The rows of the source.
         names: The names of their columns.
-        column: that was asked for; None: ``text``, or the only one that holds text.
-        source: where they are from, for messages.
+        column: The name that the user gave; None for ``text``, the only column with text or chats,
+            or ``messages``.
+        source: The name of the source, for messages.
 
     Raises:
-        SourceError: there is no such column, or none alone.
+        SourceError: there is no such column, it holds no text, or the user must choose one.
     """
     if column is None and rows:
         column = "text" if "text" in names else _only_text(rows, names)

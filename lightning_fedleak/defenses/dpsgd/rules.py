@@ -18,7 +18,8 @@ from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense, _EmbeddingRows, _Outer, _wide
 from lightning_fedleak.defenses.dpsgd.rerun import Rule, needs_more, plain_type, rerun
 
-_REPLACEMENTS = {  # advice by the class of a layer without per-sample gradients; {0}: its class
+# Advice for the classes of layers without per-sample gradients; {0} is the name of the class.
+_REPLACEMENTS = {
     nn.MultiheadAttention: "Build it of Linear layers around scaled_dot_product_attention.",
     nn.RNNBase: "Use opacus.layers.DP{0}, which takes its state_dict, or freeze it.",
     nn.EmbeddingBag: "Use nn.Embedding.",

@@ -21,7 +21,7 @@ opposed  some of the near copies scaled by a large     compared with a step in w
 ======== ============================================= =========================================
 
 From the second look on, planted probes also enlarge the gradients of all layers before one a
-thousand times, another one in each look. That shows layers whose gradients are missing in the norm.
+thousand times, a different one in each look. That shows layers whose gradients the norm omits.
 
 What a step changes beside its release is compared between probes. The weights, buffers and states
 that a probe leaves, less those that the optimizers make of the recorded gradients, may depend on
@@ -133,6 +133,7 @@ class PrivateTrainingCheck:
         self._outer = outer
         self._optimizers = [real_optimizer(optimizer) for optimizer in outer]
         self._restored = [*also, *filter(None, accountants), *self._optimizers]
+        # Optimizers of Opacus, which may step only after several batches.
         self._splitters: list[Any] = [o for o in outer if hasattr(o, "_step_skip_queue")]
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._observations = checks.Observations()
@@ -172,7 +173,10 @@ class PrivateTrainingCheck:
                 yield batch
 
     def _look(self, batch: Any, first: int, is_shared: bool = False) -> None:
-        """Run the probes before a batch, if they are due since the first of every n batches."""
+        """Run the probes before a batch if a look is due.
+
+        One is due at batch ``first`` and each n batches later, and waits for a batch that suits.
+        """
         self._is_due |= self._batches % self._every == first
         self._batches += 1
         if self._is_due and self._can_look(batch, is_shared):
@@ -245,13 +249,9 @@ class PrivateTrainingCheck:
 
     def _run_probes(self, batch: Any) -> None:
         """Run the probes of a look, on copies of a row of the batch and of another one."""
-        observations, clip, rows = (
-            self._observations,
-            self._claim.max_grad_norm,
-            number_of_rows(batch),
-        )
-        looks = len(observations.noise)
-        row = random.Random(looks).randrange(rows)
+        observations, clip = self._observations, self._claim.max_grad_norm
+        look, rows = len(observations.noise), number_of_rows(batch)
+        row = random.Random(look).randrange(rows)
         copies, others = (
             copies_of(batch, number % rows, rows) for number in (row, row + rows // 2)
         )
@@ -266,30 +266,35 @@ class PrivateTrainingCheck:
             observations.is_silent &= bool(silent.raw) and rows * _norm(silent.raw) < (
                 LOUD * deviation
             )
-            weights = [n for n in silent.beside if n.startswith("the weight")]
-            observations.is_explained &= not weights
+            changed_weights = [n for n in silent.beside if n.startswith("the weight")]
+            observations.is_explained &= not changed_weights
         length = _norm(silent.raw) / SILENT or 1.0
+        # The gradients of all rows together are then 20 rows^2 clip norms long, so that one of them
+        # outweighs the sum of all rows near the clip norm.
         far = 20 * rows**2 * clip / length
-        index = int((looks - 1) * GOLDEN % 1 * len(self._layers))
-        layer = self._layers[index] if looks and self._layers else None
+        index = int((look - 1) * GOLDEN % 1 * len(self._layers))
+        layer = self._layers[index] if look and self._layers else None
         planted = self._probe(copies, far * ones, layer, explain=True)
         if _norm(planted.raw) > 10 * clip:
             observations.planted.append((self._project(planted.released, planted.raw), rows))
             self._compare(silent, again, planted, rows)
         if observations.runs == 1:  # else it is not known which row of an example a scale meets
-            self._run_opposed(copies, ones, length, max(1, rows // (rows, 8, 4, 2)[looks % 4]))
+            divisor = (rows, 8, 4, 2)[look % 4]  # one row, an eighth, a quarter and a half in turn
+            self._run_opposed(copies, ones, length, far, max(1, rows // divisor))
 
-    def _run_opposed(self, copies: Any, ones: Tensor, length: float, n_opposed: int) -> None:
+    def _run_opposed(
+        self, copies: Any, ones: Tensor, length: float, far: float, n_opposed: int
+    ) -> None:
         """Run two probes near the clip norm, in one of which some rows oppose the others.
 
         Args:
             copies: the batch.
-            ones: a number for each row; zeros where another process plants.
+            ones: (rows,) ones; zeros if another process plants.
             length: The length of a gradient that is not scaled.
-            n_opposed: how many rows.
+            far: The factor on gradients that outweigh all rows near the clip norm.
+            n_opposed: The number of rows that oppose.
         """
         observations, clip, rows = self._observations, self._claim.max_grad_norm, len(ones)
-        far = 20 * rows**2 * clip / length  # outweighs the sum of all rows near the clip norm
         opposed = torch.arange(n_opposed) * rows // n_opposed
         for _ in range(2):
             unit = clip / length * (rows if self._sums_rows else 1)
@@ -321,6 +326,7 @@ class PrivateTrainingCheck:
             raw = [float(probe.raw[name].norm()) for probe in (silent, again) if name in probe.raw]
             distance = float((first - second).norm())
             worst = max(worst, distance / size if size else 0.0)
+            # The silent gradients differ too: each release holds ``share`` times its own.
             if not distance <= SAME * size + 4 * share * sum(raw):
                 apart.append(name)
         if apart:
@@ -332,7 +338,8 @@ class PrivateTrainingCheck:
         observations.unrepeated |= bool(apart and rows_differ)
         if not apart and observations.is_silent:
             observations.leaks.update(dict.fromkeys(rows_differ, "follows which row is copied"))
-        # Clipped gradients enlarge a side effect that is noise by so much, and chance does too.
+        # Side effects may be multiples of the release, which is noise in one probe. In the other it
+        # also has clipped gradients, of up to rows / noise_multiplier deviations of the noise.
         shares = (c * (1 + rows / self._claim.noise_multiplier) for c in side_effects.CHANCE)
         lengthened = side_effects.far_apart(silent.beside, planted.beside, *shares)
         observations.leaks.update(dict.fromkeys(lengthened, "follows the length of gradients"))
@@ -375,31 +382,31 @@ class PrivateTrainingCheck:
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(entered).remove)
             error = self._run_step(copies)
-            runs, released = self._rows, self._released
+            rows_run, released = self._rows, self._released
             gradients = {name: g for part in released for name, g in part.items()}
-            reason = error or self._why_no_probe(runs, len(scales), len(released))
+            reason = error or self._why_no_probe(rows_run, len(scales), len(released))
             if reason:
                 self._observations.obstacle, gradients = reason, {}
             elif explain:
-                self._observations.runs = max(1, runs // len(scales))
+                self._observations.runs = max(1, rows_run // len(scales))
                 beside = self._side_effects(gradients, restore)
         self._rows, self._scales = rows, None
         return _Probe(gradients, {n: value for n, value in raw.items() if n in gradients}, beside)
 
-    def _why_no_probe(self, runs: int, copies: int, steps: int) -> str:
-        """Return why a step on copies is no probe; empty where it is one.
+    def _why_no_probe(self, rows_run: int, copies: int, steps: int) -> str:
+        """Return why a step on copies is no probe; empty if it is one.
 
         Args:
-            runs: rows that the model ran.
-            copies: rows of the batch.
-            steps: that optimizers took.
+            rows_run: The number of rows that the model ran.
+            copies: The number of rows of the batch.
+            steps: The number of steps that optimizers took.
         """
-        if runs and steps == len(self._optimizers):
-            fits = runs <= copies or runs % copies == 0
-            return "" if fits else f"in a look step() ran {runs} rows for {copies} examples"
+        if rows_run and steps == len(self._optimizers):
+            fits = rows_run <= copies or rows_run % copies == 0
+            return "" if fits else f"in a look step() ran {rows_run} rows for {copies} examples"
         return self._observations.obstacle or (
-            f"in a look step() ran {runs} rows and took {steps} optimizer steps. Pass the model "
-            "that it calls and all optimizers, and step each once"
+            f"in a look step() ran {rows_run} rows and took {steps} optimizer steps. Pass the "
+            "model that it calls and all optimizers, and step each once"
         )
 
     def _run_step(self, copies: Any) -> str:
@@ -424,7 +431,7 @@ class PrivateTrainingCheck:
         return side_effects.side_effects(after, explained)
 
     def _schedulers(self) -> dict[str, bool]:
-        """Return the kinds of the optimizers' schedulers, and whether they take a metric."""
+        """Return whether each scheduler of the optimizers takes a metric, by its class."""
         ours = {id(optimizer) for optimizer in (*self._outer, *self._optimizers)}
         kinds = {}
         for scheduler in [s for s in gc.get_objects() if issubclass(type(s), LRScheduler)]:

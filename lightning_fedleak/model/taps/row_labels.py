@@ -56,16 +56,16 @@ A cross-entropy leaves 1, and with a third of label smoothing .67. Larger: smoot
 unknown; smaller: rows of a z-loss alone have a label.
 """
 MIN_SUM = 2.0**-6
-"""Least sum of a row's other entries over that of their shifts that shows a sign.
+"""Least sum of a row's other entries over that of their shifts at which the sign of b is known.
 
-A smaller one may be bfloat16's rounding of a row that smoothing alone leaves. Larger: certain texts
-that are pushed away have no sign; smaller: smoothed rows have a wrong one.
+A smaller one may be bfloat16's rounding of a row that has only smoothing. Larger: rejected texts of
+which the model is certain pass for trained ones; smaller: smoothed rows pass for rejected ones.
 """
 CERTAIN_ODDS = 99.0
 """Odds of a candidate label above which its size may be rounding, and does not refute it.
 
 The label's gradient is then below a hundredth of another one's. Larger: certain labels of smoothed
-rows are unknown in bfloat16; smaller: more false labels are believed where their row fits.
+rows are unknown in bfloat16; smaller: more false candidates pass for labels.
 """
 MIN_SPREAD = 1e-4
 """Least ``n |q|^2 - 1`` of the softmax q over a row's n other entries; a uniform one has 0.
@@ -143,6 +143,12 @@ def read_rows(gradient: Tensor, logits: Tensor, claims: Tensor | None = None) ->
 
 
 def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
+    """Return the labels and shapes of a block of rows.
+
+    The label is the lowest entry if no other one is negative, or if it outweighs the other negative
+    entries while the highest does not outweigh the other positive ones. In any other row, the label
+    is the one whose shape fits the rest of the row.
+    """
     low, lowest = gradient.min(1)
     high, highest = gradient.max(1)
     n_below, n_above = (gradient < 0).count_nonzero(1), (gradient > 0).count_nonzero(1)
@@ -182,7 +188,7 @@ def _read_block(gradient: Tensor, logits: Tensor, claims: Tensor) -> RowLabels:
 
 
 class _RowFit(NamedTuple):
-    """What a label leaves of the other entries of n rows.
+    """How well a label explains the other entries of each of n rows.
 
     Attributes:
         shape: (2, n) the sum and the shift of the other entries.
@@ -224,22 +230,23 @@ def _fit_others(
 ) -> _RowFit:
     """Fit the entries of each row except its label's by least squares.
 
-    Rounding hides the size of a label of which the model is certain, so that a wrong size does not
-    refute a claim of it.
+    Rounding hides the size of a label of which the model is certain, so that the fit of a claim
+    does not depend on it.
     """
     logits, column = logits.float(), labels[:, None]
     q = logits.scatter(1, column, -torch.inf)
     odds = (logits.gather(1, column)[:, 0] - q.logsumexp(1)).clamp_max(80.0).exp()  # p / (1 - p)
     q = q.softmax(1)
     entries, n = gradient.scatter(1, column, 0.0), gradient.shape[1] - 1
-    sums, at_q, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
+    sums, products, q_norms = entries.sum(1), torch.linalg.vecdot(entries, q), q.square().sum(1)
     spread = n * q_norms - 1
-    shifts = torch.where(spread > MIN_SPREAD, (at_q - sums * q_norms) / spread, 0.0)
+    shifts = torch.where(spread > MIN_SPREAD, (products - sums * q_norms) / spread, 0.0)
     others, norms = sums + n * shifts, entries.square().sum(1)
     residual = entries - (q * others[:, None] - shifts[:, None]).scatter_(1, column, 0.0)
+    # What is missing at the label of the shape that the other entries have.
     sizes = others * odds - shifts - gradient.gather(1, column)[:, 0]
-    is_shift = others.abs() < MIN_SUM * n * shifts.abs()  # smoothing alone leaves such a row
-    sizes = torch.where(is_shift, sizes.abs(), sizes)
+    has_no_sign = others.abs() < MIN_SUM * n * shifts.abs()
+    sizes = torch.where(has_no_sign, sizes.abs(), sizes)
     fits = n * shifts.abs() <= MAX_SHIFT * sizes.abs()
     fits &= sizes.abs() >= MIN_SIZE * gradient.abs().amax(1)
     fits |= (odds > CERTAIN_ODDS) & is_claim

@@ -22,12 +22,15 @@ ARGUMENTS = ("attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Crossed:
-    """The tensors that crossed the split in one micro-batch, of documents packed into rows apart.
+    """The tensors that crossed the split in one micro-batch.
+
+    If the batch packs several documents into a row, the tensors have a row for each document.
 
     Attributes:
         batch: the client's batch before any defence: the truth.
-        local: by layer (B, L, d) hidden states before the defences, or why there are none.
-        shared: by layer the hidden states that left the client.
+        local: by layer the hidden states (B, L, d) before the defences, or the error that says why
+            they are not known.
+        shared: the same of the hidden states that left the client.
         attention_mask: (B, L), as the model received it, or None.
         position_ids: (B, L), as the model received them, or None.
     """
@@ -42,7 +45,7 @@ class Crossed:
         """Return hidden states (B, L, d) at a stage.
 
         Raises:
-            UnusableObservation: the layer was not passed once, or on other tokens.
+            UnusableObservation: the layer was called never or repeatedly, or on other tokens.
             ChangedInPlace: the model has overwritten them.
         """
         states = (self.local if stage is Stage.LOCAL else self.shared)[layer]
@@ -57,13 +60,13 @@ class SplitTap:
     The tap is created after the defences have registered their hooks, so that its hooks run before
     and after theirs.
 
-    The mask and the positions are those that the model itself received; where it was not called (a
-    module that calls its parts), the batch's mask and the model's own positions.
+    The mask and the positions are those that the model itself received. If only its parts were
+    called, they are the batch's mask, and None.
 
     Args:
         anatomy: The parts of the model.
-        layers: layers to record.
-        defended: layers whose hidden states a defence rewrites.
+        layers: The layers to record.
+        defended: The layers whose hidden states a defence rewrites.
     """
 
     def __init__(
@@ -71,12 +74,11 @@ class SplitTap:
     ) -> None:
         self._layers = sorted(set(layers))
         self._virtual = virtual_tokens(anatomy)
-        self._behind = ActivationTap(anatomy, self._layers, gradients=False)
-        both = sorted(set(layers) & set(defended))
-        self._before = ActivationTap(anatomy, both, gradients=False, first=True)
-        self._twice = frozenset(both)
+        self._rewritten = sorted(set(layers) & set(defended))
+        self._before = ActivationTap(anatomy, self._rewritten, gradients=False, first=True)
+        self._after = ActivationTap(anatomy, self._layers, gradients=False)
         self._calls = ModelCalls(anatomy)
-        self._taps = self._behind, self._before, self._calls
+        self._taps = self._before, self._after, self._calls
 
     def arm(self) -> None:
         """Start a micro-batch."""
@@ -84,8 +86,8 @@ class SplitTap:
             tap.arm()
 
     def disarm(self) -> None:
-        """Drop the records, and let the hooks return at once."""
-        self._behind.disarm()
+        """Drop the records, and record no more."""
+        self._after.disarm()
         self._before.disarm()
         self._calls.arm(False)
 
@@ -104,14 +106,11 @@ class SplitTap:
             if documents is batch:
                 mask, positions = self._mask_and_positions(batch)
         except (BatchError, UnusableObservation) as error:
-            none: dict[int, Tensor | Exception] = dict.fromkeys(self._layers, error)
+            errors: dict[int, Tensor | Exception] = dict.fromkeys(self._layers, error)
             self.arm()
-            return Crossed(batch, none, none, None, None)
-        shared = {layer: self._states(self._behind, layer, shape) for layer in self._layers}
-        local = {
-            layer: self._states(self._before, layer, shape) if layer in self._twice else hidden
-            for layer, hidden in shared.items()
-        }
+            return Crossed(batch, errors, errors, None, None)
+        shared = {layer: self._states(self._after, layer, shape) for layer in self._layers}
+        local = shared | {n: self._states(self._before, n, shape) for n in self._rewritten}
         self.arm()
         local, shared = (
             {n: batch.per_document(s) if isinstance(s, Tensor) else s for n, s in states.items()}
@@ -120,6 +119,7 @@ class SplitTap:
         return Crossed(batch, local, shared, mask, positions)
 
     def _states(self, tap: ActivationTap, layer: int, shape: tuple[int, ...]) -> Tensor | Exception:
+        """Return the hidden states of a batch (B, L), or the error that says what is wrong."""
         try:
             passes = join_pieces(tap.states(layer), shape[:1])
         except RuntimeError as error:
@@ -142,6 +142,14 @@ class SplitTap:
         return states[:, -length:]
 
     def _mask_and_positions(self, batch: TokenBatch) -> Sequence[Tensor | None]:
+        """Return the mask and the positions (B, L) that the model received, or None if it did not.
+
+        Several calls on parts of the batch are joined. If their arguments do not make exactly one
+        batch (repeated calls, or positions (1, L)), those of the last call count.
+
+        Raises:
+            UnusableObservation: an argument has another shape than (B, L) and (1, L).
+        """
         if not self._calls.calls:
             return batch.attention_mask, None
         shape = batch.input_ids.shape
@@ -155,7 +163,7 @@ class SplitTap:
                 value = value.expand(shape)
             if value is not None and getattr(value, "shape", None) != shape:
                 raise UnusableObservation(
-                    f"the model received {name} of another form than (B, L) = {tuple(shape)}"
+                    f"the model received {name} of another shape than (B, L) = {tuple(shape)}"
                 )
             results.append(value if isinstance(value, Tensor) else None)
         return results

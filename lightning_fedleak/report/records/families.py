@@ -12,25 +12,27 @@ from lightning_fedleak.report.records.fields import Record, Share
 class Family(Record):
     """A kind of leak.
 
-    A sentence continues "one update lets the server ...", or of trained weights "the trained model
-    ...". Metrics are in braces: ``{auc}`` is written with two digits, ``{recall%}`` as a
-    percentage, ``{surely}`` in words. Other words in braces are set off.
+    A sentence completes "one update lets the server ...", or "the trained model ..." for a family
+    on trained weights. What it has in braces is highlighted: ``{auc}`` is a metric with two digits,
+    ``{recall%}`` a percentage, ``{surely}`` a phrase by the size of the headline, and words with
+    spaces are printed as they are.
 
     Attributes:
         name: as in ``leakage/worst/<name>``.
         headline: the main metric.
-        chance: value of the headline that guessing reaches. Where it is above 0, looks are games
-            against guessing: a mean counts, and an interval that includes guessing shows nothing.
+        chance: the value of the headline that guessing reaches. If it is above 0, each look is a
+            game with few trials, so that the mean over looks counts, not the highest look.
         metrics: those that a report shows.
         question: what its attacks try to find out.
         title: what its attacks read, in a word or two.
-        sentences: what an attack could do. The first whose metrics are all known is taken; of an
-            attack that has an excess instead of the headline, the last.
+        sentences: what an attack could do. The first whose metrics are all known is used; for an
+            attack with an excess as its main metric, the last.
         asks: the question in direct speech.
-        untested: what to do where no attack of it was played; ``{watcher}`` is the class that
-            would play it.
-        terms: what its words and metrics mean.
-        excesses: main metrics of attacks without the headline. Guessing reaches 0.
+        untested: what to do if no attack of the family was run; ``{watcher}`` is the class that
+            would run it.
+        terms: the meaning of its words and metrics, for the report's glossary.
+        excesses: metrics over a baseline, so that guessing has 0: the main ones of attacks without
+            the headline.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Family(Record):
 
     @property
     def known(self) -> str:
-        """What is known in the control of a look, a plural."""
+        """What the control of a look reads although it is known: texts of a game, or words."""
         return "texts" if self.chance else "words"
 
     @property
@@ -77,7 +79,7 @@ class Family(Record):
     @property
     def all_sentences(self) -> tuple[str, ...]:
         """What an attack could do; its headline where the family has no sentence."""
-        guessing = ", where guessing has {chance}" if self.chance else ""
+        guessing = f", where guessing has {self.chance:g}" if self.chance else ""
         default = f"reach a {self.headline} of {{{self.headline}}}{guessing}"
         return self.sentences or (default,)
 
@@ -191,12 +193,12 @@ ENTITIES = Family(
 )
 
 PLANTED = CANARIES.name, ENTITIES.name
-"""Names of the families on what was planted in the data, which say nothing of its own texts."""
+"""Names of the families on planted texts and values, which say nothing about the other texts."""
 
 STANDARD_FAMILIES = (WORDS, MEMBERSHIP, TEXTS, MEMORIZATION)
-"""Those of this package. A report says which of them nobody tested."""
+"""The families that a report names even if no attack tested them."""
 
 
 def standard_family(name: str) -> Family:
-    """Return the family of this package with a name, or a family that has a name alone."""
+    """Return the standard family of a name, or a new family with nothing but the name."""
     return next((family for family in STANDARD_FAMILIES if family.name == name), Family(name=name))

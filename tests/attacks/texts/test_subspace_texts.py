@@ -191,7 +191,7 @@ def test_below_the_rank_more_blocks_tell_the_order(monkeypatch: pytest.MonkeyPat
     model = with_lora(ready(model), 1, ["q_proj", "v_proj"])
     guesses = []
     for blocks, seconds in ((1, 3.0), (3, None)):
-        monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.BLOCKS", blocks)
+        monkeypatch.setattr("lightning_fedleak.attacks.texts.subspace.MAX_BLOCKS", blocks)
         guesses.append(read(model, ids, budget_seconds=seconds))
     alone, together = guesses
     assert answer(together) == visible(ids)

@@ -62,7 +62,7 @@ class CanaryChannel(MemorizationChannel):
     file = "canaries_base.safetensors"
     finds_entities = False
     kinds = ("causal",)
-    absent = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
+    missing = "no texts are planted: with_canaries(...) and games=Games(canaries=train.canaries)"
 
     def _check_settings(self) -> None:
         """Refuse attacks without canaries, or on tokens that one of them lacks.
@@ -175,7 +175,7 @@ class EntityChannel(WeightChannel):
     )
     width = 3 * len(metrics) + len(extras)
     planted = "entities"
-    absent = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
+    missing = "no values are planted: with_entities(...) and games=Games(entities=train.entities)"
 
     def _tiers(self, attack: Attack) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """Return by the name of each series its values, (N,) bool, and which repetitions count."""
@@ -204,7 +204,7 @@ class EntityChannel(WeightChannel):
             raise UnplayableGame(f"a {self.run.anatomy.kind} model does not write values")
         return CanaryPool.of_canaries(self._planted, self.run.training_loader)
 
-    def ask_base(self) -> None:
+    def query_base(self) -> None:
         """Ask about one value, before the first step: what it costs, and whether it can be done."""
         start = time.perf_counter()
         for attack in self.attacks:
@@ -219,7 +219,7 @@ class EntityChannel(WeightChannel):
             f"each epoch, which takes about {self._seconds * n / processes:.2g} s each time"
         )
 
-    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+    def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
         """Return how every attack ranks the values by the model's answers now."""
         passed, _ = self._count_seen()
         self._looks += 1

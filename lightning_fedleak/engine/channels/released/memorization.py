@@ -235,7 +235,7 @@ class MemorizationChannel(WeightChannel):
         due, self._due = passed > self._due, max(passed, self._due)
         return due
 
-    def ask_base(self) -> None:
+    def query_base(self) -> None:
         """Query the base model with all texts, before the first step; or read its answers."""
         pool = self.pool
         if self.run.on_any_process(bool(self._saved)):
@@ -331,7 +331,7 @@ class MemorizationChannel(WeightChannel):
 
     # ---- a look -----------------------------------------------------------------------------
 
-    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+    def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
         """Return what every attack guesses from the model's answers now, in each of its series."""
         pool, now = self.pool, None
         series = {a: self.series(a, (Stage.RELEASED,)) for a in self.attacks}

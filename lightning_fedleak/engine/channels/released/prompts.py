@@ -60,7 +60,7 @@ class PromptChannel(MemorizationChannel):
         why = rollouts.why_no_rewards() or "RewardGain() does that"
         return f"{words}. Their rewards are not compared: {why}"
 
-    def ask_base(self) -> None:
+    def query_base(self) -> None:
         """Let the base complete all prompts, before the first step.
 
         Raises:
@@ -77,7 +77,7 @@ class PromptChannel(MemorizationChannel):
                 if why:
                     raise UnusableObservation(f"no rewards to compare: {why}: {_ADVICE}")
                 self._rewards = torch.stack(rewards)
-        super().ask_base()
+        super().query_base()
 
     def _write(self) -> Sequence[Text]:
         """Return the model's present completions, drawn with the same random numbers at each look.
@@ -92,11 +92,11 @@ class PromptChannel(MemorizationChannel):
         except Exception as error:
             raise UnusableObservation(f"the model cannot write: {reason(error)}") from error
 
-    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Any, Any]:
+    def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Any, Any]:
         """Return every attack's guess from the present likelihoods and completions."""
         if self._rewards is not None:
             try:
                 self._rewards[1] = self.run.rollouts.reward(self.pool.texts, self._write())
             except UnusableObservation:
                 self._rewards[1] = torch.nan  # RewardGain alone is unknown
-        return super().ask_weights(epoch, lists=lists)
+        return super().query_weights(epoch, lists=lists)

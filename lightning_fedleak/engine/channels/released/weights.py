@@ -1,6 +1,6 @@
-"""Looks at the trained weights: before the first step, within an epoch, after its last step.
+"""Looks at the trained weights, and the base of the channels that query them with a pool of texts.
 
-What the channels have in common that take part: each asks about a pool of texts.
+The base model is queried before the first step, the weights within epochs and at their ends.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report.records import PoolLine, by_reason
 
 Answer = Mapping[str, float] | Waiting | str
-"""An attack's values by name, that they come later, or why there are none."""
-
+"""An attack's values by name, or that they come later, or why there are none."""
 
 _NOBODY = "finds nobody to compare: "
 
@@ -57,12 +56,13 @@ class WeightChannel(Channel):
     """Attacks on the trained weights, which are queried with one pool of texts at every look.
 
     Attributes:
-        absent: what attacks that choose themselves lack here, where none of them is a candidate.
         kinds: The kinds of the models that can be queried.
-        planted: the setting of :class:`Games` that holds what the user planted; empty for none.
+        planted: The setting of :class:`Games` that holds what the user planted; empty if the
+            channel needs no planted texts.
+        missing: What is missing without that setting, for an error message.
         prefix: The prefix of the names of its series.
-        folder: keeps what a resumed run needs.
-        owes_list: rows are to be listed, and were not at the newest look.
+        folder: The folder with what a resumed run needs.
+        owes_list: Whether the user wants a list of members that the newest look did not write.
     """
 
     kinds: ClassVar[tuple[str, ...]] = "causal", "classifier", "masked"
@@ -73,12 +73,12 @@ class WeightChannel(Channel):
     at_weights = True
     adversary = frozenset({Capability.HAS_RELEASED_MODEL, Capability.KNOWS_TARGET_TEXT})
     sees = frozenset({Capability.HAS_RELEASED_MODEL})
-    absent: ClassVar[str] = ""
+    missing: ClassVar[str] = ""
 
     def __init__(self, attacks: Sequence[MemorizationAttack], settings: Options) -> None:
         super().__init__(attacks, settings)
-        self._pool: Pool | None = None  # None until it is drawn, and where it cannot be
-        self._refusal: str | None = None  # None until it is known
+        self._pool: Pool | None = None  # None until it is drawn, or if it cannot be
+        self._refusal: str | None = None  # why there is no pool; None until it is known
         self.folder = Path()
         self._looks = 0
         self.owes_list = False
@@ -86,15 +86,15 @@ class WeightChannel(Channel):
         self._compared: dict[Series, str] = {}
 
     def _check_settings(self) -> None:
-        """Refuse attacks on what was planted where nothing was.
+        """Check that what the attacks test was planted.
 
         Raises:
-            ValueError: says what to give.
+            ValueError: It was not; the message says which setting to give.
         """
         super()._check_settings()
         self._planted: Any = getattr(self.settings.games, self.planted, None)
         if self.planted and self._planted is None:
-            raise ValueError(f"'{self.attacks[0].name}' cannot be played: {self.absent}")
+            raise ValueError(f"'{self.attacks[0].name}' cannot be played: {self.missing}")
 
     def series(self, attack: Attack, stages: Collection[Stage]) -> list[Series]:
         """Return the series of an attack on the released model."""
@@ -118,10 +118,10 @@ class WeightChannel(Channel):
         """Draw the texts that the model is queried with.
 
         Returns:
-            Why no look can give this attack a number; empty if one can.
+            Why no look can have a result of this attack; empty if one can.
 
         Raises:
-            ValueError: there is nothing to compare.
+            ValueError: There are no texts to compare.
         """
         if self._refusal is None:
             self._refusal = self._collect()
@@ -137,14 +137,15 @@ class WeightChannel(Channel):
             raise type(error)(message) from None
 
     def _collect(self) -> str:
-        """Draw the pool, and return why there is none, or an empty string; alike on all processes.
+        """Draw the pool, and return why there is none, or an empty string.
 
-        A process whose rows cannot be read takes part in every exchange.
+        All processes return an error if one has it. So one without readable rows goes on to the
+        exchange.
         """
         run, pool, refusal = self.run, None, ""
         try:
             if (kind := run.anatomy.kind) not in self.kinds:
-                raise UnplayableGame(f"a {kind} model is not asked, but one of {self.kinds}")
+                raise UnplayableGame(f"a {kind} model cannot be queried, only {self.kinds}")
             tokenizers = [self.settings.tokenizer, *run.tokenizers]
             if kind == "masked":
                 self._mask = find_mask(run.training_loader, tokenizers)
@@ -165,7 +166,7 @@ class WeightChannel(Channel):
 
     @property
     def pool(self) -> Pool:
-        """Return the texts that the model is queried with; attacks that have none do not run."""
+        """Return the texts that the model is queried with; without them no attack runs."""
         assert self._pool is not None
         return self._pool
 
@@ -178,15 +179,15 @@ class WeightChannel(Channel):
         """
 
     @abstractmethod
-    def ask_base(self) -> None:
+    def query_base(self) -> None:
         """Query the model before the first step."""
 
     reference_seconds: float = 0.0
-    """Seconds that the training of references took, which no budget of looks pays for."""
+    """Seconds that the training of references took; they are not part of the budget of looks."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return in words what is compared, for the line-up."""
+        """Return in words what is compared, for the message at the start of a run."""
 
     def pool_line(self) -> PoolLine | None:
         """Return the record of the texts that the model is queried with; by default None."""
@@ -194,7 +195,7 @@ class WeightChannel(Channel):
     # ---- a step -----------------------------------------------------------------------------
 
     def requirement(self, metric: str, clients: int = 1) -> Requirement:
-        """Return why a rate cannot become known, and that none is of a client's update."""
+        """Return why a rate cannot become known, and why it cannot judge a client's update."""
         never_alone = "it is of the model that was sent, and of no client's update"
         return Requirement(never=self._never_known(metric), never_alone=never_alone)
 
@@ -202,10 +203,10 @@ class WeightChannel(Channel):
         """Return why a rate cannot become known; None if it can."""
 
     def batch_begins(self, batch: Any) -> None:
-        """Note which texts of the pool a batch holds; count it if it cannot be read."""
+        """Record which texts of the pool a batch holds, or that the batch cannot be read."""
         try:
             self.pool.remember(self._read(batch))
-        except Exception:  # nobody knows which texts it holds
+        except Exception:  # of the user's adapter too; which texts it holds is unknown
             self.pool.unread += 1
 
     def _read(self, batch: Any) -> TokenBatch:
@@ -215,7 +216,7 @@ class WeightChannel(Channel):
         return tokens if self._mask is None else unmasked(tokens, *self._mask)
 
     def is_due(self, epoch: int, share: float) -> bool:
-        """Return whether the weights are looked at after this share of an epoch. Default: its end.
+        """Return whether a look is due at this share of an epoch; by default at its end.
 
         Args:
             epoch: counted from 0.
@@ -226,16 +227,19 @@ class WeightChannel(Channel):
     # ---- a look -----------------------------------------------------------------------------
 
     @abstractmethod
-    def ask_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
-        """Return what every attack guesses from the model's answers now, in each of its series.
+    def query_weights(self, epoch: int, *, lists: bool) -> Mapping[Series, Answer]:
+        """Query the weights, and return the answers of all attacks by series.
 
         Args:
             epoch: counted from 0.
-            lists: an epoch is over, or the training, so that rows may be listed.
+            lists: Whether lists of members may be written: at the end of an epoch or the training.
         """
 
     def _count_seen(self) -> tuple[int, int]:
-        """Join which texts all processes have seen; return the texts and unread batches so far."""
+        """Join what all processes have trained on; return the numbers of texts and unread batches.
+
+        ``pool.seen`` then marks the texts that any process has seen.
+        """
         pool = self.pool
         counts = torch.tensor([*pool.seen.tolist(), pool.passed, pool.unread], dtype=torch.int64)
         counts = self.run.summed(counts.to(self.run.device)).cpu()
@@ -243,14 +247,14 @@ class WeightChannel(Channel):
         return int(counts[-2]), int(counts[-1])
 
     def packed(self, answer: Answer) -> Result:
-        """Return the result of an answer; its values in the order of their names."""
+        """Return the result of an answer, with values in the order of :attr:`_names`."""
         if isinstance(answer, Mapping):
             return Found([answer.get(name, math.nan) for name in self._names])
         return answer if isinstance(answer, Waiting) else Unknown(answer)
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Return the names of the values in the order in which they are packed."""
+        """Return the names of the values in a packed result."""
         ends = (f"{metric}{end}" for metric in self.metrics for end in ("", "_low", "_high"))
         return (*ends, *self.extras)
 
@@ -271,13 +275,13 @@ class WeightChannel(Channel):
 
 
 class WeightLooks:
-    """Look at the weights of a run, by the channels that read them and nothing of a step.
+    """Look at the weights of a run, with the channels that query them.
 
     Args:
         run: the run.
         channels: The channels; those that read weights are used.
         series: the channel of each series, in the order of the logs.
-        folder: keeps what a resumed run needs besides its checkpoint.
+        folder: The folder for what a resumed run needs besides its checkpoint.
 
     Attributes:
         refused: why attacks are not played, by their names.
@@ -311,17 +315,17 @@ class WeightLooks:
         return frozenset(series for series in self._series if series.attack in names)
 
     def begin(self, *, choosing: bool) -> list[str]:
-        """Find out who can be compared, and ask the base model, before the first step.
+        """Draw the texts, and query the base model, before the first step.
 
         Args:
-            choosing: leave out attacks that cannot be played, in place of refusing the run.
+            choosing: Whether attacks that cannot be played are left out, and are not an error.
 
         Returns:
             What is compared, and which attacks are not played, in words.
 
         Raises:
-            ValueError: an attack that the user listed cannot be played, or a callback stops or
-                chooses by private texts under DP.
+            ValueError: an attack that the user listed cannot be played, or a setting or callback
+                would use private texts outside the epsilon of the run.
         """
         self._has_begun = True
         self._check_private()
@@ -333,11 +337,11 @@ class WeightLooks:
             for why, names in by_reason(self.refused).items()
         ]
         described = [channel.describe() for channel in self._channels if channel.attacks]
-        return silent + [f"the trained weights are asked about {words}" for words in described]
+        return silent + [f"the trained weights are queried with {words}" for words in described]
 
     def _begin(self, channel: WeightChannel, choosing: bool) -> None:
-        """Let a channel find out whom it compares, and ask the base; leave out what it cannot."""
-        absent = dict[str, str]()  # of no kind of row that the data has
+        """Let a channel draw its texts and query the base; exclude attacks that cannot run."""
+        without_rows = dict[str, str]()  # attacks on kinds of rows that the data does not have
         for attack in channel.attacks:
             try:
                 if (why := channel.meet_data(attack)) and choosing:
@@ -345,14 +349,14 @@ class WeightLooks:
             except ValueError as error:
                 if not choosing:
                     raise
-                refused = absent if isinstance(error, NoRows) else self.refused
+                refused = without_rows if isinstance(error, NoRows) else self.refused
                 refused[attack.name] = in_short(attack.name, str(error))
-        exclude(channel, self.refused.keys() | absent.keys())
+        exclude(channel, self.refused.keys() | without_rows.keys())
         if not channel.attacks:
-            self.refused |= absent  # said only where no attack is left
+            self.refused |= without_rows  # not worth a message if other attacks of the channel run
             return
         try:
-            channel.ask_base()
+            channel.query_base()
         except UnusableObservation as error:
             if not choosing:
                 raise ValueError(str(error)) from error
@@ -360,10 +364,12 @@ class WeightLooks:
             exclude(channel, self.refused.keys())
 
     def _check_private(self) -> None:
-        """Refuse callbacks that stop or choose by private texts, which no epsilon covers.
+        """Refuse what the run's epsilon does not cover, and references that cannot be trained.
 
-        So is a reference that would be trained on them, or without what the run has: its defences
-        and its processes.
+        Raises:
+            ValueError: under DP rows would be listed, a reference is used, or a callback acts on
+                private texts; or ``reference="auto"`` would train without the run's defences, or
+                in a run of several processes.
         """
         settings = self._channels[0].settings.memorization  # the same of all channels
         run = self._run
@@ -400,8 +406,8 @@ class WeightLooks:
                     "Memorization(outside_epsilon=True)"
                 )
 
-    def unread(self, names: Collection[str] | None) -> str | None:
-        """Return why attacks on the weights say nothing of this run; None: they do.
+    def why_unread(self, names: Collection[str] | None) -> str | None:
+        """Return why attacks on the weights have no result in this run; None if they have one.
 
         Args:
             names: The names of the attacks; None: all of them.
@@ -419,30 +425,33 @@ class WeightLooks:
         """Return the seconds that the training of references took."""
         return sum(channel.reference_seconds for channel in self._channels)
 
-    def rows(self) -> list[Row]:
-        """Return the attacks that are not played, and why."""
+    def refusals(self) -> list[Row]:
+        """Return the attacks that are not played, and why, as rows of the table of attacks."""
         return [Row(name, (), why, True, None) for name, why in self.refused.items()]
 
     def batch_begins(self, batch: Any) -> None:
-        """Note which texts are trained on."""
+        """Record which texts are trained on."""
         for channel in self._channels:
             if channel.attacks:
                 channel.batch_begins(batch)
 
     def record_pools(self, record: RunRecord) -> None:
-        """Write which texts the weights are asked about."""
+        """Write which texts the weights are queried with."""
         for channel in self._channels:
             if (line := channel.pool_line()) is not None:
                 record.append(line)
 
     def choose(self, loss: float) -> float:
-        """Return the loss that the weights of this step are chosen by: the highest of its gates."""
+        """Return the highest loss that gates gave the weights of this step, to choose them by.
+
+        A gate that does not allow the weights gives infinity.
+        """
         step, earlier = self._choice
         self._choice = self._run.step, max(loss, earlier) if step == self._run.step else loss
         return self._choice[1]
 
     def look_where_due(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look after a batch, by the channels that look now; None where none does."""
+        """Return a look after a batch by the channels for which one is due; None if none is."""
         progress = self._run.progress
         if progress is None:
             return None
@@ -450,12 +459,12 @@ class WeightLooks:
         return self.look(channels) if channels else None
 
     def look_at_end(self) -> tuple[Look, dict[Series, Outcome]] | None:
-        """Return a look by all channels when training ends; None if it is that of the last step.
+        """Return a look by all channels when training ends; None if these weights were looked at.
 
-        They look again where a callback has put other weights in place since, such as averages.
+        They look again if a callback has put other weights in place since, such as averages.
         """
         channels = [channel for channel in self._channels if channel.attacks]
-        if not channels or not self._has_begun:  # where no step was planned nothing was asked
+        if not channels or not self._has_begun:  # a run without steps has no answers of the base
             return None
         with self._on_device():
             just_looked = self.looked_at == self._run.step and not self._run.on_any_process(
@@ -468,7 +477,7 @@ class WeightLooks:
     def _on_device(self) -> Iterator[None]:
         """Hold the model where it was trained; Lightning moves it to the CPU before its last hook.
 
-        Sums over weights are rounded otherwise there, and would pass for sums of other weights.
+        The CPU rounds the sums of weights differently, so that the weights would seem changed.
         """
         root, device = self._run.anatomy.root, self._run.device
         places = {p.device.type for p in root.parameters()}
@@ -482,15 +491,18 @@ class WeightLooks:
             if is_away:
                 root.cpu()
 
-    def keep_last_look(self) -> None:
-        """Ask no more about weights that are there now: they are earlier ones of this run.
+    def skip_present_weights(self) -> None:
+        """Let :meth:`look_at_end` skip the present weights, which are earlier ones of this run.
 
-        Rows that were trained on since would count as their members.
+        Rows that were trained on after them would count as members.
         """
         self._sums = self._sums_of_weights()
 
     def _sums_of_weights(self) -> Tensor:
-        """Return (2 n,) the sum and norm of each of n trained parameters, this process' part."""
+        """Return (2 n,) the sum and norm of each of n trained parameters' part on this process.
+
+        Equal sums are taken for equal weights.
+        """
         weights = [p.detach() for p in self._run.anatomy.root.parameters() if p.requires_grad]
         local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
         sums = [
@@ -506,8 +518,8 @@ class WeightLooks:
         """Return a look at the weights as they are, with its outcomes.
 
         Args:
-            channels: that look.
-            ends: training ends here.
+            channels: The channels that look.
+            ends: Whether training ends here.
         """
         self.looked_at, self._sums = self._run.step, self._sums_of_weights()
         scope = frozenset(s for s in self.series if self._series[s] in channels)
@@ -517,7 +529,7 @@ class WeightLooks:
             for channel in channels:
                 try:
                     epoch, share = self._run.progress or (0, 0.0)
-                    answers |= channel.ask_weights(epoch, lists=ends or share >= 1)
+                    answers |= channel.query_weights(epoch, lists=ends or share >= 1)
                 except Exception as error:
                     failed = (s for s in scope if self._series[s] is channel)
                     answers |= dict.fromkeys(failed, reason(error))

@@ -1,8 +1,7 @@
 """Running the model on any text without a trace: its logits, and hidden states at a layer.
 
 Every forward of this package runs inside :func:`undisturbed`. It calls the model's ``forward``,
-which computes masks and positions and handles PEFT and sharding. A run for hidden states stops
-right after the layer.
+which handles masks, positions, PEFT and sharding. A run for hidden states stops after the layer.
 """
 
 from __future__ import annotations
@@ -192,9 +191,8 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
     """Run only those hooks on modules within that the model needs, see :func:`hidden_states`.
 
     They run to the end even if an exception stops the forward, so that FSDP2 frees what it
-    gathered. Hooks that are registered meanwhile stay. ZeRO-3's hooks would take the run for a part
-    of the training step that they prefetch for; instead, parameters are gathered for each call of
-    their module.
+    gathered. Hooks that are registered meanwhile stay. ZeRO-3's would take the run for a part of a
+    training step; instead, parameters are gathered for each call of their module.
 
     Args:
         root: module whose hooks, and whose submodules' hooks, are meant.
@@ -222,12 +220,7 @@ def only_needed_hooks(root: nn.Module, packages: Sequence[str] = _HOOK_PACKAGES)
 
 
 def _gather_in_calls(root: nn.Module, stack: ExitStack) -> None:
-    """Gather the parameters of each module that ZeRO-3 has sharded while the module is called.
-
-    Args:
-        root: The model.
-        stack: Removes the hooks.
-    """
+    """Gather a module's parameters that ZeRO-3 has sharded in each call, until the stack ends."""
     sharded = {*filter(is_absent, root.parameters())}
 
     def gather(module: nn.Module, *_: object) -> None:
@@ -304,12 +297,7 @@ def stop_at(model: Callable[..., Any], place: Place) -> Callable[..., Any]:
 
 
 def stop_behind(model: nn.Module, places: Sequence[Place]) -> Callable[..., list[Any]]:
-    """Return a function that runs ``model`` up to the last place, for the states at each place.
-
-    Args:
-        model: The model.
-        places: The places, in the order in which the model reaches them.
-    """
+    """Return a function that runs ``model`` up to the last place, for the states at each."""
     *earlier, last = places
     run_to_last = stop_at(model, last)
 
@@ -493,10 +481,7 @@ def _group_parameters(module: nn.Module, groups: list[nn.Module]) -> list[nn.Par
 def micro_batches(
     anatomy: Anatomy, batch: TokenBatch, max_logits: int | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield ``batch`` in blocks of rows with ``max_logits`` logits, or of one row with more.
-
-    The default is :data:`LOGITS_AT_ONCE`.
-    """
+    """Yield blocks of rows with ``max_logits`` (LOGITS_AT_ONCE) logits, or of one row with more."""
     device = anatomy.device
     labels = labels_of(batch)
     length = max(labels.shape[-1], batch.input_ids.shape[-1])

@@ -67,9 +67,8 @@ class SharedRows:
     @property
     def is_noise(self) -> bool:
         """Return whether the rows are indistinguishable from noise."""
-        return not len(self.principal) or float(self.whole.norm()) <= (
-            MAX_NOISE_RATIO * self.noise_norm
-        )
+        is_small = float(self.whole.norm()) <= MAX_NOISE_RATIO * self.noise_norm
+        return not len(self.principal) or is_small
 
 
 def _above_noise(rows: Tensor, max_rank: int, *, exact: bool) -> Tensor:

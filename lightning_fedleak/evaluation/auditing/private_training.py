@@ -269,8 +269,7 @@ class PrivateTrainingCheck:
             changed_weights = [n for n in silent.beside if n.startswith("the weight")]
             observations.is_explained &= not changed_weights
         length = _norm(silent.raw) / SILENT or 1.0
-        # The gradients of all rows together are then 20 rows^2 clip norms long, so that one of them
-        # outweighs the sum of all rows near the clip norm.
+        # A row scaled by this outweighs the sum of all rows that are near the clip norm.
         far = 20 * rows**2 * clip / length
         index = int((look - 1) * GOLDEN % 1 * len(self._layers))
         layer = self._layers[index] if look and self._layers else None

@@ -148,7 +148,7 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
     Args:
         run: The run of the model that trains.
         sizes: rows of each of them.
-        row_seconds: that training on a row is estimated to take.
+        row_seconds: The seconds that training on a row is estimated to take.
     """
     which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
     if len(sizes) > 1:
@@ -263,7 +263,7 @@ def measure_strength(
     Args:
         game: what the model, its base and the reference say of N texts.
         members: (N,) bool.
-        rows: that the reference was trained on; None: not known.
+        rows: The rows that the reference was trained on; None: not known.
         trained: rows of the model's training data.
     """
     assert game.reference is not None

@@ -256,7 +256,7 @@ def column_of(rows: Rows, names: Sequence[str], column: str | None, source: str)
     Args:
         rows: The rows of the source.
         names: The names of their columns.
-        column: that was asked for; None: ``text``, or the only one that holds text.
+        column: The column that was asked for; None: ``text``, or the only one that holds text.
         source: where they are from, for messages.
 
     Raises:

@@ -194,7 +194,7 @@ class LossCheck:
         Args:
             loss: as in :meth:`check_form`, which comes first.
             top: what that returned.
-            recorder: holds the calls of this step's layers.
+            recorder: The recorder, which holds the calls of this step's layers.
             releases: how many were made.
             team: the processes of this client.
 

@@ -392,7 +392,7 @@ class PrivateTrainingCheck:
         Args:
             runs: rows that the model ran.
             copies: rows of the batch.
-            steps: that optimizers took.
+            steps: The steps that optimizers took.
         """
         if runs and steps == len(self._optimizers):
             fits = runs <= copies or runs % copies == 0

@@ -77,7 +77,7 @@ def smallest_list(n_members: int, n_others: int, rate: float) -> int:
     A p-value is at least ``1 / (m + 1)``, so that fewer others make only longer lists.
 
     Args:
-        n_members: that are tested.
+        n_members: The number of members that are tested.
         n_others: m, that they are compared with.
         rate: The rate of the list's false discoveries.
 
@@ -210,7 +210,7 @@ class PoolRows:
         """Return the rows of a pool's texts.
 
         Args:
-            texts: that might have been scored.
+            texts: The texts that might have been scored.
             scored: those of them that are.
             numbers: The number of the row that each of the texts is; -1 where it was not trained
                 on.

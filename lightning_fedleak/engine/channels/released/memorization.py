@@ -261,7 +261,7 @@ class MemorizationChannel(WeightChannel):
         """Train references on rows that they do not score, and ask them.
 
         Args:
-            seconds: that it took to ask the base about all texts.
+            seconds: The seconds that it took to ask the base about all texts.
 
         Raises:
             ValueError: no draw says which rows are left out, or nothing can be trained.

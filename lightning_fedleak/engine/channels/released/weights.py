@@ -506,7 +506,7 @@ class WeightLooks:
         """Return a look at the weights as they are, with its outcomes.
 
         Args:
-            channels: that look.
+            channels: The channels that look.
             ends: training ends here.
         """
         self.looked_at, self._sums = self._run.step, self._sums_of_weights()

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from lightning_fedleak.threats import HONEST_BUT_CURIOUS as HONEST_BUT_CURIOUS
     from lightning_fedleak.threats import Capability as Capability
     from lightning_fedleak.threats import ThreatModel as ThreatModel
-    from lightning_fedleak.threats import ThreatModelError as ThreatModelError
     from lightning_fedleak.threats import require as require
 
 __getattr__ = lazy(__name__)

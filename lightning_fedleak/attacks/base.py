@@ -22,7 +22,6 @@ from lightning_fedleak.model.snapshots import UnusableObservation as UnusableObs
 from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.threats import Capability as Capability
 from lightning_fedleak.threats import ThreatModel as ThreatModel
-from lightning_fedleak.threats import ThreatModelError as ThreatModelError
 
 Stored = TypeVar("Stored")
 
@@ -306,10 +305,10 @@ def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
     """Raise an error if head and embedding, of which an attack reads one, are one matrix.
 
     Raises:
-        ThreatModelError: they are.
+        ValueError: they are.
     """
     if are_tied:
-        raise ThreatModelError(
+        raise ValueError(
             f"attack '{attack}' needs the {matrix}'s own gradient, and this model ties head and "
             "embedding: only the sum of both is shared. Remove it; FlatChat reads the tied sum."
         )

@@ -220,6 +220,7 @@ class EntityFinder:
         self._preceding: list[int] = []  # the ids of a letter, after which pieces are decoded
         decoded = None
         with suppress(Exception):  # whatever a user's tokenizer raises
+            assert self._tokenizer is not None
             ids, self._preceding = (
                 self._tokenizer(text, add_special_tokens=False)["input_ids"]
                 for text in (_PROBE, "a")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -95,6 +95,12 @@ def _recorded(begin: records.BeginLine) -> records.JsonObject:
     return {name: records.as_json(getattr(begin, name)) for name in names}
 
 
+def _decisions(lines: Sequence[records.GateLine]) -> list[records.JsonObject]:
+    """Return what a report's JSON contains of the decisions of gates."""
+    shared = {attribute.name for attribute in fields(records.RunLine)}
+    return [{n: v for n, v in records.as_json(one).items() if n not in shared} for one in lines]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
     """The content of a report on one fit, or on one federation.
@@ -151,10 +157,10 @@ class FitSummary:
     withheld: int
     utility: Mapping[str, Points]
     privacy: Sequence[Account]
-    implied: Sequence[Allowance]
+    implied: Sequence[_Allowance]
     defenses: Sequence[records.DefenseFacts] | None
     gates: Sequence[_GateRule] | None
-    decisions: Sequence[records.GateDecision]
+    decisions: Sequence[records.GateLine] = field(metadata={"write": _decisions})
     not_played: Mapping[str, str]
     not_tested: Sequence[str]
     named_attacks: Sequence[NamedAttack] = records.named("edpb_28_2024_par_55")
@@ -228,7 +234,7 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         implied=allowances(spendings, attacks, shared.clients or 1),
         defenses=_defenses(begin.defenses) if log.begin else None,
         gates=None if begin.gates is None else [_rule(g) for g in begin.gates],
-        decisions=[line.decision for line in log.decisions],
+        decisions=log.decisions,
         not_played=not_played,
         not_tested=_not_tested(log, attacks, not_played),
         named_attacks=named_attacks(attacks),
@@ -442,8 +448,8 @@ def _not_tested(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allowance:
-    """The largest rates of membership tests that an epsilon allows, and the measured rates.
+class _Allowance:
+    """The most that an epsilon allows a test of membership, beside what was measured.
 
     Attributes:
         defense: The name of the defence with this epsilon.
@@ -468,8 +474,8 @@ class Allowance:
 
 def allowances(
     accounts: Sequence[Account], attacks: Sequence[AttackSummary], clients: int
-) -> list[Allowance]:
-    """Return the largest rates of membership tests that each valid epsilon allows.
+) -> list[_Allowance]:
+    """Return the most that each epsilon that holds allows a test of membership.
 
     Epsilon bounds tests of whether an example was in the training data. Attacks test whether it is
     in one batch. The noise of one release bounds that, and sampling does not help. If epsilon
@@ -488,7 +494,7 @@ def allowances(
         epsilon, delta = account.bound
         tpr_in_a_batch, auc_in_a_batch = _in_a_batch(account)
         limits.append(
-            Allowance(
+            _Allowance(
                 defense=account.defense,
                 stage=stage,
                 epsilon=epsilon,

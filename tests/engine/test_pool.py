@@ -28,11 +28,11 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import collect
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
 from lightning_fedleak.evaluation.canaries import (
-    LeftOutRecord,
     TrainingRows,
     leave_out,
     with_entities,
 )
+from lightning_fedleak.evaluation.canaries.left_out import _LeftOutRecord
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from tests.canaries.test_with_entities import PHONE, TOKENIZER
 
@@ -259,7 +259,7 @@ def test_the_budget_sets_how_many_are_asked_and_the_refusal_how_many_would_be() 
 def test_what_is_asked_of_rows_with_coins_depends_on_no_coin() -> None:
     """Two worlds in which one coin fell otherwise: the same texts in the same order."""
 
-    class OtherCoin(LeftOutRecord):
+    class OtherCoin(_LeftOutRecord):
         @property
         def out(self) -> list[int]:
             return sorted({*super().out} ^ {self.candidates[5]})

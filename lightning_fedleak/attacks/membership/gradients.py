@@ -47,7 +47,6 @@ from lightning_fedleak.model.snapshots import (
     whole_tensor,
 )
 from lightning_fedleak.progress import measure_seconds
-from lightning_fedleak.threats import ThreatModelError
 from lightning_fedleak.validate import check_integer
 
 Parts = Mapping[str, tuple[Tensor, Tensor]]
@@ -117,10 +116,10 @@ class GradientMembership(PassiveMembership):
         parameters.
 
         Raises:
-            ThreatModelError: not a causal model, or one that has neither.
+            ValueError: not a causal model, or one that has neither.
         """
         if anatomy.kind != "causal":
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' computes a text's own gradient, and does not know the "
                 f"labels of a {anatomy.kind} model. Remove it; SubspaceMembership asks without "
                 "labels."
@@ -128,7 +127,7 @@ class GradientMembership(PassiveMembership):
         names = [m.name for m in self._select_maps(anatomy)] or self._other_parameters(anatomy)
         names = names or [m.name for m in _maps_on_text(anatomy)[:1]]
         if not names:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' finds no parameter that it could read: remove the attack"
             )
         return Surfaces(gradients=tuple(names))

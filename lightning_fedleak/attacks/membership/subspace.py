@@ -28,7 +28,6 @@ from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.batches import before_last
 from lightning_fedleak.model.snapshots import Observation, UpdateSnapshot
 from lightning_fedleak.progress import measure_seconds
-from lightning_fedleak.threats import ThreatModelError
 
 # None of these was tuned.
 MIN_PIVOT = 1e-2  # squared share of a state outside those before it, below which it is skipped
@@ -83,7 +82,7 @@ class SubspaceMembership(PassiveMembership):
         """Return the maps of some blocks that read what the block's attention reads.
 
         Raises:
-            ThreatModelError: the model has no linear map that is called once.
+            ValueError: the model has no linear map that is called once.
         """
         words = self._words.needs(anatomy).gradients
         inputs = self._select_inputs(anatomy)
@@ -97,7 +96,7 @@ class SubspaceMembership(PassiveMembership):
         """Return the inputs that are read: those with trained readers, if there are any."""
         wide = self._wide_inputs.get(anatomy)
         if not wide:
-            raise ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads linear maps of hidden states, and this model calls "
                 "none once: remove it"
             )

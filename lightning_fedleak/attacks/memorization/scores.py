@@ -20,11 +20,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks.base import Attack, Guess, Query, Surfaces, UnusableObservation
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.snapshots import (
-    Observation,
-    ReleasedModel,
-    check_finite,
-)
+from lightning_fedleak.model.snapshots import Observation, ReleasedModel, check_finite
 from lightning_fedleak.threats import Capability, ThreatModel
 from lightning_fedleak.validate import check_number
 

@@ -1,9 +1,9 @@
-"""Candidates for the next token of a text, and texts that are recovered in part."""
+"""Candidates for the next token of texts, and how their states are compared with the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.row_space import SharedRows, whitening_matrix
 from lightning_fedleak.attacks.texts.base import Deadline
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
-from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs, Remainder
+from lightning_fedleak.attacks.texts.subspace_rows import FIT, BlockInputs
 
 
 @dataclass(frozen=True)
@@ -41,77 +41,6 @@ class _SearchLimits:
 
 
 SEARCH = _SearchLimits()
-
-
-@dataclass(frozen=True, eq=False)
-class Branch:
-    """A way to continue a prefix: its next token, and each block's state (d,) there."""
-
-    prefix: tuple[int, ...]
-    token: int
-    states: tuple[Tensor, ...]
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """The prefix with its next token."""
-        return (*self.prefix, self.token)
-
-
-@dataclass(frozen=True, eq=False)
-class PartialText:
-    """A text that the search has recovered in part.
-
-    If it branched off from an earlier text, it inherits the tokens before the branch.
-
-    Attributes:
-        tokens: The tokens from the first on.
-        fits: The share of each token's state that the rows explained when it was chosen; 1 for
-            inherited tokens.
-        score: The sum of the evidence and of the prior of the tokens that are not inherited.
-        remainders: The part of each block's rows that the text does not explain.
-        rivals: Other first tokens, or other tokens at the branch.
-        alternatives: Other continuations.
-        states: Each block's state (d,), for each token that is neither inherited nor a repeat.
-        n_repeats: The number of repetitions of its first token, whose states equal that token's.
-    """
-
-    tokens: tuple[int, ...]
-    fits: tuple[float, ...]
-    score: float
-    remainders: tuple[Remainder, ...]
-    rivals: tuple[Branch, ...]
-    alternatives: tuple[Branch, ...]
-    states: tuple[tuple[Tensor, ...], ...]
-    n_repeats: int = 0
-
-    @property
-    def n_inherited(self) -> int:
-        """The number of tokens from the text that this one branched off from."""
-        return len(self.tokens) - len(self.states) - self.n_repeats
-
-    @property
-    def exact(self) -> bool:
-        """Whether at least half of the last ``len(states)`` tokens fit exactly."""
-        fits = self.fits[-len(self.states) :]
-        return 2 * sum(1 - fit <= FIT.exact for fit in fits) >= len(fits)
-
-
-def add_text(texts: Sequence[PartialText], text: PartialText) -> list[PartialText]:
-    """Return texts with one more, which replaces a text that it continues at the end."""
-    for i, prefix in enumerate(texts):
-        length = len(prefix.tokens)
-        if text.tokens[:length] == prefix.tokens and text.n_inherited == length:
-            joined = replace(
-                text,
-                fits=(*prefix.fits, *text.fits[length:]),
-                score=prefix.score + text.score,
-                rivals=prefix.rivals + text.rivals,
-                alternatives=prefix.alternatives + text.alternatives,
-                states=prefix.states + text.states,
-                n_repeats=prefix.n_repeats,
-            )
-            return [*texts[:i], joined, *texts[i + 1 :]]
-    return [*texts, text]
 
 
 @dataclass(frozen=True, eq=False)

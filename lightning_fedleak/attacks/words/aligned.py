@@ -335,7 +335,7 @@ class AlignedFlatChat(base.Attack):
         directions, expected = calibration.directions, calibration.expected
         summary = row_summary.RowSummary.read(gradient, directions.u)
         summary, _ = refit_direction(gradient, summary, directions.u, expected.reference)
-        units = aligned_rows.Units.estimate(summary, expected, expected.reference)
+        units = aligned_rows.estimate_units(summary, expected, expected.reference)
         scores = torch.full_like(summary.projection, _MIN_LOG_ODDS)
         if units is None:
             return base.WordGuess(types=scores.argsort()[:0], scores=scores, n_types=0.0)

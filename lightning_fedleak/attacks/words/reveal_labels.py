@@ -156,7 +156,7 @@ class RevealLabels(base.Attack):
         """Return the head's weight.
 
         Raises:
-            ThreatModelError: head and embedding are one matrix.
+            ValueError: head and embedding are one matrix.
         """
         base.refuse_tied(anatomy.tied, self.name, "head")
         return base.Surfaces(gradients=(HEAD_WEIGHT,))

@@ -126,7 +126,7 @@ class SubspaceWords(base.Attack):
         """Return the trained maps that read a known input, or those of the widest input.
 
         Raises:
-            ThreatModelError: no map reads one.
+            ValueError: no map reads one.
         """
         inputs = self.inputs(anatomy)
         names = [m.name for known_input in inputs for m in known_input.trainable_maps(anatomy)]
@@ -136,11 +136,11 @@ class SubspaceWords(base.Attack):
         """Return the known inputs of a model, in the order in which they are read.
 
         Raises:
-            ThreatModelError: it has none.
+            ValueError: it has none.
         """
         inputs = self._inputs.get(anatomy)
         if not inputs:
-            raise base.ThreatModelError(
+            raise ValueError(
                 f"attack '{self.name}' reads linear maps whose input a token determines, and this "
                 "model has none (are they no nn.Linear?): remove it"
             )

@@ -174,7 +174,7 @@ def run(options: Namespace, console: Console | None = None) -> int:
     Raises:
         SourceError: model or text cannot be used, or ``out`` cannot be written to.
         AnatomyError: the model's output head was not found.
-        ThreatModelError: the attacks cannot run on this model.
+        ValueError: the attacks cannot run on this model.
     """
     console = console or Console(highlight=False)
     folder = options.out / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_fedleak.cli.commands import log_options, options
+from lightning_fedleak.cli.commands import options
 
 _COMMANDS = (
     *(options.demo, options.game, options.invert, options.plan, options.memorization),
     *(options.synthetic, options.records),
-    *(options.federate, options.sweep, log_options.report, log_options.compare),
-    *(log_options.verify, options.fit),
+    *(options.federate, options.sweep, options.report, options.compare),
+    *(options.verify, options.fit),
 )
 
 

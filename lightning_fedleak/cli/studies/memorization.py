@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks import memorization
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics import Rate, released
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList, list_records
+from lightning_fedleak.evaluation.metrics.record_list import RecordList, list_records
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import Text, answer_groups, compressed_bytes, pool_digest
 

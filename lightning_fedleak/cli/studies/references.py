@@ -129,9 +129,10 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def _gives_guarantee(line: records.RunLine | records.ResultLine) -> bool:
     """Return whether a line says of a run that its defences guarantee something."""
     facts = [line] if isinstance(line, records.DefenseLine) else getattr(line, "defenses", ())
-    promises = [defense.guarantee or "" for defense in facts if defense.class_name != "Freeze"]
-    spent = [getattr(x, "privacy", None) for x in (line, getattr(line, "resumed", None))]
-    return any(spent) or not all(promise.startswith("none") for promise in promises)
+    promises = [one.guarantee or "" for one in facts if one.class_name != "Freeze"]
+    resumed = getattr(line, "resumed", None) or {}
+    spent = getattr(line, "privacy", None) or resumed.get("privacy")
+    return bool(spent) or not all(promise.startswith("none") for promise in promises)
 
 
 def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[str, Any] | None:

@@ -35,12 +35,12 @@ from typing import Any, Literal
 import numpy as np
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
+from scipy.special import ndtr
 
 from lightning_fedleak.defenses.accounting import ledger
 from lightning_fedleak.defenses.accounting.renyi import (
     Floats,
     SamplingScheme,
-    WithoutReplacementPRV,
     deltas_of_rdp,
     epsilons_of_rdp,
     least_epsilon,
@@ -64,6 +64,29 @@ MAX_EPSILON = 200.0  # above it epsilon is infinite, because it means no protect
 MAX_NOISE = 1e6  # largest noise multiplier that noise_multiplier_for tries. Not tuned
 CURVE_POINTS = 64  # pairs of a curve; at 32 the TPR that a curve allows is .6% larger (sigma 1)
 MIN_DELTA = 1e-9  # smallest delta of a curve; events rarer than delta refute nothing
+
+
+class _WithoutReplacementPRV:
+    """The privacy loss of A against B under A, as Opacus' parts of PRV take it.
+
+    Args:
+        sample_rate: q, below 1.
+        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
+    """
+
+    def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
+        self._rate = sample_rate
+        self._sigma = noise_multiplier
+
+    def cdf(self, t: Floats | float) -> Floats:
+        """Return the chance of a loss of at most t."""
+        q, sigma = self._rate, self._sigma
+        x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
+        tail = ndtr(-x / sigma)
+        cdf: Floats = np.where(
+            np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
+        )
+        return cdf
 
 
 def prv_epsilon(
@@ -146,7 +169,7 @@ def read_prv(
 
     def loss_of(sigma: float, rate: float) -> Any:
         fixed = sampling == "without_replacement"
-        return (WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
+        return (_WithoutReplacementPRV if fixed else prv.PoissonSubsampledGaussianPRV)(rate, sigma)
 
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():

@@ -30,7 +30,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp, ndtr
+from scipy.special import logsumexp
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
@@ -176,26 +176,3 @@ def rdp_without_replacement(
             rdp[i] = min(rdp[i], np.logaddexp(0, logsumexp(terms)) / (order - 1))
     rdp.flags.writeable = False
     return rdp
-
-
-class WithoutReplacementPRV:
-    """The privacy loss of A against B under A, as Opacus' parts of PRV take it.
-
-    Args:
-        sample_rate: q, below 1.
-        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
-    """
-
-    def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
-        self._rate = sample_rate
-        self._sigma = noise_multiplier
-
-    def cdf(self, t: Floats | float) -> Floats:
-        """Return the chance of a loss of at most t."""
-        q, sigma = self._rate, self._sigma
-        x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
-        tail = ndtr(-x / sigma)
-        cdf: Floats = np.where(
-            np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
-        )
-        return cdf

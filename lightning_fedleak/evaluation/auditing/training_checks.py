@@ -96,7 +96,7 @@ class PrivacyClaim:
 
 
 @dataclass(frozen=True)
-class Check:
+class _Check:
     """What one test shows.
 
     Attributes:
@@ -122,7 +122,7 @@ class PrivacyVerdict:
         looks: steps with probes.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[_Check, ...]
     steps: int
     looks: int
 
@@ -286,26 +286,26 @@ def judge(claim: PrivacyClaim, observations: Observations) -> PrivacyVerdict:
     sound = [c for c in probes if c.result == "refuted" and (silent or c.name in of_any)]
     loud = "rows were not silent: a scaled loss, or gradients that bypass the logits or the hooks"
     if obstacle := observations.obstacle or ("" if silent else loud):
-        probes = [c if c in sound else Check(c.name, "unknown", obstacle) for c in probes]
+        probes = [c if c in sound else _Check(c.name, "unknown", obstacle) for c in probes]
     rest = (*_check_draws(claim, observations), _rates(observations))
     checks = (*probes, *rest, _account(claim, len(observations.sizes)))
     return PrivacyVerdict(checks, len(observations.sizes), len(observations.noise))
 
 
-def _tested(name: str, p_value: float, evidence: str, visible: str) -> Check:
+def _tested(name: str, p_value: float, evidence: str, visible: str) -> _Check:
     if math.isnan(p_value):
-        return Check(name, "unknown", "what was released in a probe is not finite")
+        return _Check(name, "unknown", "what was released in a probe is not finite")
     result: Result = "refuted" if p_value < ERROR / TESTS else "not refuted"
-    return Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
+    return _Check(name, result, f"{evidence}, p {min(p_value, 1):.2g}", visible)
 
 
-def _noise(observations: Observations) -> Check:
+def _noise(observations: Observations) -> _Check:
     """Compare the noise of each parameter, and of each look, with the claimed deviation."""
     if not observations.noise or not observations.is_explained:
         hidden = "noise inside of step(), or an optimizer that was not passed"
         reason = f"weights changed by more than the optimizers were given: {hidden}"
         few = "no look: too few steps, or no 8 rows in tensors"
-        return Check("noise", "unknown", reason if observations.noise else few)
+        return _Check("noise", "unknown", reason if observations.noise else few)
     silent = [{n: part[:2] for n, part in look.items()} for look in observations.noise]
     groups: dict[str, list[tuple[float, int]]] = {}
     for kind, looks in {"": silent, **observations.repeated}.items():
@@ -327,7 +327,7 @@ def _noise(observations: Observations) -> Check:
     )
 
 
-def _fresh_noise(observations: Observations) -> Check:
+def _fresh_noise(observations: Observations) -> _Check:
     """Compare noises between looks, between parameters and between processes."""
     names = (
         [n for n in observations.noise[0] if all(n in look for look in observations.noise)]
@@ -355,7 +355,7 @@ def _fresh_noise(observations: Observations) -> Check:
         visible = (norm.isf(ERROR / TESTS / KINDS / len(steps) / 2) + POWER) / math.sqrt(count)
         results.append((tail, -visible, f"cosine {cosine:.3f} between two steps in a row"))
     if not results:
-        return Check("fresh noise", "unknown", "it takes two looks, or two parameters")
+        return _Check("fresh noise", "unknown", "it takes two looks, or two parameters")
     p_value, _, evidence = min(results)
     visible = max(-result[1] for result in results)
     return _tested("fresh noise", KINDS * p_value, evidence, f"above {visible:.3f}")
@@ -363,7 +363,7 @@ def _fresh_noise(observations: Observations) -> Check:
 
 def _clipping(
     name: str, observations: Observations, moves: Sequence[tuple[float, int]], noise: float
-) -> Check:
+) -> _Check:
     """Compare what rows move a release by, in clip norms, with their number."""
     if not moves:
         reason = "no planted gradient reached the parameters where hooks read it"
@@ -371,7 +371,7 @@ def _clipping(
             reason = "the length of planted gradients could not be set near the clip norm"
         if observations.runs > 1 and name != "clipping":
             reason = f"step() runs {observations.runs} rows for each example"
-        return Check(name, "unknown", reason)
+        return _Check(name, "unknown", reason)
     parts = [part for look in observations.noise for part in look.values()]
     noise *= max(1.0, math.sqrt(sum(part[0] for part in parts) / sum(part[1] for part in parts)))
     excess = np.array([distance - rows for distance, rows in moves]) / noise
@@ -389,51 +389,53 @@ def _clipping(
     )
 
 
-def _side_effects(observations: Observations) -> Check:
+def _side_effects(observations: Observations) -> _Check:
     """Judge what steps changed beside their release."""
     visible = f"{observations.smallest_leak:.1g} of a raw gradient in the weights"
     if leaks := observations.leaks:
         names = "; ".join(f"{name} {how}" for name, how in [*leaks.items()][:3])
         more = f", and {len(leaks) - 3} more" if len(leaks) > 3 else ""
-        return Check("side effects", "refuted", f"{names}{more}", visible)
+        return _Check("side effects", "refuted", f"{names}{more}", visible)
     if "planted" not in observations.repeated:
-        return Check("side effects", "unknown", "no look whose probes could be compared")
+        return _Check("side effects", "unknown", "no look whose probes could be compared")
     if observations.unrepeated:
         reason = "they differ, and so does noise that the random state of torch does not repeat"
-        return Check("side effects", "unknown", reason)
+        return _Check("side effects", "unknown", reason)
     evidence = "weights, buffers and states of optimizers follow no row beside the release"
-    return Check("side effects", "not refuted", evidence, visible)
+    return _Check("side effects", "not refuted", evidence, visible)
 
 
-def _rates(observations: Observations) -> Check:
+def _rates(observations: Observations) -> _Check:
     """Judge what decides the learning rates."""
     changes, kinds = observations.rate_changes, observations.schedulers
     by_metric = [kind for kind, takes_metric in kinds.items() if takes_metric]
     visible = "one change of a rate"
     if observations.rates is None:
-        return Check("learning rates", "unknown", "no step")
+        return _Check("learning rates", "unknown", "no step")
     if not changes:
-        return Check("learning rates", "not refuted", "they did not change", visible)
+        return _Check("learning rates", "not refuted", "they did not change", visible)
     if not kinds:
         reason = f"they changed {changes} times, and no scheduler of torch is there that did it"
-        return Check("learning rates", "unknown", reason)
+        return _Check("learning rates", "unknown", reason)
     if not by_metric:
         evidence = f"they changed {changes} times, by {', '.join(kinds)}"
-        return Check("learning rates", "not refuted", evidence, visible)
+        return _Check("learning rates", "not refuted", evidence, visible)
     evidence = f"they changed {changes} times, by {by_metric[0]}, which takes a metric"
     if observations.evaluations:
-        return Check("learning rates", "unknown", f"{evidence}: of private data, or of public ones")
+        return _Check(
+            "learning rates", "unknown", f"{evidence}: of private data, or of public ones"
+        )
     evidence += ", and the model was never evaluated: the metric is of the training's rows"
-    return Check("learning rates", "refuted", evidence, visible)
+    return _Check("learning rates", "refuted", evidence, visible)
 
 
-def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]:
+def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[_Check]:
     """Compare the examples of steps with Poisson samples at the claimed rate."""
     rate, examples, steps = claim.sample_rate, observations.examples, len(observations.sizes)
     if examples is None or steps < 4:
         reason = "too few steps" if examples else "no batch sampler, or one of each process"
         return [
-            Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")
+            _Check(name, "unknown", reason) for name in ("rate", "sizes", "inclusion", "repeats")
         ]
     rows, trials = sum(observations.sizes), examples * steps
     tails = binom.cdf(rows, trials, rate), binom.sf(rows - 1, trials, rate)
@@ -450,10 +452,10 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]
         _spread("sizes", "batch sizes", observations.sizes, examples, rate),
         _spread("inclusion", "examples' numbers of steps", counts, steps, rate)
         if observations.draws == steps
-        else Check(
+        else _Check(
             "inclusion", "unknown", f"{observations.draws} of {steps} steps ran what was drawn"
         ),
-        Check(
+        _Check(
             "repeats",
             "refuted" if observations.twice else "not refuted",
             f"{observations.twice} of {steps} steps drew an example more than once",
@@ -462,7 +464,7 @@ def _check_draws(claim: PrivacyClaim, observations: Observations) -> list[Check]
     ]
 
 
-def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> Check:
+def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: float) -> _Check:
     """Compare the variance of values with that of binomial numbers."""
     variance, count = trials * rate * (1 - rate), len(values) - 1
     ratio = float(np.var(values, ddof=1)) / variance
@@ -477,13 +479,13 @@ def _spread(name: str, subject: str, values: Sequence[int], trials: int, rate: f
     )
 
 
-def _account(claim: PrivacyClaim, steps: int) -> Check:
+def _account(claim: PrivacyClaim, steps: int) -> _Check:
     """Compare the epsilon that is shown with that of the steps that were counted."""
     if claim.epsilon is None or not steps:
-        return Check("account", "unknown", "no epsilon was given")
+        return _Check("account", "unknown", "no epsilon was given")
     history = [(claim.noise_multiplier, claim.sample_rate, steps)]
     epsilon, min_epsilon = claim.epsilon(), epsilon_of(history, claim.delta, "prv") * (1 - SLACK)
-    return Check(
+    return _Check(
         "account",
         "refuted" if epsilon < min_epsilon else "not refuted",
         f"epsilon {epsilon:.3g} is shown, {min_epsilon:.3g} at least is spent by {steps} steps",

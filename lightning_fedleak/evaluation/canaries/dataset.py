@@ -20,11 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fedleak.attacks import Query
 from lightning_fedleak.evaluation.canaries.items import digest_of, token_ids_of
-from lightning_fedleak.evaluation.canaries.record import (
-    InclusionMismatch,
-    InclusionRecord,
-    draw_or_load,
-)
+from lightning_fedleak.evaluation.canaries.record import InclusionRecord, draw_or_load
 
 
 class CanarySet:
@@ -77,10 +73,10 @@ class CanarySet:
         """Compare with the checkpoint of the run that is resumed.
 
         Raises:
-            InclusionMismatch: other canaries, another seed, probability or times.
+            ValueError: other canaries, another seed, probability or times.
         """
         if state.get("commitment") != self.commitment:
-            raise InclusionMismatch(
+            raise ValueError(
                 "the checkpoint was written with other canaries. Resume with the same "
                 "with_canaries(...) arguments, and seed or record file."
             )
@@ -170,8 +166,8 @@ def with_canaries(
 
     Raises:
         ValueError: a data set without length or index; no canaries, or two alike; an argument out
-            of its range; several processes without seed and record.
-        InclusionMismatch: the record is of other canaries or settings.
+            of its range; several processes without seed and record; a record of other canaries or
+            settings.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "canaries need")

@@ -227,8 +227,8 @@ def with_entities(
 
     Raises:
         ValueError: rows without length or index, or of another form; too few rows with room; a
-            kind that cannot be ranked; an argument out of its range.
-        InclusionMismatch: the record is of other rows or settings.
+            kind that cannot be ranked; an argument out of its range; a record of other rows or
+            settings.
         PermissionError: others may read the record.
 
     Examples:

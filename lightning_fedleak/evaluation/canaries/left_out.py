@@ -18,7 +18,7 @@ from lightning_fedleak.validate import check_choice, check_integer
 
 
 @dataclass(frozen=True, repr=False)
-class LeftOutRecord(Secret):
+class _LeftOutRecord(Secret):
     """Which rows of a data set were left out. Secret: shows nothing of itself.
 
     Attributes:
@@ -76,7 +76,7 @@ class LeftOutRecord(Secret):
         }
 
     @classmethod
-    def _of_content(cls, content: Any) -> LeftOutRecord:
+    def _of_content(cls, content: Any) -> _LeftOutRecord:
         return cls(
             bytes.fromhex(content["key"]),
             content["rows"],
@@ -97,7 +97,7 @@ class TrainingRows(Dataset[Any]):
             accounts draws and counts by it.
     """
 
-    def __init__(self, dataset: Any, record: LeftOutRecord) -> None:
+    def __init__(self, dataset: Any, record: _LeftOutRecord) -> None:
         self.dataset = dataset
         self.record = record
         length: int = getattr(dataset, "public_length", record.length)
@@ -180,8 +180,8 @@ def leave_out(
 
     Raises:
         ValueError: a data set without length or index; n out of its range; values that are planted
-            several times; several processes without seed and record.
-        InclusionMismatch: the record is of other data, n or seed.
+            several times; several processes without seed and record; a record of other data, n or
+            seed.
         PermissionError: others may read the record.
     """
     check_dataset(dataset, "rows are left out of")
@@ -194,14 +194,14 @@ def leave_out(
     hint = "rows that are left out; with coins a row is drawn for each of them besides"
     check_integer("n", n, at_most=max_rows, hint=hint)
 
-    def draw(key: bytes) -> LeftOutRecord:
-        rows = LeftOutRecord(key, len(dataset), n, b"", coins)
+    def draw(key: bytes) -> _LeftOutRecord:
+        rows = _LeftOutRecord(key, len(dataset), n, b"", coins)
         digest = hashlib.sha256()
         for row in rows.out:
             digest.update(digest_of(dataset[row], f"dataset[{row}]"))
         return replace(rows, digest=digest.digest())
 
     train = TrainingRows(
-        dataset, draw_or_load(LeftOutRecord, draw, seed, record, action="leave out rows")
+        dataset, draw_or_load(_LeftOutRecord, draw, seed, record, action="leave out rows")
     )
     return train, train.others

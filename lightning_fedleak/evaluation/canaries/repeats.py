@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal
 
@@ -45,7 +45,7 @@ _POWERS = np.cumprod(np.full(RUN, 0xD6E8FEB86659FD93, np.uint64), dtype=np.uint6
 
 
 @dataclass(frozen=True)
-class ScoredTexts:
+class _ScoredTexts:
     """The texts of a pool that are scored.
 
     Attributes:
@@ -75,9 +75,55 @@ class ScoredTexts:
     prompt_rows: list[int]
 
 
+@dataclass(frozen=True)
+class PoolRows:
+    """Say which rows of the training data the texts of a pool are.
+
+    Attributes:
+        copies: of each of N texts, the numbers of the rows that it stands for; of those that were
+            not trained on, anything.
+        times: (N,) int64, rows of the training data that each text stands in.
+        apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
+        short_copies: numbers of the rows of each short text that repeats, and how often it does;
+            they are not scored.
+    """
+
+    copies: Sequence[Sequence[int]]
+    times: Tensor
+    apart: Mapping[int, str] = field(default_factory=dict)
+    short_copies: Sequence[tuple[Sequence[int], int]] = ()
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[Text], scored: _ScoredTexts, numbers: Sequence[int], *, short: bool
+    ) -> PoolRows:
+        """Return the rows of a pool's texts.
+
+        Args:
+            texts: that might have been scored.
+            scored: those of them that are.
+            numbers: of the row that each of the texts is; -1 where it was not trained on.
+            short: the short ones stand behind the scored ones in the pool.
+        """
+        groups = scored.copies + [[row] for row in scored.short_rows if short]
+        repeated = [places for places, _ in scored.short_copies]
+        apart = {*range(len(texts))}.difference(*groups, *repeated)
+        alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
+        return cls(
+            [[numbers[row] for row in group] for group in groups],
+            torch.cat([scored.times, alone]),
+            {
+                numbers[row]: "short" if texts[row].n_labels < MIN_LABELS else "unknown"
+                for row in apart
+                if numbers[row] >= 0
+            },
+            [([numbers[row] for row in rows], n) for rows, n in scored.short_copies],
+        )
+
+
 def scored_texts(
     texts: Sequence[Text], trained: Sequence[bool], elsewhere: Iterable[tuple[Text, bool]] = ()
-) -> ScoredTexts:
+) -> _ScoredTexts:
     """Return which texts are scored.
 
     A group of copies stands for itself by a row that was trained on. A text of which one row was
@@ -127,7 +173,7 @@ def scored_texts(
         if trained[row] and trained_on[texts[row].content] > 1:
             copies.setdefault(texts[row].content, []).append(row)
     ordered = sorted(map(sorted, groups.values()))  # the first by content, not by order
-    return ScoredTexts(
+    return _ScoredTexts(
         chosen + [group[0][1] for group in ordered],
         torch.tensor([1] * len(chosen) + [group[0][2] for group in ordered], dtype=torch.long),
         len(texts) - len(long),

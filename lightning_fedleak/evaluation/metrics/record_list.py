@@ -13,24 +13,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import gammaln
 from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, ScoredTexts
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics.released import _pool
 from lightning_fedleak.model.snapshots import ReleasedModel
-from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import check_private, write_lines
 from lightning_fedleak.validate import explain_errors
 
@@ -183,53 +181,6 @@ NOT_SAID = (
     "After rows are dropped by this list the rows that were left out are used up: draw again.",
 )
 """What may not be concluded, which each file says first."""
-
-
-@dataclass(frozen=True)
-class PoolRows:
-    """Say which rows of the training data the texts of a pool are.
-
-    Attributes:
-        copies: of each of N texts, the numbers of the rows that it stands for; of those that were
-            not trained on, anything.
-        times: (N,) int64, rows of the training data that each text stands in.
-        apart: numbers of the rows that are not scored, and why: ``"short"`` or ``"unknown"``.
-        short_copies: numbers of the rows of each short text that repeats, and how often it does;
-            they are not scored.
-    """
-
-    copies: Sequence[Sequence[int]]
-    times: Tensor
-    apart: Mapping[int, str] = field(default_factory=dict)
-    short_copies: Sequence[tuple[Sequence[int], int]] = ()
-
-    @classmethod
-    def of(
-        cls, texts: Sequence[Text], scored: ScoredTexts, numbers: Sequence[int], *, short: bool
-    ) -> PoolRows:
-        """Return the rows of a pool's texts.
-
-        Args:
-            texts: The texts that might have been scored.
-            scored: those of them that are.
-            numbers: The number of the row that each of the texts is; -1 where it was not trained
-                on.
-            short: the short ones stand behind the scored ones in the pool.
-        """
-        groups = scored.copies + [[row] for row in scored.short_rows if short]
-        repeated = [places for places, _ in scored.short_copies]
-        apart = {*range(len(texts))}.difference(*groups, *repeated)
-        alone = torch.ones(len(groups) - len(scored.copies), dtype=torch.long)
-        return cls(
-            [[numbers[row] for row in group] for group in groups],
-            torch.cat([scored.times, alone]),
-            {
-                numbers[row]: "short" if texts[row].n_labels < MIN_LABELS else "unknown"
-                for row in apart
-                if numbers[row] >= 0
-            },
-            [([numbers[row] for row in rows], n) for rows, n in scored.short_copies],
-        )
 
 
 @dataclass(frozen=True)

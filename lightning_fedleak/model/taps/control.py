@@ -179,12 +179,7 @@ def fresh_leaves(
 
 
 def control_gradient(
-    anatomy: Anatomy,
-    step: Step,
-    roles: Sequence[str],
-    *,
-    scale: float = 1.0,
-    fails: Fails = bool,
+    anatomy: Anatomy, step: Step, roles: Sequence[str], *, scale: float = 1.0, fails: Fails = bool
 ) -> GradientSnapshot:
     """Return the gradient of a step made again, in the modes and the precision that it had.
 
@@ -318,12 +313,7 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 
 def run_backward(
-    anatomy: Anatomy,
-    model: nn.Module,
-    call: ModelCall,
-    fails: Fails = bool,
-    *,
-    scale: float = 1.0,
+    anatomy: Anatomy, model: nn.Module, call: ModelCall, fails: Fails = bool, *, scale: float = 1.0
 ) -> None:
     """Run one call again, and its backward from the logits.
 

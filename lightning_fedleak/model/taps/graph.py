@@ -19,16 +19,10 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    Kind,
-    backbone_of,
-    last_states_in,
-    without_peft,
-)
+from lightning_fedleak.model.anatomy import Anatomy, Kind, backbone_of, last_states_in, without_peft
 from lightning_fedleak.model.batches import IGNORE_INDEX, BatchError, TokenBatch, read_batch
 from lightning_fedleak.model.taps.hooks import raise_kept, raised_when_read, random_states
-from lightning_fedleak.model.taps.last_states import HeadMap, read_last_states
+from lightning_fedleak.model.taps.last_states import head_map, read_last_states
 from lightning_fedleak.model.taps.row_labels import (
     HeadCall,
     RowLabels,
@@ -276,7 +270,7 @@ class GraphTap:
         states, gradient, call.states = call.states, call.gradient, None
         assert states is not None
         assert gradient is not None
-        head = HeadMap.from_anatomy(self._anatomy, self._temperature)
+        head = head_map(self._anatomy, self._temperature)
         if call.ids is None or head is None:
             return
         sources = [(call.ids, 1)]

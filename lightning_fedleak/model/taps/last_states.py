@@ -52,7 +52,7 @@ The grid is log-spaced in steps of 22%; a temperature 20% off leaves .05 of g, o
 
 
 @dataclass(frozen=True)
-class HeadMap:
+class _HeadMap:
     """The map from last hidden states to logits: ``cap tanh((W h + bias) / cap) / temperature``.
 
     Attributes:
@@ -67,21 +67,6 @@ class HeadMap:
     cap: float | None = None
     temperature: float = 1.0
 
-    @classmethod
-    def from_anatomy(cls, anatomy: Anatomy, temperature: float) -> HeadMap | None:
-        """Return the current head; None if it is not a plain matrix, or is sharded."""
-        assert anatomy.head is not None
-        layer = leaf(anatomy.head)
-        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        if weight is None or is_shard(weight) or not weight.is_floating_point():
-            return None
-        matrix = weight.detach()
-        if (adapter := head_adapter(anatomy)) is not None:
-            b, a = adapter
-            matrix = matrix + (b.detach().float() @ a).to(matrix)
-        biases = None if bias is None else bias.detach()
-        return cls(matrix, biases, logit_cap(anatomy), temperature)
-
 
 def logit_cap(anatomy: Anatomy) -> float | None:
     """Return the cap of a model's logits (Gemma 2); None without one."""
@@ -89,6 +74,21 @@ def logit_cap(anatomy: Anatomy) -> float | None:
     config = getattr(config, "get_text_config", lambda: config)()
     cap: float | None = getattr(config, "final_logit_softcapping", None)
     return cap
+
+
+def head_map(anatomy: Anatomy, temperature: float) -> _HeadMap | None:
+    """Return the current head; None if it is not a plain matrix, or is sharded."""
+    assert anatomy.head is not None
+    layer = leaf(anatomy.head)
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None or is_shard(weight) or not weight.is_floating_point():
+        return None
+    matrix = weight.detach()
+    if (adapter := head_adapter(anatomy)) is not None:
+        b, a = adapter
+        matrix = matrix + (b.detach().float() @ a).to(matrix)
+    biases = None if bias is None else bias.detach()
+    return _HeadMap(matrix, biases, logit_cap(anatomy), temperature)
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -115,7 +115,7 @@ class _Rows(NamedTuple):
         return self._replace(**{name: x[index] for name, x in columns.items()})
 
 
-def _prepare(states: Tensor, gradient: Tensor, head: HeadMap, weight: Tensor) -> _Rows:
+def _prepare(states: Tensor, gradient: Tensor, head: _HeadMap, weight: Tensor) -> _Rows:
     """Project u and m out of g, in float32."""
     states, gradient = states.float(), gradient.float()
     logits = functional.linear(states, weight, None if head.bias is None else head.bias.float())
@@ -174,7 +174,7 @@ def _fit_labels(rows: _Rows, weight: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def read_states(
-    states: Tensor, gradient: Tensor, head: HeadMap, claims: Sequence[Tensor] = ()
+    states: Tensor, gradient: Tensor, head: _HeadMap, claims: Sequence[Tensor] = ()
 ) -> RowLabels:
     """Return the label and the shape of each row of dL/dlogits from the rows of dL/dh.
 
@@ -262,7 +262,7 @@ def _check_hidden(rows: _Rows, weight: Tensor, claims: Tensor) -> tuple[Tensor, 
     return holds, torch.where(is_certain, sizes.clamp_min(0.0), sizes)
 
 
-def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
+def fit_temperature(states: Tensor, gradient: Tensor, head: _HeadMap) -> _HeadMap:
     """Return the head with the temperature that explains most of g.
 
     One temperature holds for all rows of a step. No candidate labels are used.
@@ -297,8 +297,8 @@ def fit_temperature(states: Tensor, gradient: Tensor, head: HeadMap) -> HeadMap:
 
 
 def read_last_states(
-    states: Tensor, gradient: Tensor, head: HeadMap, sources: Sequence[tuple[Tensor, int]]
-) -> tuple[RowLabels, HeadMap]:
+    states: Tensor, gradient: Tensor, head: _HeadMap, sources: Sequence[tuple[Tensor, int]]
+) -> tuple[RowLabels, _HeadMap]:
     """Return the labels of the rows of texts, and the head with the temperature of their loss.
 
     Args:

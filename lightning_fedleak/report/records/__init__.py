@@ -35,7 +35,6 @@ from lightning_fedleak.report.records.files import read_lines as read_lines
 from lightning_fedleak.report.records.lines import NOT_PLAYED as NOT_PLAYED
 from lightning_fedleak.report.records.lines import CheckpointLine as CheckpointLine
 from lightning_fedleak.report.records.lines import EndLine as EndLine
-from lightning_fedleak.report.records.lines import GateDecision as GateDecision
 from lightning_fedleak.report.records.lines import GateLine as GateLine
 from lightning_fedleak.report.records.lines import LookLine as LookLine
 from lightning_fedleak.report.records.lines import MetricsLine as MetricsLine
@@ -50,9 +49,7 @@ from lightning_fedleak.report.records.setup import AttackFacts as AttackFacts
 from lightning_fedleak.report.records.setup import BeginLine as BeginLine
 from lightning_fedleak.report.records.setup import DefenseFacts as DefenseFacts
 from lightning_fedleak.report.records.setup import DefenseLine as DefenseLine
-from lightning_fedleak.report.records.setup import EndedFit as EndedFit
 from lightning_fedleak.report.records.setup import GateFacts as GateFacts
 from lightning_fedleak.report.records.setup import ModelFacts as ModelFacts
 from lightning_fedleak.report.records.setup import MonitorFacts as MonitorFacts
 from lightning_fedleak.report.records.setup import NotPlayed as NotPlayed
-from lightning_fedleak.report.records.setup import ReleasesBefore as ReleasesBefore

@@ -56,14 +56,10 @@ JsonObject = Mapping[str, Any]
 """An object of JSON whose keys no record names, such as the settings of an attack."""
 
 
-class OddField(ValueError):
-    """A value is not what its field holds; the message is the path to it."""
-
-
 def _expect(holds: bool, path: str) -> None:
     """Raise an error for the value at a path unless a condition on it holds."""
     if not holds:
-        raise OddField(path)
+        raise ValueError(path)
 
 
 def named(key: str, **more: Any) -> Any:
@@ -88,7 +84,7 @@ class Record:
             path: where in its line it is, for the error.
 
         Raises:
-            OddField: a field is missing or is not what its type says.
+            ValueError: a field is missing or is not what its type says.
         """
         _expect(isinstance(value, Mapping), path)
         root = f"{path}/" if path else ""
@@ -104,7 +100,7 @@ class Record:
             elif key in value:
                 arguments[attribute.name] = _read(hints[attribute.name], value[key], root + key)
             elif attribute.default is MISSING and attribute.default_factory is MISSING:
-                raise OddField(f"{root}{key} is missing")
+                raise ValueError(f"{root}{key} is missing")
         return cls(**arguments)
 
 
@@ -261,7 +257,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     """Return what a value of JSON is as a field of a type.
 
     Raises:
-        OddField: it is not what the type says.
+        ValueError: it is not what the type says.
     """
     kind, arguments = _parts(hint)
     if kind in (Union, UnionType):
@@ -289,11 +285,11 @@ def _read_one_of(hints: Sequence[Any], value: Any, path: str) -> Any:
     """Return what a value is as the first of several types that it can be."""
     if value is None and NoneType in hints:
         return None
-    odd: list[OddField] = []
+    odd: list[ValueError] = []
     for hint in hints:
         try:
             return _read(hint, value, path)
-        except OddField as error:
+        except ValueError as error:
             odd.append(error)
     raise max(odd, key=lambda error: len(str(error)))  # the longest path is the most precise
 

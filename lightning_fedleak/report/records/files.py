@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fedleak.report.records.fields import SCHEMA, JsonObject, OddField
+from lightning_fedleak.report.records.fields import SCHEMA, JsonObject
 from lightning_fedleak.report.records.lines import ResultLine, RunLine
 
 RESULTS, RECORD = "leakage.jsonl", "run.jsonl"
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> _FileLines:
                 continue
             try:
                 lines.append(_read_line(content, path.name))
-            except OddField as error:
+            except ValueError as error:
                 odd.append(f"{number} ({error})")
     problems = [
         f"{len(numbers)} of the lines of {short(path)} {reason}: {first_of(numbers)}"

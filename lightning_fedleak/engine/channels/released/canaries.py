@@ -115,7 +115,7 @@ class CanaryChannel(MemorizationChannel):
         """Check that the canaries are the same, and remember where the base's answers are.
 
         Raises:
-            InclusionMismatch: other canaries.
+            ValueError: other canaries.
         """
         super().load_state_dict(state)
         if self.listed_attacks and (committed := state.get("canary_set")) is not None:
@@ -278,7 +278,7 @@ class EntityChannel(WeightChannel):
         """Check that the values are the same, and count the looks.
 
         Raises:
-            InclusionMismatch: other values.
+            ValueError: other values.
         """
         saved = state.get(self.family, {})
         self._looks = int(saved.get("looks", 0))

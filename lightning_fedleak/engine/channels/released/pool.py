@@ -35,9 +35,8 @@ from lightning_fedleak.evaluation.canaries import (
     TrainingRows,
     draw_references,
 )
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, scored_texts
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part, PoolRows, scored_texts
 from lightning_fedleak.evaluation.metrics.found_entities import FoundEntities
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows
 from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import preserve_process

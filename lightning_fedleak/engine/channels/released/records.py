@@ -11,9 +11,9 @@ from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.engine.outcomes import Waiting
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run, reason
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
 from lightning_fedleak.evaluation.metrics.record_list import (
     FALSE_DISCOVERIES,
-    PoolRows,
     list_records,
 )
 from lightning_fedleak.model.snapshots import ReleasedModel

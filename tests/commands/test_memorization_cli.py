@@ -21,7 +21,8 @@ from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_
 from lightning_fedleak.cli.finetuning.data import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.cli.studies.memorization import used_up_mark
-from lightning_fedleak.evaluation.metrics.record_list import PoolRows, RecordList
+from lightning_fedleak.evaluation.canaries.repeats import PoolRows
+from lightning_fedleak.evaluation.metrics.record_list import RecordList
 from lightning_fedleak.model.taps import Text
 from tests.helpers.commands import run_command
 

@@ -92,7 +92,7 @@ def test_watching_a_federation_changes_no_bit_of_its_model(tmp_path):
     assert all(x["unknown"] for x in server)  # it does not hold the texts
     assert lines(tmp_path / "server", "run.jsonl")[-1]["how"] == "finished"
     check = verify_run(tmp_path / "server")
-    assert check.verdict.status == HOLDS, check.verdict
+    assert check.status == HOLDS, check
 
 
 def test_an_app_of_lora_trains_the_same_model_in_one_process_to_the_bit(tmp_path):

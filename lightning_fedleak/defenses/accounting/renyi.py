@@ -30,7 +30,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp, ndtr
+from scipy.special import logsumexp
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.extras import install
@@ -43,7 +43,7 @@ ORDERS: tuple[float, ...] = (
 )
 """Renyi orders that are tried."""
 
-MOST_NODES = 1 << 17  # of the integral; orders that need more cost as much as without sampling
+MAX_NODES = 1 << 17  # nodes of an integral; an order that needs more costs as without sampling
 NODES = 8  # of Gauss and Legendre in a panel, which is at most sigma wide. Not tuned
 TAIL = 12  # standard deviations beyond the last peak where the integral ends; the rest is 1e-32
 
@@ -157,7 +157,7 @@ def rdp_without_replacement(
     rdp = orders / 2 / noise_multiplier**2 if noise_multiplier else np.full(len(orders), np.inf)
     width = min(noise_multiplier, noise_multiplier**2)
     ends = NODES * np.ceil((orders + TAIL * noise_multiplier) / width) if width else orders * np.inf
-    usable = np.flatnonzero(ends <= MOST_NODES)
+    usable = np.flatnonzero(ends <= MAX_NODES)
     if len(usable):
         nodes, weights = np.polynomial.legendre.leggauss(NODES)
         panels = int(ends[usable[-1]]) // NODES
@@ -176,26 +176,3 @@ def rdp_without_replacement(
             rdp[i] = min(rdp[i], np.logaddexp(0, logsumexp(terms)) / (order - 1))
     rdp.flags.writeable = False
     return rdp
-
-
-class WithoutReplacementPRV:
-    """The privacy loss of A against B under A, as Opacus' parts of PRV take it.
-
-    Args:
-        sample_rate: q, below 1.
-        noise_multiplier: sigma, over the largest distance between the sums of two neighbours.
-    """
-
-    def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
-        self._rate = sample_rate
-        self._sigma = noise_multiplier
-
-    def cdf(self, t: Floats | float) -> Floats:
-        """Return the chance of a loss of at most t."""
-        q, sigma = self._rate, self._sigma
-        x = 0.5 + sigma**2 * np.log1p(np.expm1(np.abs(t)) / q)
-        tail = ndtr(-x / sigma)
-        cdf: Floats = np.where(
-            np.asarray(t) < 0, tail, 1 - (1 - q) * tail - q * ndtr((1 - x) / sigma)
-        )
-        return cdf

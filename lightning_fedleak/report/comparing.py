@@ -52,9 +52,7 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     names = names_of(fits)
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
-    by_name = dict(zip(names, fits, strict=True))
-    several = (one for one in readings.values() if len(one) > 1)
-    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)  # what fell first
+    clauses = _clauses(readings, dict(zip(names, fits, strict=True)))
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
@@ -185,6 +183,13 @@ class _Clause(NamedTuple):
     family: str
     runs: tuple[str, str]
     parts: Sentence
+
+
+def _clauses(
+    readings: Mapping[str, Mapping[str, Reading]], fits: Mapping[str, FitSummary]
+) -> list[_Clause]:
+    """Return a clause about each kind that two runs measured, what fell to chance first."""
+    return sorted((_clause(r, fits) for r in readings.values() if len(r) > 1), reverse=True)
 
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:

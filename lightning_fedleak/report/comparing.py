@@ -52,18 +52,13 @@ def comparison(fits: Sequence[FitSummary], overviews: Sequence[Overview]) -> Com
     names = names_of(fits)
     metric, step, utilities = _utilities(fits, names)
     readings = {family.name: _readings(overviews, names, family) for family in STANDARD_FAMILIES}
-    clauses = _clauses(readings, dict(zip(names, fits, strict=True)))
+    by_name = dict(zip(names, fits, strict=True))
+    several = (one for one in readings.values() if len(one) > 1)
+    clauses = sorted((_clause(one, by_name) for one in several), reverse=True)  # what fell first
     family = clauses[0].family if clauses else WORDS.name
     lengths = {name: _updates_that_left(fit) for name, fit in zip(names, fits, strict=True)}
     rows = [
-        [
-            name,
-            f"{lengths[name]:,}",
-            ", ".join(x.name for x in fit.defenses or ()) or "none",
-            f"{utilities[name]:.3f}" if name in utilities else _last_utility(fit),
-            *(_cell(overview, key.name) for key in STANDARD_FAMILIES),
-            next(fact.value for fact in overview.facts if fact.name == "Gate"),
-        ]
+        [name, f"{lengths[name]:,}", *_cells(fit, overview, utilities.get(name))]
         for name, fit, overview in zip(names, fits, overviews, strict=True)
     ]
     decisions = zip(names, fits, strict=True)
@@ -121,6 +116,16 @@ def _updates_that_left(fit: FitSummary) -> int:
     if fit.unit == "round" and fit.updates:
         return fit.updates - fit.withheld
     return fit.length or fit.steps or 0
+
+
+def _cells(fit: FitSummary, overview: Overview, utility_at_step: float | None) -> list[str]:
+    """Return a run's defences, its utility, its readings and what its gate did."""
+    return [
+        ", ".join(defense.name for defense in fit.defenses or ()) or "none",
+        _last_utility(fit) if utility_at_step is None else f"{utility_at_step:.3f}",
+        *(_cell(overview, family.name) for family in STANDARD_FAMILIES),
+        next(fact.value for fact in overview.facts if fact.name == "Gate"),
+    ]
 
 
 def _cell(overview: Overview, family: str) -> str:
@@ -183,13 +188,6 @@ class _Clause(NamedTuple):
     family: str
     runs: tuple[str, str]
     parts: Sentence
-
-
-def _clauses(
-    readings: Mapping[str, Mapping[str, Reading]], fits: Mapping[str, FitSummary]
-) -> list[_Clause]:
-    """Return a clause about each kind that two runs measured, what fell to chance first."""
-    return sorted((_clause(r, fits) for r in readings.values() if len(r) > 1), reverse=True)
 
 
 def _clause(readings: Mapping[str, Reading], fits: Mapping[str, FitSummary]) -> _Clause:

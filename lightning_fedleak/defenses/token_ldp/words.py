@@ -175,7 +175,7 @@ def public_set(domain: Iterable[int] | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class _BatchText:
+class _TrueText:
     """The true text of a batch, on the CPU.
 
     Attributes:
@@ -215,7 +215,7 @@ class _BatchText:
         return replace(tokens, input_ids=inputs.to(tokens.input_ids), labels=labels)
 
 
-def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _BatchText:
+def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _TrueText:
     """Return the true text of a batch.
 
     Raises:
@@ -246,7 +246,7 @@ def text_of(tokens: TokenBatch, words: Words, keep_special: bool) -> _BatchText:
     if not keep_special:
         visible = torch.ones_like(visible)
     word = ~torch.isin(ids, special)
-    return _BatchText(ids, word & visible, word & ~visible, words.kind, special)
+    return _TrueText(ids, word & visible, word & ~visible, words.kind, special)
 
 
 @dataclass(frozen=True)

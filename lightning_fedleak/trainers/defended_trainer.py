@@ -475,7 +475,7 @@ def _run_by_pair(model: nn.Module, **batch: Any) -> Any:
     """Run a model with the rows of each pair side by side, as DPSGD takes those of a sample."""
     rows = len(batch["input_ids"])
     output = model(**_changed(lambda sides: _by_pair(sides).flatten(0, 1), batch))
-    parted = _changed(lambda r: _by_side(r.reshape(-1, 2, *r.shape[1:])), output, rows)
+    parted = _changed(lambda r: _by_side(r.reshape(rows // 2, 2, *r.shape[1:])), output, rows)
     for name, value in parted.items():
         output[name] = value
     return output
